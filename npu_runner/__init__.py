@@ -1,0 +1,23 @@
+"""Offline multimodal batch inference on Ascend NPUs, CPUs and CUDA. Public names load on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from npu_runner.config import RunnerConfig
+    from npu_runner.llm import LLM
+    from npu_runner.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RunnerConfig", "SamplingParams", "__version__"]
+
+_HOMES = {"LLM": "npu_runner.llm", "RunnerConfig": "npu_runner.config", "SamplingParams": "npu_runner.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,169 @@
+"""Where answers go: a file that can be resumed, or a stream that cannot. Knows nothing of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+from npu_runner.batch.answer_writer import AnswerWriter
+from npu_runner.batch.durable import clear_file_errors, sync_folder
+from npu_runner.batch.input_file import STANDARD_STREAM, InputScan
+from npu_runner.batch.manifest import Manifest, manifest_path
+from npu_runner.batch.output_file import OutputLock, OutputScan, repair_output, rewrite_rows, scan_output
+from npu_runner.errors import ConfigError
+
+_SYNC_ROWS = 64
+_SYNC_SECONDS = 2.0
+
+
+class Destination(Protocol):
+    """Entered while a job runs. First look (`earlier`, `finished`), then write (`begin`), then `finish`."""
+
+    name: str
+    earlier: Manifest | None
+
+    @property
+    def path(self) -> Path | None: ...
+    def __enter__(self) -> Destination: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def finished(self, rows: InputScan) -> np.ndarray: ...
+    def num_failed_kept(self) -> int: ...
+    def begin(self, manifest: Manifest) -> AnswerWriter: ...
+    def finish(self, rows: InputScan, *, is_ordered: bool) -> None: ...
+
+
+def open_destination(output: str, *, overwrite: bool, retry_errors: bool) -> Destination:
+    """Standard output and devices are streams; everything else is a file."""
+    if output == STANDARD_STREAM:
+        return StreamDestination(output)
+    path = Path(output)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return StreamDestination(output)
+    return FileDestination(path, overwrite=overwrite, retry_errors=retry_errors)
+
+
+class StreamDestination:
+    """Rows go out as they come; there is nothing to resume from."""
+
+    path: Path | None = None
+    earlier: Manifest | None = None
+
+    def __init__(self, output: str):
+        self.name = "standard output" if output == STANDARD_STREAM else output
+        self._output = output
+        self._descriptor = -1
+
+    def __enter__(self) -> StreamDestination:
+        if self._output != STANDARD_STREAM:
+            with clear_file_errors(f"output {self._output}"):
+                self._descriptor = os.open(self._output, os.O_WRONLY)
+            return self
+        # Whatever prints meanwhile (a library, a compiler) must not end up among the answers.
+        sys.stdout.flush()
+        self._descriptor = os.dup(1)
+        os.dup2(2, 1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._output == STANDARD_STREAM:
+            sys.stdout.flush()
+            os.dup2(self._descriptor, 1)
+        os.close(self._descriptor)
+
+    def finished(self, rows: InputScan) -> np.ndarray:
+        return np.zeros(rows.num_rows, dtype=bool)
+
+    def num_failed_kept(self) -> int:
+        return 0
+
+    def begin(self, manifest: Manifest) -> AnswerWriter:
+        return AnswerWriter(os.dup(self._descriptor), self.name)
+
+    def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
+        """Rows are in order already, if that was asked for."""
+
+
+class FileDestination:
+    """A file of answers with its lock and its manifest. Nothing is changed before `begin`."""
+
+    def __init__(self, path: Path, *, overwrite: bool, retry_errors: bool):
+        # Through links, so that two names of one file share one lock, and a link stays a link.
+        self.path: Path = path.resolve()
+        self.name = str(path)
+        self.earlier: Manifest | None = None
+        self._overwrite = overwrite
+        self._retry_errors = retry_errors
+        self._lock = OutputLock(self.path)
+        self._is_in_order = True
+
+    def __enter__(self) -> FileDestination:
+        if self.path.is_dir():
+            raise ConfigError(f"output {self.name}: is a folder; name a file in it")
+        if not self.path.parent.is_dir():
+            raise ConfigError(f"output {self.name}: the folder {self.path.parent} does not exist; make it first")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._lock)
+            self._look()
+            self._held = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.close()
+
+    def _look(self) -> None:
+        with clear_file_errors(f"output {self.name}"):
+            self._scan = scan_output(self.path)
+        if self._overwrite:
+            self._kept = self._scan.keys[:0]
+            return
+        self.earlier = Manifest.load(self.path)
+        if self.earlier is None and self._scan.num_bytes:
+            raise ConfigError(
+                f"output {self.name}: the file has content but no {manifest_path(self.path).name}, so it is no job's "
+                "output to resume; choose another name, or --overwrite to replace it"
+            )
+        self._kept = self._scan.keys[~self._scan.failed] if self._retry_errors else self._scan.keys
+
+    def finished(self, rows: InputScan) -> np.ndarray:
+        """Which of the input's rows need no work any more."""
+        self._is_in_order = np.array_equal(self._kept, rows.keys[: len(self._kept)])
+        return np.isin(rows.keys, self._kept)
+
+    def num_failed_kept(self) -> int:
+        """Failed rows that stay as they are."""
+        return 0 if self._overwrite or self._retry_errors else self._scan.num_failed
+
+    def begin(self, manifest: Manifest) -> AnswerWriter:
+        """Leave what is kept, whole, and open the file for more."""
+        with clear_file_errors(f"output {self.name}"):
+            if self._overwrite:
+                self.path.unlink(missing_ok=True)
+                manifest_path(self.path).unlink(missing_ok=True)
+            manifest.save(self.path)
+            if not self._overwrite:
+                repair_output(self.path, self._scan, drop_failed=self._retry_errors)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            sync_folder(self.path.parent)
+        return AnswerWriter(descriptor, self.name, sync_rows=_SYNC_ROWS, sync_seconds=_SYNC_SECONDS)
+
+    def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
+        """Bring the file into the order of the input, when an earlier run wrote it in another."""
+        if not is_ordered or self._is_in_order:
+            return
+        scan: OutputScan = scan_output(self.path)
+        by_key = np.argsort(scan.keys, kind="stable")
+        places = np.searchsorted(scan.keys, rows.keys, sorter=by_key)
+        order = by_key[np.minimum(places, scan.num_rows - 1)]
+        rewrite_rows(self.path, scan, order[scan.keys[order] == rows.keys])

@@ -1,0 +1,265 @@
+"""The batch job from its first look at the files to its summary. Knows nothing of what is in a row or how it is served.
+
+Order matters: everything that can be refused is refused before the model is loaded, and nothing of an earlier run is
+changed before the model stands ready.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npu_runner.batch.destination import Destination, open_destination
+from npu_runner.batch.durable import clear_file_errors, replacing
+from npu_runner.batch.fingerprint import fingerprint_model
+from npu_runner.batch.input_file import STANDARD_STREAM, InputFile, InputScan
+from npu_runner.batch.manifest import Manifest, differences, start_time
+from npu_runner.batch.openai_response import JobStamp
+from npu_runner.batch.options import BatchOptions
+from npu_runner.batch.preprocessing import RowPreprocessor
+from npu_runner.batch.progress import Progress
+from npu_runner.batch.report import write_report
+from npu_runner.batch.serving import ServingLoop
+from npu_runner.batch.signals import Interrupted, StopSignals
+from npu_runner.batch.tally import JobSummary, Tally
+from npu_runner.batch.worker_pool import PoolLimits, WorkerPool
+from npu_runner.checkpoint import resolve_checkpoint
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError, JobError
+from npu_runner.outputs import EngineStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What is to do."""
+
+    rows: InputScan
+    wanted: np.ndarray
+    model_folder: Path
+    model_files: dict[str, str]
+    started: float
+
+
+def run_batch(
+    config: RunnerConfig,
+    options: BatchOptions,
+    *,
+    make_engine: Callable[[RunnerConfig], AbstractContextManager[Any]] | None = None,
+) -> JobSummary:
+    """Answer every row of the input that has no answer yet. Returns what was done, also when a signal cut it short.
+
+    Raises ConfigError for what has to be changed before it can work, JobError and EngineDeadError when the same
+    command may simply be run again. `make_engine` stands in for LLMEngine.
+    """
+    progress = Progress(options.progress)
+    _check_names(options)
+    with StopSignals() as signals:
+        try:
+            job = _Job(config, options, progress, signals, make_engine or _load_engine)
+            with open_destination(
+                options.output, overwrite=options.overwrite, retry_errors=options.retry_errors
+            ) as destination:
+                summary = job.run(destination)
+        except Interrupted as signal:
+            raise JobError(f"interrupted by {signal} before the first row; the same command starts again") from None
+        finally:
+            progress.close()
+        if options.summary is not None:
+            _write_json(options.summary, summary.to_json())
+        for line in summary.to_lines():
+            progress.say(line)
+    return summary
+
+
+class _Job:
+    def __init__(
+        self,
+        config: RunnerConfig,
+        options: BatchOptions,
+        progress: Progress,
+        signals: StopSignals,
+        make_engine: Callable[[RunnerConfig], AbstractContextManager[Any]],
+    ):
+        self._config = config
+        self._options = options
+        self._progress = progress
+        self._signals = signals
+        self._make_engine = make_engine
+        self._tally = Tally()
+
+    def run(self, destination: Destination) -> JobSummary:
+        started = time.monotonic()
+        if self._options.report is not None and destination.path is None:
+            raise ConfigError("report: it is made from the output file, and this output cannot be read again")
+        with self._open_input(destination) as file:
+            earlier = destination.earlier
+            rows = file.scan(earlier.input if earlier else None)
+            if not rows.continues_earlier:
+                raise ConfigError(
+                    f"input {file.name}: it is not the input that {destination.name} was begun with (rows may be added "
+                    "at its end, not changed); restore it, choose another output, or --overwrite to start afresh"
+                )
+            folder = resolve_checkpoint(self._config.model, self._config.revision)
+            files = fingerprint_model(folder)
+            if earlier is not None:
+                _refuse_changes(destination, "model", differences(earlier.model_files, files))
+            wanted = ~destination.finished(rows)
+            work = _Work(rows=rows, wanted=wanted, model_folder=folder, model_files=files, started=started)
+            summary = self._serve(file, work, destination) if wanted.any() else self._nothing_to_do(work, destination)
+            if not summary.is_interrupted:
+                destination.finish(rows, is_ordered=self._options.ordered)
+                self._report(file, rows, destination)
+            return summary
+
+    def _open_input(self, destination: Destination) -> InputFile:
+        path = destination.path
+        spool_folder = path.parent if path is not None else Path(tempfile.gettempdir())
+        with clear_file_errors(f"copy of the input in {spool_folder}"):
+            return InputFile(self._options.input, spool_folder)
+
+    def _serve(self, file: InputFile, work: _Work, destination: Destination) -> JobSummary:
+        num_before = work.rows.num_rows - int(work.wanted.sum())
+        if num_before:
+            self._progress.say(f"resuming: {num_before} of {work.rows.num_rows} rows are finished")
+        with self._make_engine(self._config) as engine:
+            manifest = self._manifest(engine, work, destination)
+            # From here on a signal lets the step under way end, and then the job.
+            self._signals.defer()
+            writer = destination.begin(manifest)
+            ready = time.monotonic()
+            try:
+                with WorkerPool(self._preprocessor(engine), file.rows(work.wanted), self._pool_limits()) as pool:
+                    self._progress.start(work.rows.num_rows, num_before)
+                    ServingLoop(
+                        engine,
+                        pool,
+                        writer.put,
+                        stamp=self._stamp(manifest),
+                        tally=self._tally,
+                        progress=self._progress,
+                        should_stop=lambda: self._signals.is_requested,
+                        is_ordered=self._options.ordered,
+                    ).run()
+            finally:
+                writer.close()
+                self._progress.close()
+            stats = engine.stats()
+        return self._summary(
+            work, destination, stats, start_seconds=ready - work.started, serve_seconds=time.monotonic() - ready,
+            num_replaced=pool.num_replaced,
+        )  # fmt: skip
+
+    def _manifest(self, engine: Any, work: _Work, destination: Destination) -> Manifest:
+        """The manifest of this output: the earlier one, if nothing that shapes answers has changed since."""
+        settings = {
+            **engine.describe(),
+            **{f"prompts.{name}": value for name, value in engine.processor.identity().items()},
+            **{f"generation_defaults.{name}": value for name, value in engine.generation_defaults.items()},
+        }
+        if destination.earlier is not None:
+            _refuse_changes(destination, "settings", differences(destination.earlier.settings, settings))
+            return destination.earlier.with_input(work.rows.identity)
+        return Manifest(
+            created=start_time(),
+            model_name=work.model_folder.name,
+            model_files=work.model_files,
+            settings=json.loads(json.dumps(settings)),
+            input=work.rows.identity,
+        )
+
+    def _stamp(self, manifest: Manifest) -> JobStamp:
+        return JobStamp(
+            created=manifest.created,
+            system_fingerprint=manifest.system_fingerprint,
+            model_name=manifest.model_name,
+            with_cached_tokens=self._options.cached_tokens,
+        )
+
+    def _preprocessor(self, engine: Any) -> RowPreprocessor:
+        folder = self._options.allowed_media_dir
+        return RowPreprocessor(
+            processor=engine.processor,
+            allowed_media_dir=None if folder is None else folder.resolve(),
+            generation_defaults=dict(engine.generation_defaults),
+            seed=self._config.seed,
+        )
+
+    def _pool_limits(self) -> PoolLimits:
+        return PoolLimits(
+            num_workers=self._options.num_workers, task_timeout_seconds=self._options.preprocessing_timeout
+        )
+
+    def _nothing_to_do(self, work: _Work, destination: Destination) -> JobSummary:
+        self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
+        seconds = time.monotonic() - work.started
+        return self._summary(work, destination, EngineStats(), start_seconds=seconds, serve_seconds=0, num_replaced=0)
+
+    def _summary(
+        self, work: _Work, destination: Destination, stats: EngineStats, *, start_seconds: float, serve_seconds: float,
+        num_replaced: int,
+    ) -> JobSummary:  # fmt: skip
+        num_wanted = int(work.wanted.sum())
+        return JobSummary(
+            num_rows=work.rows.num_rows,
+            num_resumed=work.rows.num_rows - num_wanted,
+            num_failed_in_output=destination.num_failed_kept() + self._tally.num_failed,
+            tally=self._tally,
+            stats=replace(stats),
+            start_seconds=start_seconds,
+            serve_seconds=serve_seconds,
+            num_workers=self._options.num_workers,
+            num_workers_replaced=num_replaced,
+            is_interrupted=self._tally.num_done < num_wanted,
+        )
+
+    def _report(self, file: InputFile, rows: InputScan, destination: Destination) -> None:
+        if self._options.report is None:
+            return
+        assert destination.path is not None, "refused at the start"
+        write_report(
+            self._options.report, file, rows, destination.path,
+            allowed_media_dir=self._options.allowed_media_dir, max_rows=self._options.report_rows,
+        )  # fmt: skip
+        self._progress.say(f"report    {self._options.report}")
+
+
+def _load_engine(config: RunnerConfig) -> AbstractContextManager[Any]:
+    from npu_runner.engine.llm_engine import LLMEngine  # torch comes with it: not before everything else is checked
+
+    return LLMEngine(config)
+
+
+def _refuse_changes(destination: Destination, what: str, changes: list[str]) -> None:
+    if changes:
+        raise ConfigError(
+            f"output {destination.name}: was begun with another {what}; answers of two would be mixed. Changed: "
+            f"{'; '.join(changes)}. Choose another output, or --overwrite to start afresh"
+        )
+
+
+def _check_names(options: BatchOptions) -> None:
+    """No file may stand for two. The report and the summary are written last: that they cannot be is said first."""
+    names = {"input": options.input, "output": options.output, "report": options.report, "summary": options.summary}
+    taken: dict[Path, str] = {}
+    for name, value in names.items():
+        if value is None or value == STANDARD_STREAM:
+            continue
+        path = Path(value).resolve()
+        if path in taken:
+            raise ConfigError(f"{name} {value}: is the {taken[path]} as well; choose another name")
+        taken[path] = name
+        if name in ("report", "summary") and (path.is_dir() or not path.parent.is_dir()):
+            raise ConfigError(f"{name} {value}: is a folder or in no existing folder; name a file")
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with clear_file_errors(f"summary {path}"), replacing(path) as file:
+        file.write(json.dumps(value, indent=2).encode() + b"\n")

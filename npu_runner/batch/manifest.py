@@ -1,0 +1,90 @@
+"""`<output>.manifest.json`: what made the answers beside it, so that nothing else is ever mixed in among them.
+
+Knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from npu_runner.batch.durable import clear_file_errors, replacing
+from npu_runner.batch.fingerprint import digest_lines
+from npu_runner.batch.input_file import InputIdentity
+from npu_runner.errors import ConfigError
+
+FORMAT = 1
+_ABSENT = "(not there)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The making of one output file."""
+
+    created: int
+    """Unix time at which the job was first started; every answer carries it."""
+    model_name: str
+    model_files: dict[str, str]
+    settings: dict[str, Any]
+    """Everything beside the model that shapes answers, JSON-ready."""
+    input: InputIdentity
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Names model and settings in every answer."""
+        settings = {name: json.dumps(value, sort_keys=True) for name, value in self.settings.items()}
+        return f"fp_{digest_lines({**self.model_files, **settings})}"
+
+    def save(self, output: Path) -> None:
+        path = manifest_path(output)
+        with clear_file_errors(f"manifest {path}"), replacing(path) as file:
+            text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True, ensure_ascii=False)
+            file.write(text.encode("utf-8") + b"\n")
+
+    @staticmethod
+    def load(output: Path) -> Manifest | None:
+        """The manifest beside an output; None when there is none."""
+        path = manifest_path(output)
+        try:
+            with clear_file_errors(f"manifest {path}"):
+                if not path.exists():
+                    return None
+                fields = json.loads(path.read_bytes())
+            if fields.pop("format") != FORMAT:
+                raise ValueError("it is of another version of this program")
+            return Manifest(**{**fields, "input": InputIdentity(**fields["input"])})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"manifest {path}: cannot be read ({error}); --overwrite starts afresh") from error
+
+    def with_input(self, identity: InputIdentity) -> Manifest:
+        return replace(self, input=identity)
+
+
+def manifest_path(output: Path) -> Path:
+    return output.with_name(output.name + ".manifest.json")
+
+
+def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Every name whose value changed, with both values."""
+    names = sorted(earlier.keys() | now.keys())
+    # Through JSON, because one side has been there: tuples are lists, keys are strings.
+    pairs = [(name, _jsonish(earlier.get(name, _ABSENT)), _jsonish(now.get(name, _ABSENT))) for name in names]
+    return [f"{name}: was {before}, is {after}" for name, before, after in pairs if before != after]
+
+
+def start_time() -> int:
+    """Now, or what SOURCE_DATE_EPOCH says, so that two jobs can be compared byte for byte."""
+    value = os.environ.get("SOURCE_DATE_EPOCH")
+    if value is None:
+        return int(time.time())
+    if not value.isdigit():
+        raise ConfigError(f"SOURCE_DATE_EPOCH={value!r} is not a number of seconds")
+    return int(value)
+
+
+def _jsonish(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)

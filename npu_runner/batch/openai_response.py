@@ -1,0 +1,122 @@
+"""Writes rows of OpenAI's batch result format. Knows nothing of files, pictures or how an answer came about.
+
+A row's bytes follow from the request, the answer and the job's manifest alone: no clock, no counter, no chance.
+So a resumed job writes what an undisturbed one would have written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from npu_runner.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+
+# What OpenAI sends for minus infinity, which JSON cannot say.
+LOWEST_LOGPROB = -9999.0
+_SERVED_FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStamp:
+    """What all answers of one job have in common; kept in the manifest."""
+
+    created: int
+    """Unix time at which the job was first started."""
+    system_fingerprint: str
+    model_name: str
+    """Stands in for rows that name no model."""
+    with_cached_tokens: bool = False
+    """Report prefix-cache hits per row. They depend on what ran before, so rows no longer follow from the request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowError:
+    """Why a row has no answer. `status_code`: 400 the caller's fault, 500 ours."""
+
+    code: str
+    message: str
+    param: str | None = None
+    status_code: int = 400
+
+
+def why_unanswered(output: RequestOutput) -> RowError | None:
+    """The error of a request of which the engine gave a completion up; None if all of them are answers."""
+    lost = next((item for item in output.completions if item.finish_reason not in _SERVED_FINISH_REASONS), None)
+    if lost is None:
+        return None
+    code = "generation_aborted" if lost.finish_reason == "abort" else "generation_failed"
+    message = lost.error or f"completion {lost.index} ended with finish_reason {lost.finish_reason}"
+    return RowError(code=code, message=message, status_code=500)
+
+
+def answer_row(output: RequestOutput, *, custom_id: str, model: str | None, stamp: JobStamp) -> bytes:
+    """The result row of a request that was answered. `model`: what the request calls it."""
+    digest = row_digest(custom_id)
+    body = {
+        "id": f"chatcmpl-{digest}",
+        "object": "chat.completion",
+        "created": stamp.created,
+        "model": model or stamp.model_name,
+        "choices": [_choice(completion) for completion in output.completions],
+        "usage": _usage(output, stamp.with_cached_tokens),
+        "system_fingerprint": stamp.system_fingerprint,
+    }
+    return _row(digest, custom_id, {"status_code": 200, "request_id": f"req_{digest}", "body": body}, None)
+
+
+def error_row(error: RowError, *, custom_id: str | None, line: int) -> bytes:
+    """The result row of a request without an answer. `line`: where it stands in the input, from 1."""
+    digest = row_digest(custom_id if custom_id is not None else f"\0line {line}")
+    kind = "invalid_request_error" if error.status_code == 400 else "server_error"
+    details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    response = {"status_code": error.status_code, "request_id": f"req_{digest}", "body": {"error": details}}
+    summary = {"code": error.code, "message": error.message, "param": error.param, "line": line}
+    return _row(digest, custom_id, response, summary)
+
+
+def row_digest(custom_id: str) -> str:
+    """32 hexadecimal digits that stand for a custom_id in the ids of its answer."""
+    return hashlib.blake2b(custom_id.encode("utf-8"), digest_size=16).hexdigest()
+
+
+def _row(digest: str, custom_id: str | None, response: dict[str, Any], error: dict[str, Any] | None) -> bytes:
+    row = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error}
+    # "replace": a message may quote half a surrogate pair out of a row that was refused for it.
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", errors="replace") + b"\n"
+
+
+def _choice(completion: CompletionOutput) -> dict[str, Any]:
+    content = None
+    if completion.logprobs is not None:
+        content = {"content": [_position(position) for position in completion.logprobs], "refusal": None}
+    return {
+        "index": completion.index,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": content,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _position(position: PositionLogprobs) -> dict[str, Any]:
+    return {**_token(position.sampled), "top_logprobs": [_token(token) for token in position.top]}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    logprob = token.logprob if math.isfinite(token.logprob) else LOWEST_LOGPROB
+    return {"token": token.token, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(token.token_bytes)}
+
+
+def _usage(output: RequestOutput, with_cached_tokens: bool) -> dict[str, Any]:
+    completion_tokens = sum(len(completion.token_ids) for completion in output.completions)
+    usage: dict[str, Any] = {
+        "prompt_tokens": output.num_prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": output.num_prompt_tokens + completion_tokens,
+    }
+    if with_cached_tokens:
+        usage["prompt_tokens_details"] = {"cached_tokens": output.num_cached_tokens}
+    return usage

@@ -1,0 +1,67 @@
+"""Every option of a batch job, checked once. Knows nothing of how the job goes about it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from npu_runner.errors import ConfigError
+
+PROGRESS_STYLES = ("auto", "bar", "lines", "off")
+_MAX_DEFAULT_WORKERS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """What one batch job reads and writes, and how. Model settings are RunnerConfig's."""
+
+    input: str
+    """JSONL file of OpenAI batch rows; - reads standard input."""
+    output: str
+    """JSONL file of answers, resumed if it exists; - writes standard output (which cannot be resumed)."""
+    allowed_media_dir: Path | None = None
+    """Pictures may be files below this folder; None: only data: URLs are allowed."""
+    ordered: bool = False
+    """Write answers in the order of the input instead of the order in which they finish."""
+    retry_errors: bool = False
+    """When resuming, try failed rows again."""
+    overwrite: bool = False
+    """Replace an existing output instead of resuming it."""
+    summary: Path | None = None
+    """Write the closing summary to this file, as JSON."""
+    report: Path | None = None
+    """Write a page to look at (pictures, questions, answers) to this HTML file."""
+    report_rows: int = 300
+    """Most rows on the page; failed and unexpected answers come first."""
+    cached_tokens: bool = False
+    """Report each row's prefix-cache hits in its usage. They depend on timing, so rows are not reproducible then."""
+    preprocessing_workers: int | None = None
+    """Processes that decode pictures and tokenize; None: half of the CPU cores, 16 at most."""
+    preprocessing_timeout: float = 120.0
+    """Seconds after which preprocessing of one row is given up."""
+    progress: str = "auto"
+    """bar, lines or off; auto: a bar on a terminal and lines elsewhere."""
+
+    def __post_init__(self) -> None:
+        if self.preprocessing_workers is not None and self.preprocessing_workers < 1:
+            raise ConfigError(f"preprocessing_workers: {self.preprocessing_workers} is not a positive number")
+        if not self.preprocessing_timeout > 0:
+            raise ConfigError(f"preprocessing_timeout: {self.preprocessing_timeout} seconds is not positive")
+        if self.report_rows < 1:
+            raise ConfigError(f"report_rows: {self.report_rows} is not a positive number")
+        if self.progress not in PROGRESS_STYLES:
+            raise ConfigError(f"progress: {self.progress!r} is not one of {', '.join(PROGRESS_STYLES)}")
+        if self.allowed_media_dir is not None and not self.allowed_media_dir.is_dir():
+            raise ConfigError(f"allowed_media_dir: {str(self.allowed_media_dir)!r} is not a folder")
+
+    @property
+    def num_workers(self) -> int:
+        if self.preprocessing_workers is not None:
+            return self.preprocessing_workers
+        return max(1, min(_MAX_DEFAULT_WORKERS, num_cpus() // 2))
+
+
+def num_cpus() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

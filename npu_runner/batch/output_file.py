@@ -1,0 +1,157 @@
+"""The file of answers: what it holds already, how it is repaired, and how rows are added so that none is lost.
+
+Knows nothing of what an answer says, beyond its name and whether it is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from npu_runner.batch.durable import clear_file_errors, replacing
+from npu_runner.batch.input_file import keys_array, row_key
+from npu_runner.errors import ConfigError
+
+_NO_KEY = b""
+
+
+@dataclass(frozen=True)
+class OutputScan:
+    """The rows of an output file. `starts`: where each row begins, in bytes; `failed`: which are errors."""
+
+    keys: np.ndarray
+    starts: np.ndarray
+    failed: np.ndarray
+    num_broken_lines: int
+    """Lines that are no result row, or repeat one. A crash tears at most the last line; a power cut may leave more."""
+    num_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_failed(self) -> int:
+        return int(self.failed.sum())
+
+
+class OutputLock:
+    """Holds `<output>.lock` while a job runs; a second job on the output gets a ConfigError with the holder's pid."""
+
+    def __init__(self, output: Path):
+        self._path = output.with_name(output.name + ".lock")
+        self._output = output
+        self._descriptor = -1
+
+    def __enter__(self) -> OutputLock:
+        while self._descriptor < 0:
+            descriptor = _open_lock(self._path)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+                os.close(descriptor)
+                raise ConfigError(
+                    f"output {self._output}: another job (pid {holder}) is writing it; wait or choose another output"
+                ) from None
+            # The holder before us may have removed the file between our open and our lock.
+            if _is_still_there(self._path, descriptor):
+                self._descriptor = descriptor
+            else:
+                os.close(descriptor)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        os.close(self._descriptor)
+
+
+def scan_output(path: Path) -> OutputScan:
+    """Read an output file once. One that does not exist has no rows."""
+    keys, starts, failed = bytearray(), array("Q"), bytearray()
+    seen: set[bytes] = set()
+    position = num_broken = 0
+    for line in _lines_of(path):
+        key, is_error = _key_of(line)
+        if key == _NO_KEY or key in seen:
+            num_broken += 1
+        else:
+            seen.add(key)
+            keys += key
+            starts.append(position)
+            failed.append(is_error)
+        position += len(line)
+    return OutputScan(
+        keys_array(keys),
+        np.frombuffer(starts, dtype=np.uint64) if starts else np.zeros(0, np.uint64),
+        np.frombuffer(failed, dtype=bool),
+        num_broken,
+        position,
+    )
+
+
+def repair_output(path: Path, scan: OutputScan, *, drop_failed: bool) -> OutputScan:
+    """Leave only whole rows in the file, and only answers with `drop_failed`. Returns what it holds now."""
+    keep = ~scan.failed if drop_failed else np.ones(scan.num_rows, dtype=bool)
+    if keep.all() and not scan.num_broken_lines:
+        return scan
+    rewrite_rows(path, scan, np.flatnonzero(keep))
+    return scan_output(path)
+
+
+def rewrite_rows(path: Path, scan: OutputScan, order: Iterable[int]) -> None:
+    """Replace the file by these of its rows in this order. Killed at any moment, the old or the new file is there."""
+    with clear_file_errors(f"output {path}"), open(path, "rb") as file, replacing(path) as copy:
+        for index in order:
+            file.seek(int(scan.starts[index]))
+            copy.write(file.readline())
+
+
+def read_row(file: BinaryIO, start: int) -> dict[str, Any]:
+    """The result row that begins there."""
+    file.seek(start)
+    row: dict[str, Any] = json.loads(file.readline())
+    return row
+
+
+def _open_lock(path: Path) -> int:
+    with clear_file_errors(f"lock {path}"):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _is_still_there(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        yield from file
+
+
+def _key_of(line: bytes) -> tuple[bytes, bool]:
+    """The row's key and whether it is an error; no key when the line is not a whole result row."""
+    if not line.endswith(b"\n"):
+        return _NO_KEY, False
+    try:
+        row = json.loads(line)
+        custom_id, error = row["custom_id"], row["error"]
+        if custom_id is None:
+            return row_key(None, int(error["line"])), True
+        return row_key(custom_id, 0), error is not None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return _NO_KEY, False

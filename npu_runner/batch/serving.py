@@ -1,0 +1,167 @@
+"""Moves rows from preprocessing through the engine to the output. Knows nothing of files, resuming or the model.
+
+Everything it holds is bounded: the engine's queue here, finished prompts in the pool, rows that wait for their turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from npu_runner.batch.input_file import InputRow
+from npu_runner.batch.openai_format import custom_id_of, read_json
+from npu_runner.batch.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
+from npu_runner.batch.preprocessing import PreparedRow, RejectedRow
+from npu_runner.batch.progress import Progress
+from npu_runner.batch.tally import Tally
+from npu_runner.batch.worker_pool import Finished, WorkerFailure, WorkerPool
+from npu_runner.errors import RequestError
+from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.outputs import EngineStats, RequestOutput
+from npu_runner.sampling_params import SamplingParams
+
+# Enough that a prefill step never lacks prompts, few enough that their pixels fit.
+MAX_WAITING_REQUESTS = 64
+MAX_WAITING_BYTES = 1 << 29
+MAX_ROWS_OUT_OF_ORDER = 4096
+_IDLE_SECONDS = 0.2
+
+
+class Engine(Protocol):
+    """What serving needs of LLMEngine."""
+
+    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None: ...
+    def step(self) -> list[RequestOutput]: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    row: InputRow
+    model: str | None
+    expected: str | None
+
+
+class ServingLoop:
+    """Serves a pool's rows until there are none or `should_stop` says so; rows go to `write` as they finish."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: WorkerPool[InputRow],
+        write: Callable[[bytes], None],
+        *,
+        stamp: JobStamp,
+        tally: Tally,
+        progress: Progress,
+        should_stop: Callable[[], bool],
+        is_ordered: bool = False,
+    ):
+        self._engine = engine
+        self._pool = pool
+        self._stamp = stamp
+        self._tally = tally
+        self._progress = progress
+        self._should_stop = should_stop
+        self._in_flight: dict[str, _InFlight] = {}
+        self._sizes: deque[int] = deque(maxlen=MAX_WAITING_REQUESTS)
+        self._write = _InOrder(write, pool).put if is_ordered else lambda _, row: write(row)
+
+    def run(self) -> None:
+        """Raises what the engine, the pool or `write` raise. Rows still under way when it stops are dropped."""
+        while not self._should_stop():
+            self._admit()
+            if self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    self._finish(output)
+            elif self._pool.is_over:
+                break
+            else:
+                self._wait()
+            self._progress.update(self._tally, self._engine.stats)
+        self._progress.update(self._tally, self._engine.stats, is_last=True)
+
+    def _admit(self) -> None:
+        num_waiting = self._engine.stats().num_waiting
+        while num_waiting < MAX_WAITING_REQUESTS and self._bytes_of_last(num_waiting) < MAX_WAITING_BYTES:
+            finished = self._pool.get()
+            if finished is None:
+                return
+            num_waiting += self._take(finished)
+
+    def _bytes_of_last(self, count: int) -> int:
+        """First come, first served: the requests that wait are those admitted last."""
+        return sum(list(self._sizes)[-count:]) if count else 0
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        finished = self._pool.get(_IDLE_SECONDS)
+        self._tally.wait_seconds += time.monotonic() - started
+        if finished is not None:
+            self._take(finished)
+
+    def _take(self, finished: Finished[InputRow]) -> bool:
+        """Hand a row to the engine (True), or write the error that keeps it from there (False)."""
+        row, result = finished.task, finished.result
+        if isinstance(result, WorkerFailure):
+            self._fail(row, _custom_id(row), RowError(code=result.code, message=result.message, status_code=500))
+            return False
+        if isinstance(result, RejectedRow):
+            self._fail(row, result.custom_id, result.error)
+            return False
+        assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
+        try:
+            self._engine.add_request(result.custom_id, result.prompt, result.params)
+        except RequestError as error:
+            refusal = RowError(code=error.code, message=error.message, param=error.param)
+            self._fail(row, result.custom_id, refusal)
+            return False
+        # The line itself is done with: rows may be megabytes of data: URLs.
+        named = InputRow(row.sequence, row.line, b"")
+        self._in_flight[result.custom_id] = _InFlight(named, result.model, result.expected)
+        self._sizes.append(finished.num_bytes)
+        return True
+
+    def _finish(self, output: RequestOutput) -> None:
+        flight = self._in_flight.pop(output.request_id)
+        error = why_unanswered(output)
+        if error is not None:
+            self._fail(flight.row, output.request_id, error)
+            return
+        self._tally.count_answer(output, flight.expected)
+        self._write(flight.row, answer_row(output, custom_id=output.request_id, model=flight.model, stamp=self._stamp))
+
+    def _fail(self, row: InputRow, custom_id: str | None, error: RowError) -> None:
+        self._tally.count_failure(error.code)
+        self._write(row, error_row(error, custom_id=custom_id, line=row.line))
+
+
+class _InOrder:
+    """Writes rows in the order of the input, and keeps the pool from running too far ahead of a slow row."""
+
+    def __init__(self, write: Callable[[bytes], None], pool: WorkerPool[InputRow]):
+        self._write = write
+        self._pool = pool
+        self._next = 0
+        self._early: dict[int, bytes] = {}
+        pool.allow(MAX_ROWS_OUT_OF_ORDER)
+
+    def put(self, row: InputRow, data: bytes) -> None:
+        self._early[row.sequence] = data
+        while self._next in self._early:
+            self._write(self._early.pop(self._next))
+            self._next += 1
+        self._pool.allow(self._next + MAX_ROWS_OUT_OF_ORDER)
+
+
+def _custom_id(row: InputRow) -> str | None:
+    """For a row that no worker could read to its end."""
+    try:
+        fields: dict[str, Any] = read_json(row.data)
+    except RequestError:
+        return None
+    return custom_id_of(fields)

@@ -1,0 +1,51 @@
+"""What SIGINT and SIGTERM do to a job: the first one stops it in good order, the second one at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(BaseException):
+    """A signal arrived while there was nothing worth finishing. Not an Exception: no row's border may catch it."""
+
+
+class StopSignals:
+    """While entered: a signal raises Interrupted or, once `defer` was called, sets `is_requested` and no more.
+
+    Outside of the main thread, where Python allows no handlers, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._is_deferred = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def defer(self) -> None:
+        """From here on the job looks at `is_requested` by itself."""
+        self._is_deferred = True
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.is_requested:
+            print(f"{name} again: ending at once", file=sys.stderr, flush=True)
+            os._exit(1)  # the workers die with their parent, and so do the ranks
+        self.is_requested = True
+        print(f"{name}: stopping; once more to end at once", file=sys.stderr, flush=True)
+        if not self._is_deferred:
+            raise Interrupted(name)

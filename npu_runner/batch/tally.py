@@ -1,0 +1,176 @@
+"""What a job has done: counts while it runs, a summary at its end. Knows nothing of how it was done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from npu_runner.outputs import EngineStats, RequestOutput
+
+
+@dataclass
+class Tally:
+    """Running counts of this run of the job (not of runs that it resumes)."""
+
+    num_answered: int = 0
+    num_failed: int = 0
+    failures_by_code: Counter[str] = field(default_factory=Counter)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_expected: int = 0
+    """Answered rows whose metadata holds the expected answer."""
+    num_as_expected: int = 0
+    wait_seconds: float = 0.0
+    """Time in which the model had nothing to do but wait for preprocessing."""
+
+    @property
+    def num_done(self) -> int:
+        return self.num_answered + self.num_failed
+
+    def count_answer(self, output: RequestOutput, expected: str | None) -> None:
+        self.num_answered += 1
+        self.num_prompt_tokens += output.num_prompt_tokens
+        self.num_cached_tokens += output.num_cached_tokens
+        self.num_completion_tokens += sum(len(completion.token_ids) for completion in output.completions)
+        if expected is not None:
+            self.num_expected += 1
+            self.num_as_expected += is_as_expected(output.text, expected)
+
+    def count_failure(self, code: str) -> None:
+        self.num_failed += 1
+        self.failures_by_code[code] += 1
+
+
+def is_as_expected(answer: str, expected: str) -> bool:
+    """Equal but for case, white space around and a full stop at the end."""
+    return answer.strip().removesuffix(".").casefold() == expected.strip().removesuffix(".").casefold()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSummary:
+    """What a finished or interrupted run of a job did."""
+
+    num_rows: int
+    num_resumed: int
+    """Rows that earlier runs had finished."""
+    num_failed_in_output: int
+    """Failed rows in the output, of this run and of earlier ones."""
+    tally: Tally
+    stats: EngineStats
+    start_seconds: float
+    """Reading the input and loading the model."""
+    serve_seconds: float
+    """From the first row to the last."""
+    num_workers: int
+    num_workers_replaced: int
+    is_interrupted: bool = False
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.num_rows - self.num_resumed - self.tally.num_done
+
+    @property
+    def exit_status(self) -> int:
+        """0 all rows answered, 3 finished with failed rows, 1 interrupted."""
+        if self.is_interrupted:
+            return 1
+        return 3 if self.num_failed_in_output else 0
+
+    def to_json(self) -> dict[str, Any]:
+        tally, stats = self.tally, self.stats
+        return {
+            "exit_status": self.exit_status,
+            "interrupted": self.is_interrupted,
+            "rows": {
+                "total": self.num_rows,
+                "resumed": self.num_resumed,
+                "answered": tally.num_answered,
+                "failed": tally.num_failed,
+                "failed_in_output": self.num_failed_in_output,
+                "unfinished": self.num_unfinished,
+                "failures_by_code": dict(sorted(tally.failures_by_code.items())),
+            },
+            "tokens": {
+                "prompt": tally.num_prompt_tokens,
+                "cached": tally.num_cached_tokens,
+                "completion": tally.num_completion_tokens,
+                "prefill_computed": stats.num_prefill_tokens,
+                "decode_computed": stats.num_decode_tokens,
+            },
+            "seconds": {
+                "start": round(self.start_seconds, 3),
+                "serve": round(self.serve_seconds, 3),
+                "prefill": round(stats.prefill_seconds, 3),
+                "decode": round(stats.decode_seconds, 3),
+                "preprocessing_wait": round(tally.wait_seconds, 3),
+            },
+            "throughput": {
+                "rows_per_second": self._per_second(tally.num_done),
+                "prompt_tokens_per_second": self._per_second(tally.num_prompt_tokens),
+                "completion_tokens_per_second": self._per_second(tally.num_completion_tokens),
+            },
+            "preprocessing": {"workers": self.num_workers, "workers_replaced": self.num_workers_replaced},
+            "vision_cache": {
+                "hits": stats.vision_cache_hits,
+                "misses": stats.vision_cache_misses,
+                "evictions": stats.vision_cache_evictions,
+                "bytes": stats.vision_cache_bytes,
+                "images_encoded": stats.num_images_encoded,
+            },
+            "prefix_cache": {
+                "queried_tokens": stats.prefix_cache_queries,
+                "hit_tokens": stats.prefix_cache_hits,
+                "hit_rate": _share(stats.prefix_cache_hits, stats.prefix_cache_queries),
+            },
+            "preemptions": stats.num_preemptions,
+            "kv_cache": {
+                "blocks": stats.kv_blocks_total,
+                "peak_blocks": stats.kv_blocks_peak,
+                "peak_use": _share(stats.kv_blocks_peak, stats.kv_blocks_total),
+            },
+            "expected_answers": {
+                "rows": tally.num_expected,
+                "as_expected": tally.num_as_expected,
+                "accuracy": _share(tally.num_as_expected, tally.num_expected),
+            },
+        }
+
+    def to_lines(self) -> list[str]:
+        """The summary for a person."""
+        tally, stats = self.tally, self.stats
+        codes = ", ".join(f"{count} {code}" for code, count in tally.failures_by_code.most_common())
+        rows = f"{tally.num_answered} answered, {tally.num_failed} failed" + (f" ({codes})" if codes else "")
+        earlier_failed = self.num_failed_in_output - tally.num_failed
+        if self.num_resumed:
+            rows += f", {self.num_resumed} finished earlier" + (f" ({earlier_failed} failed)" if earlier_failed else "")
+        if self.num_unfinished:
+            rows += f", {self.num_unfinished} not finished"
+        lines = [f"rows      {rows}"]
+        num_pictures = stats.vision_cache_hits + stats.vision_cache_misses
+        if tally.num_done:
+            lines += [
+                f"tokens    {tally.num_prompt_tokens} prompt ({tally.num_cached_tokens} from the prefix cache), "
+                f"{tally.num_completion_tokens} completion",
+                f"time      {self.start_seconds:.1f} s to start, {self.serve_seconds:.1f} s to serve: "
+                f"{self._per_second(tally.num_done):.2f} rows/s, "
+                f"{self._per_second(tally.num_completion_tokens):.1f} completion tokens/s; "
+                f"{tally.wait_seconds:.1f} s waiting for preprocessing",
+                f"caches    {stats.vision_cache_hits} of {num_pictures} pictures from the vision cache, "
+                f"{_share(stats.prefix_cache_hits, stats.prefix_cache_queries):.0%} of prompt tokens from the prefix "
+                "cache",
+                f"KV cache  peak {stats.kv_blocks_peak} of {stats.kv_blocks_total} blocks, "
+                f"{stats.num_preemptions} preemptions",
+            ]
+        if tally.num_expected:
+            share = _share(tally.num_as_expected, tally.num_expected)
+            lines.append(f"expected  {tally.num_as_expected} of {tally.num_expected} answers as expected ({share:.1%})")
+        return lines
+
+    def _per_second(self, count: int) -> float:
+        return round(count / self.serve_seconds, 3) if self.serve_seconds > 0 else 0.0
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0

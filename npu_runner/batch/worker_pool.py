@@ -1,0 +1,330 @@
+"""A bounded pool of worker processes: dead ones are replaced, their task is tried once more, stuck ones are killed.
+
+One thread reads tasks, hands them out and collects results, so all of it overlaps with the caller's own work.
+Knows nothing of the tasks, and nothing of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import npu_runner
+from npu_runner.batch.channel import Channel, ChannelClosed
+from npu_runner.batch.worker import READY
+from npu_runner.errors import JobError
+
+Task = TypeVar("Task")
+
+MAX_ATTEMPTS = 2
+# A worker that dies before it is ready has met no task: its environment is broken, and another will die as well.
+_MAX_FAILED_STARTS = 3
+_SHORTEST_START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """Why a task has no result. `code`: preprocessing_crashed, preprocessing_timeout or internal_error."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Finished(Generic[Task]):
+    """A task with what the function returned for it, or a WorkerFailure. `num_bytes`: size of the result."""
+
+    task: Task
+    result: Any
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolLimits:
+    """How much the pool does ahead of its caller."""
+
+    num_workers: int
+    task_timeout_seconds: float
+    max_ready: int = 64
+    """Most results that wait to be fetched."""
+    max_ready_bytes: int = 1 << 29
+    """No new task starts while the waiting results are larger than this."""
+
+
+@dataclass
+class _Worker(Generic[Task]):
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    is_ready: bool = False
+    task: Task | None = None
+    attempt: int = 0
+    deadline: float = float("inf")
+
+
+class WorkerPool(Generic[Task]):
+    """Applies `function` (picklable) to `tasks` in worker processes; `get` fetches results in order of completion."""
+
+    def __init__(self, function: Callable[[Task], Any], tasks: Iterator[Task], limits: PoolLimits):
+        self._function = function
+        self._tasks = tasks
+        self._limits = limits
+        self._again: deque[tuple[Task, int]] = deque()
+        self._workers: list[_Worker[Task]] = []
+        self._results: queue.SimpleQueue[Finished[Task] | BaseException | None] = queue.SimpleQueue()
+        self._counts_lock = threading.Lock()
+        self._num_ready = 0
+        self._ready_bytes = 0
+        self._num_started = 0
+        self._task_allowance = float("inf")
+        self._num_failed_starts = 0
+        self._tasks_are_read = False
+        self._is_over = False
+        self._is_closing = threading.Event()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for end in (self._wake_receiver, self._wake_sender):
+            end.setblocking(False)
+        self.num_replaced = 0
+        """Workers that died or were killed for being stuck, and were replaced."""
+        self._thread = threading.Thread(target=self._supervise, name="preprocessing-pool", daemon=True)
+        self._thread.start()
+
+    def get(self, timeout: float | None = 0.0) -> Finished[Task] | None:
+        """The next result; None when there is none within `timeout` seconds (None: wait) or when all are fetched.
+
+        Raises what reading the tasks raised, and JobError when no worker can be kept alive.
+        """
+        if self._is_over:
+            return None
+        try:
+            item = self._results.get(timeout=timeout) if timeout != 0.0 else self._results.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(item, Finished):
+            with self._counts_lock:
+                self._num_ready -= 1
+                self._ready_bytes -= item.num_bytes
+            self._wake()
+            return item
+        self._is_over = True
+        if item is not None:
+            raise item
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """All tasks are read and all results fetched."""
+        return self._is_over
+
+    def allow(self, num_tasks: float) -> None:
+        """Start no more than this many tasks in all. For callers that must keep results in order."""
+        self._task_allowance = num_tasks
+        self._wake()
+
+    def worker_pids(self) -> list[int]:
+        return [worker.process.pid for worker in list(self._workers)]
+
+    def close(self) -> None:
+        """Kill the workers, whatever they do, and return when they are gone."""
+        self._is_closing.set()
+        self._wake()
+        self._thread.join()
+        self._wake_sender.close()
+
+    def __enter__(self) -> WorkerPool[Task]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full of wake-up calls already, or all is done
+            self._wake_sender.send(b"w")
+
+    # Everything below runs in the pool's own thread.
+
+    def _supervise(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake_receiver, selectors.EVENT_READ)
+                while not self._is_closing.is_set() and not self._all_done():
+                    self._start_missing_workers(selector)
+                    self._hand_out_tasks(selector)
+                    if self._all_done():
+                        break
+                    self._serve_events(selector)
+            self._results.put(None)
+        except Exception as error:  # noqa: BLE001 - the border: raised again in the caller's thread by get()
+            self._results.put(error)
+        finally:
+            for worker in self._workers:
+                worker.channel.close()  # all of them hear of it before the first one is waited for
+            for worker in self._workers:
+                _kill(worker)
+            self._wake_receiver.close()
+
+    def _all_done(self) -> bool:
+        return self._tasks_are_read and not self._again and all(worker.task is None for worker in self._workers)
+
+    def _start_missing_workers(self, selector: selectors.BaseSelector) -> None:
+        while len(self._workers) < self._limits.num_workers:
+            worker: _Worker[Task] = _start_worker(self._limits.task_timeout_seconds)
+            self._workers.append(worker)
+            selector.register(worker.channel, selectors.EVENT_READ, worker)
+            worker.deadline = time.monotonic() + max(_SHORTEST_START_SECONDS, self._limits.task_timeout_seconds)
+            try:
+                worker.channel.send(sys.path)
+                worker.channel.send(self._function)
+            except ChannelClosed:
+                self._replace(worker, selector)
+
+    def _hand_out_tasks(self, selector: selectors.BaseSelector) -> None:
+        for worker in list(self._workers):
+            if not worker.is_ready or worker.task is not None:
+                continue
+            following = self._next_task()
+            if following is None:
+                return
+            task, worker.attempt = following
+            worker.deadline = time.monotonic() + self._limits.task_timeout_seconds
+            try:
+                worker.channel.send(task)
+                worker.task = task
+            except ChannelClosed:  # it died before it saw the task, which is not the task's doing
+                self._again.appendleft(following)
+                self._replace(worker, selector)
+
+    def _next_task(self) -> tuple[Task, int] | None:
+        if self._again:
+            return self._again.popleft()
+        with self._counts_lock:
+            is_full = self._num_ready >= self._limits.max_ready or self._ready_bytes >= self._limits.max_ready_bytes
+        if is_full or self._tasks_are_read or self._num_started >= self._task_allowance:
+            return None
+        task = next(self._tasks, None)
+        if task is None:
+            self._tasks_are_read = True
+            return None
+        self._num_started += 1
+        return task, 1
+
+    def _serve_events(self, selector: selectors.BaseSelector) -> None:
+        deadline = min(worker.deadline for worker in self._workers)
+        timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        for key, _ in selector.select(timeout):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_receiver.recv(4096)
+            else:
+                self._receive(key.data, selector)
+        for worker in list(self._workers):
+            if time.monotonic() > worker.deadline:
+                self._give_up(worker, selector)
+
+    def _receive(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
+        try:
+            message, num_bytes = worker.channel.receive()
+        except ChannelClosed:
+            self._replace(worker, selector)
+            return
+        worker.deadline = float("inf")
+        if not worker.is_ready:
+            assert message == READY, f"a worker's first word was {message!r}"
+            worker.is_ready, self._num_failed_starts = True, 0
+            return
+        task, worker.task = worker.task, None
+        assert task is not None, "a worker answered without a task"
+        is_result, value = message
+        self._deliver(task, value if is_result else WorkerFailure("internal_error", value), num_bytes)
+
+    def _replace(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
+        """The worker died: try its task once more, in another one."""
+        status = self._remove(worker, selector)
+        if worker.task is None:
+            return
+        if worker.attempt < MAX_ATTEMPTS:
+            self._again.append((worker.task, worker.attempt + 1))
+        else:
+            how = f"preprocessing this row ended {MAX_ATTEMPTS} worker processes ({_describe_exit(status)})"
+            self._deliver(worker.task, WorkerFailure("preprocessing_crashed", how), 0)
+
+    def _give_up(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
+        """The worker is stuck: its task has had its time and is not tried again."""
+        self._remove(worker, selector)
+        if worker.task is not None:
+            limit = f"{self._limits.task_timeout_seconds:g} s"
+            message = f"preprocessing this row took longer than {limit}; raise --preprocessing-timeout if it may"
+            self._deliver(worker.task, WorkerFailure("preprocessing_timeout", message), 0)
+
+    def _remove(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> int:
+        selector.unregister(worker.channel)
+        self._workers.remove(worker)
+        status = _kill(worker)
+        self.num_replaced += 1
+        if not worker.is_ready:
+            self._num_failed_starts += 1
+            if self._num_failed_starts >= _MAX_FAILED_STARTS:
+                tries = f"{self._num_failed_starts} times in a row, {_describe_exit(status)}"
+                raise JobError(f"preprocessing workers die before their first row ({tries}); their error is above")
+        return status
+
+    def _deliver(self, task: Task, result: Any, num_bytes: int) -> None:
+        with self._counts_lock:
+            self._num_ready += 1
+            self._ready_bytes += num_bytes
+        self._results.put(Finished(task, result, num_bytes))
+
+
+def _start_worker(timeout_seconds: float) -> _Worker[Any]:
+    ours, theirs = socket.socketpair()
+    package_parent = str(Path(npu_runner.__file__).resolve().parent.parent)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH")))),
+        # One row per process is the parallelism here; threads on top of it only get in the model's way.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "npu_runner.batch.worker", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # the job's own stdout may be its answers
+            env=environment,
+            start_new_session=True,  # Ctrl-C in a terminal is for the job alone, which then ends its workers
+        )
+    return _Worker(process, Channel(ours, timeout_seconds))
+
+
+def _kill(worker: _Worker[Any]) -> int:
+    """Kill and reap; returns the exit status, negative for a signal."""
+    worker.channel.close()
+    if worker.process.poll() is None:
+        # It may be dying by itself, and then its own status says why.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return worker.process.wait(0.05)
+        worker.process.kill()
+    return worker.process.wait()
+
+
+def _describe_exit(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"

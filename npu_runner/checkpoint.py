@@ -1,0 +1,47 @@
+"""Finds the checkpoint folder: a local one, or a hub id through huggingface_hub. Knows nothing of what is inside.
+
+Only data files are fetched: no Python code of a checkpoint is ever downloaded, let alone run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from npu_runner.errors import ModelError
+
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
+    """The folder of `model`; a hub id is downloaded (or found in the hub's cache) at `revision`.
+
+    Raises ModelError when there is neither such a folder nor, without network, such a download.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ModelError(f"revision {revision!r} was given, but {model!r} is a local folder")
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} has no config.json: it is not a checkpoint folder")
+        return path.resolve()
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ModelError(f"model {model!r}: there is no such folder, and it is no hub id (owner/name)")
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_PATTERNS))
+    except HFValidationError as error:
+        raise ModelError(f"model {model!r}: neither a folder nor a valid hub id ({error})") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"model {model!r}{at}: not a local folder, not in the hub cache, and the hub cannot be reached; copy the "
+            f"checkpoint to this host and pass its folder"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(f"model {model!r}{at}: the hub refused the download: {error}") from error

@@ -1,0 +1,49 @@
+"""`npu-runner generate`: one question, one answer on standard output. Knows nothing of batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError
+from npu_runner.sampling_params import SamplingParams
+
+
+def answer_question(
+    config: RunnerConfig,
+    question: str,
+    pictures: Sequence[str],
+    *,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float,
+) -> str:
+    """Load the model and answer. Raises RequestError for a picture or a question that cannot be served."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    conversation = _conversation(question, [_read(picture) for picture in pictures], system)
+    # Only the answer belongs on standard output; what loading prints goes to stderr.
+    with contextlib.redirect_stdout(sys.stderr):
+        from npu_runner.llm import LLM  # torch comes with it: not before the arguments are known to be good
+
+        settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        with LLM(**settings) as llm:
+            (result,) = llm.chat(conversation, params)
+    return result.text
+
+
+def _read(picture: str) -> bytes:
+    try:
+        return Path(picture).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"image {picture}: {error.strerror}") from error
+
+
+def _conversation(question: str, pictures: Sequence[bytes], system: str | None) -> list[dict[str, Any]]:
+    content = [{"type": "image", "image": data} for data in pictures] + [{"type": "text", "text": question}]
+    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": content}]

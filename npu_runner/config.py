@@ -1,0 +1,126 @@
+"""Every setting of the runner, validated once and never written afterwards. Knows nothing of checkpoints or devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from npu_runner.errors import ConfigError
+
+GIB = 1 << 30
+MIB = 1 << 20
+PLATFORMS = ("auto", "cuda", "cpu")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
+LOAD_FORMATS = ("safetensors", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """Settings of one runner. An unknown name or a value out of range is a ConfigError that names it."""
+
+    model: str
+    """Folder of a checkpoint, or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit when `model` is a hub id."""
+    platform: str = "auto"
+    """cuda or cpu; auto takes the first that is usable, in that order. npu comes with the next version."""
+    dtype: str = "auto"
+    """auto: the checkpoint's own, except on the cpu platform, which computes in float32."""
+    load_format: str = "safetensors"
+    """safetensors reads the checkpoint; dummy draws random weights on the device (for benchmarks)."""
+    tensor_parallel_size: int = 1
+    """Devices (on the cpu platform: processes) that share each layer."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; None: the checkpoint's, cut to what the KV cache holds."""
+    max_num_seqs: int | None = None
+    """Most sequences decoded together; None: the platform's default."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens of one prefill step; longer prompts are prefilled in chunks. None: the platform's default."""
+    block_size: int | None = None
+    """Tokens per KV block; None: the platform's default (what its attention kernels like)."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache. None: measured from free device memory; on the cpu platform 1 GiB."""
+    memory_utilization: float = 0.9
+    """Share of the device's memory that weights, activations and KV cache may take together; not on the cpu platform,
+    whose cache is a setting."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV blocks of prompts that begin alike, pictures included."""
+    vision_cache_bytes: int = 512 * MIB
+    """Bound on cached vision embeddings (main and deepstack) on the device."""
+    image_min_pixels: int | None = None
+    """Smaller pictures are scaled up to this many pixels; None: the checkpoint's setting."""
+    image_max_pixels: int | None = None
+    """Larger pictures are scaled down to this many pixels; None: the checkpoint's setting."""
+    max_images_per_prompt: int = 64
+    """A prompt with more pictures is refused."""
+    graph_mode: str = "auto"
+    """How decode steps are compiled: eager, reduce-overhead or max-autotune; auto: the platform's default."""
+    enforce_eager: bool = False
+    """Same as graph_mode="eager"."""
+    graph_batch_sizes: tuple[int, ...] | None = None
+    """Decode buckets; None: 1, 2, 4, 8, then multiples of 16 up to max_num_seqs."""
+    attention_backend: str = "auto"
+    """Which attention kernels to use where a platform offers several."""
+    step_timeout_seconds: float = 600.0
+    """A rank that does not finish one call within this time ends the job (tensor_parallel_size > 1)."""
+    seed: int = 0
+    """Seeds requests that bring no seed of their own, and dummy weights."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model: a checkpoint folder or a hub id is needed")
+        _one_of("platform", self.platform, PLATFORMS)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("graph_mode", self.graph_mode, GRAPH_MODES)
+        for name in ("tensor_parallel_size", "max_images_per_prompt"):
+            _positive(name, getattr(self, name))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_bytes",
+                     "image_min_pixels", "image_max_pixels"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if not 0.05 <= self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization: {self.memory_utilization} is outside 0.05 to 1.0")
+        if self.vision_cache_bytes < 0:
+            raise ConfigError(f"vision_cache_bytes: {self.vision_cache_bytes} is negative; 0 keeps nothing")
+        if self.step_timeout_seconds <= 0:
+            raise ConfigError(f"step_timeout_seconds: {self.step_timeout_seconds} is not positive")
+        low, high = self.image_min_pixels, self.image_max_pixels
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"image_min_pixels {low} is more than image_max_pixels {high}")
+        if self.enforce_eager and self.graph_mode not in ("auto", "eager"):
+            raise ConfigError(f"enforce_eager contradicts graph_mode={self.graph_mode!r}; set one of them")
+        if self.graph_batch_sizes is not None:
+            sizes = tuple(sorted(set(self.graph_batch_sizes)))
+            if not sizes or sizes[0] < 1:
+                raise ConfigError(f"graph_batch_sizes: {self.graph_batch_sizes} must be positive batch sizes")
+            object.__setattr__(self, "graph_batch_sizes", sizes)
+
+    @classmethod
+    def from_keywords(cls, model: str | Path, **settings: Any) -> RunnerConfig:
+        """Build a config from keywords; an unknown one is a ConfigError that lists the nearest names."""
+        import difflib
+
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=3) or known
+                raise ConfigError(f"unknown setting {name!r}; did you mean {', '.join(near)}?")
+        return cls(model=str(model), **settings)
+
+    def replace(self, **changes: Any) -> RunnerConfig:
+        """A copy with some settings changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: {value!r} is not a positive integer")

@@ -1,0 +1,1 @@
+"""Which tokens run next and where their keys and values lie. No torch in here."""

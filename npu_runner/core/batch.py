@@ -1,0 +1,203 @@
+"""What one step runs, as plain arrays that cross to every rank unchanged. Knows nothing of devices or policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from npu_runner.core.sequence import Sequence
+from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.sampling_params import SamplingParams
+
+# B sequences in the step, T tokens in the step, W blocks of the longest sequence in the step
+
+
+@dataclass(frozen=True)
+class SamplingEntry:
+    """A sequence entering its slot: what the sampler must know of it from now on."""
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class ImageSlice:
+    """Rows [first_row, first_row + num_rows) of a picture's embeddings go to tokens from `token_row` on."""
+
+    content_hash: bytes
+    first_row: int
+    num_rows: int
+    token_row: int
+    is_last: bool
+    """No later chunk of this sequence needs the picture."""
+
+
+@dataclass
+class ScheduledBatch:
+    """One prefill or decode step.
+
+    `context_lens_B` counts each sequence's tokens including this step's. `positions` is int32 (T,), or (3, T) for a
+    prefill of an M-RoPE model. Rows with `samples_B` want a next token; the others are chunks of longer prompts.
+    """
+
+    is_prefill: bool
+    request_ids: list[str]
+    slots_B: np.ndarray
+    token_ids_T: np.ndarray
+    positions: np.ndarray
+    query_lens_B: np.ndarray
+    context_lens_B: np.ndarray
+    block_tables_BW: np.ndarray
+    samples_B: np.ndarray
+    new_sampling: list[SamplingEntry] = field(default_factory=list)
+    freed_slots: list[int] = field(default_factory=list)
+    images: list[ImageInput] = field(default_factory=list)
+    """Distinct pictures that this step's tokens touch."""
+    image_slices: list[ImageSlice] = field(default_factory=list)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.slots_B)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
+
+
+class RunningTable:
+    """Rows of everything that runs, kept across steps so that a decode step is a few array reads.
+
+    A row is a slot; `max_blocks` is the longest block table a sequence may have.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int):
+        self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self.context_lens = np.zeros(num_slots, dtype=np.int32)
+        self.last_tokens = np.zeros(num_slots, dtype=np.int32)
+        self.position_deltas = np.zeros(num_slots, dtype=np.int32)
+        self._num_blocks = np.zeros(num_slots, dtype=np.int32)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._freed: list[int] = []
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def enter(self, seq: Sequence) -> None:
+        """Give `seq` a row."""
+        seq.slot = self._free_slots.pop()
+        self._num_blocks[seq.slot] = 0
+        self.position_deltas[seq.slot] = seq.prompt.position_delta
+
+    def leave(self, seq: Sequence) -> None:
+        assert seq.slot is not None, f"sequence {seq.seq_id} holds no slot"
+        self._free_slots.append(seq.slot)
+        self._freed.append(seq.slot)
+        seq.slot = None
+
+    def refresh(self, seq: Sequence) -> None:
+        """Copy what changed of `seq` since the last step into its row."""
+        slot = seq.slot
+        known = self._num_blocks[slot]
+        if len(seq.block_table) != known:
+            self.block_tables[slot, known : len(seq.block_table)] = seq.block_table[known:]
+            self._num_blocks[slot] = len(seq.block_table)
+        self.context_lens[slot] = len(seq.token_ids)
+        self.last_tokens[slot] = seq.token_ids[-1]
+
+    def take_freed_slots(self) -> list[int]:
+        freed, self._freed = self._freed, []
+        return freed
+
+
+def decode_batch(running: SequenceOf[Sequence], table: RunningTable, block_size: int) -> ScheduledBatch:
+    """One token for each of `running`, whose rows in `table` are fresh."""
+    slots_B = np.fromiter((seq.slot for seq in running), dtype=np.int32, count=len(running))
+    context_lens_B = table.context_lens[slots_B]
+    width = -(-int(context_lens_B.max()) // block_size)
+    return ScheduledBatch(
+        is_prefill=False,
+        request_ids=[seq.request_id for seq in running],
+        slots_B=slots_B,
+        token_ids_T=table.last_tokens[slots_B],
+        positions=context_lens_B - 1 + table.position_deltas[slots_B],
+        query_lens_B=np.ones(len(running), dtype=np.int32),
+        context_lens_B=context_lens_B,
+        block_tables_BW=table.block_tables[slots_B, :width],
+        samples_B=np.ones(len(running), dtype=np.bool_),
+        freed_slots=table.take_freed_slots(),
+    )
+
+
+def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable, *, uses_mrope: bool) -> ScheduledBatch:
+    """The next `num_tokens` uncomputed tokens of each (sequence, num_tokens), blocks already allocated."""
+    context_lens = [seq.num_computed_tokens + num for seq, num in chunks]
+    width = max(len(seq.block_table) for seq, _ in chunks)
+    block_tables_BW = np.zeros((len(chunks), width), dtype=np.int32)
+    images: dict[bytes, ImageInput] = {}
+    slices: list[ImageSlice] = []
+    token_row = 0
+    for row, (seq, num) in enumerate(chunks):
+        block_tables_BW[row, : len(seq.block_table)] = seq.block_table
+        for image, image_slice in _image_slices(seq, num, token_row):
+            images.setdefault(image.content_hash, image)
+            slices.append(image_slice)
+        token_row += num
+    samples = [end == seq.num_tokens for (seq, _), end in zip(chunks, context_lens, strict=True)]
+    return ScheduledBatch(
+        is_prefill=True,
+        request_ids=[seq.request_id for seq, _ in chunks],
+        slots_B=np.array([seq.slot for seq, _ in chunks], dtype=np.int32),
+        token_ids_T=np.concatenate([_chunk_tokens(seq, num) for seq, num in chunks]),
+        positions=np.concatenate([_chunk_positions(seq, num, uses_mrope) for seq, num in chunks], axis=-1),
+        query_lens_B=np.array([num for _, num in chunks], dtype=np.int32),
+        context_lens_B=np.array(context_lens, dtype=np.int32),
+        block_tables_BW=block_tables_BW,
+        samples_B=np.array(samples, dtype=np.bool_),
+        new_sampling=[_sampling_entry(seq) for (seq, _), wanted in zip(chunks, samples, strict=True) if wanted],
+        freed_slots=table.take_freed_slots(),
+        images=list(images.values()),
+        image_slices=slices,
+    )
+
+
+def _chunk_tokens(seq: Sequence, num: int) -> np.ndarray:
+    start = seq.num_computed_tokens
+    return np.asarray(seq.token_ids[start : start + num], dtype=np.int32)
+
+
+def _chunk_positions(seq: Sequence, num: int, uses_mrope: bool) -> np.ndarray:
+    start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
+    prompt = seq.prompt
+    if prompt.positions_3T is None:
+        positions_T = np.arange(start, end, dtype=np.int32)
+        return np.broadcast_to(positions_T, (3, num)) if uses_mrope else positions_T
+    in_prompt = prompt.positions_3T[:, start:end]
+    generated_T = np.arange(max(start, seq.num_prompt_tokens), max(end, seq.num_prompt_tokens), dtype=np.int32)
+    after_prompt = np.broadcast_to(generated_T + prompt.position_delta, (3, len(generated_T)))
+    return np.concatenate([in_prompt, after_prompt], axis=1).astype(np.int32, copy=False)
+
+
+def _image_slices(seq: Sequence, num: int, token_row: int) -> list[tuple[ImageInput, ImageSlice]]:
+    start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
+    found = []
+    for span in seq.prompt.spans:
+        first, last = max(start, span.start), min(end, span.start + span.num_tokens)
+        if first < last:
+            image = seq.prompt.images[span.image_index]
+            found.append((image, ImageSlice(
+                content_hash=image.content_hash, first_row=first - span.start, num_rows=last - first,
+                token_row=token_row + first - start, is_last=last == span.start + span.num_tokens,
+            )))
+    return found
+
+
+def _sampling_entry(seq: Sequence) -> SamplingEntry:
+    assert seq.slot is not None, f"sequence {seq.seq_id} samples without a slot"
+    return SamplingEntry(slot=seq.slot, params=seq.params, seed=seq.seed,
+                         prompt_token_ids=seq.prompt.token_ids, output_token_ids=seq.output_token_ids)

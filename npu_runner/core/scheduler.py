@@ -1,0 +1,194 @@
+"""Chooses which tokens run next. Knows nothing of tensors or devices.
+
+A step is either a prefill of one or more prompts (or a chunk of one), or one token for every running sequence. First
+come, first served: only the head of the queue may be cut into chunks, and the latest arrival is preempted first, by
+recompute. Prefills are gathered: while sequences decode, new ones wait until several can join together, since a
+prefill of one costs nearly as much as a prefill of many.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, prefill_batch
+from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.sequence import Sequence, SequenceStatus
+
+# With sequences decoding, this share of max_num_seqs must be able to join before a prefill interrupts them ...
+_JOIN_SHARE = 8
+# ... or this many decode steps must have passed since the last prefill.
+_MAX_WAIT_STEPS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """`max_image_tokens`: pictures that one prefill step may send through the vision tower, in merged tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_image_tokens: int
+    uses_mrope: bool = False
+
+
+class Scheduler:
+    """Continuous batching over one BlockManager. `schedule()` and `complete()` alternate."""
+
+    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager):
+        self.limits = limits
+        self.block_manager = block_manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._table = RunningTable(limits.max_num_seqs, -(-limits.max_model_len // block_manager.block_size))
+        self._steps_since_prefill = 0
+        self._scheduled: list[tuple[Sequence, int]] = []
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def finish(self, seq: Sequence) -> None:
+        """Take a finished sequence (stopped or aborted, wherever it is) out and free what it holds."""
+        if seq in self.running:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+        self._release(seq)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step, or None when nothing is left to run."""
+        assert not self._scheduled, "schedule() called twice without complete()"
+        if self._prefill_is_due():
+            chunks = self._choose_prefill()
+            if chunks:
+                self._steps_since_prefill = 0
+                self._scheduled = chunks
+                return prefill_batch(chunks, self._table, uses_mrope=self.limits.uses_mrope)
+        running = self._choose_decode()
+        if not running:
+            assert not self.has_unfinished(), "unfinished sequences, and none can run"
+            return None
+        self._steps_since_prefill += 1
+        self._scheduled = [(seq, 1) for seq in running]
+        return decode_batch(running, self._table, self.block_manager.block_size)
+
+    def complete(self) -> list[Sequence]:
+        """Book the step that just ran; returns its sequences in batch order."""
+        scheduled, self._scheduled = self._scheduled, []
+        for seq, num in scheduled:
+            seq.num_computed_tokens += num
+            self.block_manager.commit(seq)
+        return [seq for seq, _ in scheduled]
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    def _prefill_is_due(self) -> bool:
+        if not self.waiting:
+            return False
+        head_is_underway = bool(self.waiting[0].block_table)
+        if not self.running or head_is_underway or self._steps_since_prefill >= _MAX_WAIT_STEPS:
+            return True
+        free_slots = self._table.num_free_slots
+        can_join = min(len(self.waiting), free_slots)
+        return can_join > 0 and can_join * _JOIN_SHARE >= self.limits.max_num_seqs
+
+    def _choose_prefill(self) -> list[tuple[Sequence, int]]:
+        chunks: list[tuple[Sequence, int]] = []
+        budget = self.limits.max_num_batched_tokens
+        seen_images: dict[bytes, int] = {}
+        while self.waiting and budget > 0:
+            seq = self.waiting[0]
+            if not self._admit(seq):
+                break
+            num = self._cut_at_image_budget(seq, min(seq.num_uncomputed_tokens, budget), seen_images)
+            if num == 0 or not self._allocate_prefill(seq, num):
+                if not seq.block_table or seq.num_computed_tokens == seq.num_cached_tokens:
+                    self._release(seq)  # never started: it may not sit on blocks that others wait for
+                break
+            if seq.num_computed_tokens == seq.num_cached_tokens:
+                self.block_manager.count_prefix_use(seq)
+            chunks.append((seq, num))
+            budget -= num
+            if num < seq.num_uncomputed_tokens:
+                break
+            self.waiting.popleft()
+            self.running.append(seq)
+            seq.status = SequenceStatus.RUNNING
+        return chunks
+
+    def _admit(self, seq: Sequence) -> bool:
+        """A slot, and what the prefix cache has, for a sequence that starts or restarts."""
+        if seq.slot is not None:
+            return True
+        if self._table.num_free_slots == 0:
+            return False
+        self._table.enter(seq)
+        self.block_manager.match_prefix(seq)
+        return True
+
+    def _allocate_prefill(self, seq: Sequence, num: int) -> bool:
+        """Blocks for the chunk, leaving one block for each running sequence to grow into."""
+        end = seq.num_computed_tokens + num
+        missing = self.block_manager.num_missing_blocks(seq, end)
+        if self.running and self.block_manager.num_free - missing < len(self.running):
+            return False
+        return self.block_manager.allocate(seq, end)
+
+    def _cut_at_image_budget(self, seq: Sequence, num: int, seen: dict[bytes, int]) -> int:
+        """Shorten the chunk so that the step's distinct pictures stay within max_image_tokens (one always may)."""
+        start = seq.num_computed_tokens
+        for span in seq.prompt.spans:
+            if span.start + span.num_tokens <= start:
+                continue
+            if span.start >= start + num:
+                break
+            content_hash = seq.prompt.images[span.image_index].content_hash
+            if content_hash in seen:
+                continue
+            if seen and sum(seen.values()) + span.num_tokens > self.limits.max_image_tokens:
+                return max(0, span.start - start)
+            seen[content_hash] = span.num_tokens
+        return num
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    def _choose_decode(self) -> list[Sequence]:
+        """Every running sequence that has, or can be given, a block for its next token."""
+        for seq in sorted(self.running, key=lambda seq: seq.arrival):
+            while seq.slot is not None and not self.block_manager.allocate(seq, seq.num_tokens):
+                self._preempt(self._latest_arrival())
+        for seq in self.running:
+            self._table.refresh(seq)
+        return self.running[:]
+
+    def _latest_arrival(self) -> Sequence:
+        holders = [seq for seq in self.running if seq.block_table]
+        if self.waiting and self.waiting[0].block_table:
+            holders.append(self.waiting[0])
+        return max(holders, key=lambda seq: seq.arrival)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take everything from `seq` and queue it first; prompt and output are recomputed later."""
+        self.num_preemptions += 1
+        seq.num_preemptions += 1
+        self._release(seq)
+        if seq in self.running:
+            self.running.remove(seq)
+            self._requeue(seq)
+        seq.status = SequenceStatus.WAITING
+
+    def _requeue(self, seq: Sequence) -> None:
+        """Before everybody who came later."""
+        index = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
+        head_is_underway = index == 0 and bool(self.waiting) and self.waiting[0].slot is not None
+        assert not head_is_underway, "a half-prefilled later arrival must have been preempted first"
+        self.waiting.insert(index, seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.free(seq)
+        if seq.slot is not None:
+            self._table.leave(seq)

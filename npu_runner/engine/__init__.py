@@ -1,0 +1,1 @@
+"""Requests in, finished requests out: scheduling, execution on every rank, text."""

@@ -1,0 +1,232 @@
+"""Turns one sequence's tokens into text as they come, and finds the stop strings in it. Knows nothing of models.
+
+Only text that no later token can change is given out. What a token decodes to depends on its neighbours (a character
+may span tokens, the first word may lose its space), so a short window is decoded anew, never a single token.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+
+from tokenizers import Tokenizer
+
+from npu_runner.engine.token_bytes import byte_of_token, special_token_ids, token_text
+
+__all__ = ["IncrementalDetokenizer", "token_text"]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONG_WINDOW = 32  # tokens without a clean end; then a place to cut is looked for, so that decoding stays linear
+_LONGEST_CHARACTER = 4  # bytes in UTF-8, so at most as many tokens
+
+
+class IncrementalDetokenizer:
+    """Text of one growing sequence: in the end `tokenizer.decode` of its tokens, or what precedes a stop string.
+
+    Of several stop strings the one completed first counts, of those the longest: how the text was cut into tokens
+    makes no difference.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skips_special_tokens = skip_special_tokens
+        self._hidden_ids = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._ids: list[int] = []
+        self._num_read = 0
+        self._settled = _SettledText(tokenizer)
+        self._run = _ByteRun(byte_of_token(tokenizer))
+        self._search = _StopSearch(stop) if stop else None
+        self._final: str | None = None
+
+    def append(self, token_ids: list[int], *, stops_allowed: bool = True) -> str | None:
+        """Add tokens; returns the stop string that they complete, which ends the text, or None.
+
+        A stop string completed while stops are not allowed is text like any other.
+        """
+        assert self._final is None, "the text has ended"
+        self._ids += token_ids
+        if self._search is None:
+            return None  # nobody looks at the text before it is asked for
+        while self._num_read < len(self._ids):
+            found = self._search.feed(self._read_next(), is_allowed=stops_allowed)
+            if found is not None:
+                position, stop = found
+                self._final = (self._settled.text + self._run.text)[:position]
+                return stop
+        return None
+
+    @property
+    def text(self) -> str:
+        """What is settled so far: no part of a character, nothing that may turn out to begin a stop string."""
+        if self._final is not None:
+            return self._final
+        while self._num_read < len(self._ids):
+            self._read_next()
+        return self._settled.text if self._search is None else self._search.without_begun_stop(self._settled.text)
+
+    def finish(self) -> str:
+        """End the text, bytes that never became a character as U+FFFD, and return all of it."""
+        if self._final is None:
+            self._final = self._tokenizer.decode(self._ids, skip_special_tokens=self._skips_special_tokens)
+        return self._final
+
+    def _read_next(self) -> str:
+        """Read one more token; returns the text it adds, settled or so far valid."""
+        token_id = self._ids[self._num_read]
+        self._num_read += 1
+        if token_id in self._hidden_ids or self._tokenizer.id_to_token(token_id) is None:
+            return ""
+        num_settled = self._settled.length
+        if self._run.accepts(token_id):
+            self._settled.hold(token_id)
+            fresh = self._run.feed(token_id)
+            if fresh is None:
+                self._take_back_to(num_settled)
+            return fresh or ""
+        expected = self._run.close()
+        fresh = self._settled.settle(token_id)
+        if expected is not None and fresh.startswith(expected):
+            return fresh[len(expected):]
+        self._take_back_to(num_settled)
+        return fresh
+
+    def _take_back_to(self, length: int) -> None:
+        if self._search is not None:
+            self._search.rewind(self._settled.text[:length])
+
+
+class _SettledText:
+    """Text of tokens that ends with a complete character."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._pieces: list[str] = []
+        self.length = 0
+        self._window: list[int] = []
+        self._num_context = 0
+        """Leading tokens of the window that make complete characters: the context of those behind."""
+        self._num_given = 0
+        """Leading characters of the window's text that `_pieces` holds."""
+
+    @property
+    def text(self) -> str:
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    def hold(self, token_id: int) -> None:
+        """Add a token whose text depends on the next ones."""
+        self._window.append(token_id)
+
+    def settle(self, token_id: int) -> str:
+        """Add a token; returns the characters that are now certain."""
+        self._window.append(token_id)
+        window_text = self._decode(self._window)
+        # Of the replacement characters at the end only the last can still become another one.
+        certain = window_text.removesuffix(_REPLACEMENT)
+        fresh, self._num_given = certain[self._num_given:], max(self._num_given, len(certain))
+        self._pieces.append(fresh)
+        self.length += len(fresh)
+        if certain == window_text:
+            self._move_window()
+        elif len(self._window) > _LONG_WINDOW:
+            self._cut_window(window_text)
+        return fresh
+
+    def _move_window(self) -> None:
+        context = self._window[self._num_context:]
+        context_text = self._decode(context)
+        if context_text:  # without text before it a word would lose its space
+            self._window, self._num_given = context, len(context_text)
+        self._num_context = len(self._window)
+
+    def _cut_window(self, window_text: str) -> None:
+        """Drop tokens from the front where text before and after the cut join to the same."""
+        for at in range(len(self._window) - 1, len(self._window) - 1 - _LONGEST_CHARACTER, -1):
+            kept_text = self._decode(self._window[at:])
+            if kept_text and self._decode(self._window[:at]) + kept_text == window_text:
+                self._window, self._num_context = self._window[at:], 0
+                self._num_given = len(kept_text.removesuffix(_REPLACEMENT))
+                return
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class _ByteRun:
+    """Byte tokens (<0xE4>) since the last other one. They are text only if all together are valid UTF-8, otherwise a
+    U+FFFD each, so that nothing of them is settled before the run ends."""
+
+    def __init__(self, byte_of_token: Mapping[int, int]):
+        self._byte_of_token = byte_of_token
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._pieces: list[str] = []
+        self._is_valid = True
+
+    @property
+    def text(self) -> str:
+        """The complete characters, as long as the run is valid."""
+        return "".join(self._pieces)
+
+    def accepts(self, token_id: int) -> bool:
+        return token_id in self._byte_of_token
+
+    def feed(self, token_id: int) -> str | None:
+        """The character that this byte completes, "" if none; None if the run is no text after all."""
+        if not self._is_valid:
+            return ""
+        try:
+            fresh = self._decoder.decode(bytes([self._byte_of_token[token_id]]))
+        except UnicodeDecodeError:
+            self._is_valid = False
+            self._pieces.clear()
+            return None
+        self._pieces.append(fresh)
+        return fresh
+
+    def close(self) -> str | None:
+        """End the run; its text, None if it is not valid as a whole."""
+        text = self.text if self._is_valid and not self._decoder.getstate()[0] else None
+        self._decoder.reset()
+        self._pieces.clear()
+        self._is_valid = True
+        return text
+
+
+class _StopSearch:
+    """Looks for stop strings in a text that grows at the end."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
+        self._longest_begun = max(map(len, self._stops)) - 1
+        self._recent = ""
+        self._length = 0
+
+    def feed(self, fresh: str, *, is_allowed: bool) -> tuple[int, str] | None:
+        """(position in the text, stop string) of the one that `fresh` completes first."""
+        if not fresh:
+            return None
+        begun, haystack = self._recent, self._recent + fresh
+        start = self._length - len(begun)
+        self._recent = haystack[-self._longest_begun:] if self._longest_begun else ""
+        self._length += len(fresh)
+        if not is_allowed:
+            return None
+        places = [(stop, haystack.find(stop, max(0, len(begun) - len(stop) + 1))) for stop in self._stops]
+        completed = [(at + len(stop), at, stop) for stop, at in places if at >= 0]
+        if not completed:
+            return None
+        _, at, stop = min(completed)
+        return start + at, stop
+
+    def rewind(self, text: str) -> None:
+        """Forget what came after `text`."""
+        self._recent = text[-self._longest_begun:] if self._longest_begun else ""
+        self._length = len(text)
+
+    def without_begun_stop(self, text: str) -> str:
+        """`text` less what at its end begins a stop string."""
+        for size in range(min(self._longest_begun, len(text)), 0, -1):
+            end = text[-size:]
+            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
+                return text[:-size]
+        return text

@@ -1,0 +1,19 @@
+"""Run the same call on every rank, wherever the ranks live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from npu_runner.config import RunnerConfig
+from npu_runner.engine.executors.base import Executor
+
+
+def make_executor(config: RunnerConfig, model_path: Path) -> Executor:
+    """In this process for one rank, spawned processes for more."""
+    if config.tensor_parallel_size == 1:
+        from npu_runner.engine.executors.inline import InlineExecutor
+
+        return InlineExecutor(config, model_path)
+    from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
+
+    return SharedMemoryExecutor(config, model_path)

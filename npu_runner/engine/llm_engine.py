@@ -1,0 +1,262 @@
+"""Requests in, finished requests out. Schedules, has every rank run the step, turns tokens into text and finishes.
+
+Knows nothing of files, rows or processes; the executor owns the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from types import TracebackType
+
+from npu_runner.checkpoint import resolve_checkpoint
+from npu_runner.config import RunnerConfig
+from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.scheduler import Scheduler, SchedulerLimits
+from npu_runner.core.sequence import Sequence
+from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
+from npu_runner.engine.executors import make_executor
+from npu_runner.errors import RequestError
+from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.outputs import (
+    CompletionOutput,
+    EngineStats,
+    FinishReason,
+    PositionLogprobs,
+    RequestOutput,
+    TokenLogprob,
+)
+from npu_runner.runner.base import NO_TOKEN, TokenLogprobs
+from npu_runner.sampling_params import SamplingParams
+from strategies import pick_strategy
+
+
+@dataclass(eq=False)
+class _Generation:
+    """One sequence with its text so far."""
+
+    sequence: Sequence
+    detokenizer: IncrementalDetokenizer
+    max_output_tokens: int
+    logprobs: list[PositionLogprobs] | None
+    finished: CompletionOutput | None = None
+
+
+@dataclass(eq=False)
+class _Request:
+    request_id: str
+    generations: list[_Generation] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+
+
+class LLMEngine:
+    """Continuous batching over one model. Not thread-safe; close it, or use it as a context manager."""
+
+    def __init__(self, config: RunnerConfig):
+        self.config = config
+        self.model_path = resolve_checkpoint(config.model, config.revision)
+        strategy = pick_strategy(self.model_path)
+        self.model_config = strategy.read_config()
+        self.processor = strategy.processor(config)
+        self.generation_defaults = dict(self.model_config.generation_defaults)
+        self._executor = make_executor(config, self.model_path)
+        self.info = info = self._executor.info
+        self.max_model_len = info.max_model_len
+        self.block_manager = BlockManager(
+            info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
+                max_model_len=info.max_model_len, max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
+            ),
+            self.block_manager,
+        )
+        self._requests: dict[str, _Request] = {}
+        self._generation_of: dict[int, _Generation] = {}
+        self._next_seq_id = 0
+        self._ready: list[RequestOutput] = []
+        self._stats = EngineStats(kv_blocks_total=self.block_manager.num_usable)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
+        """Queue a prompt. Raises RequestError, and queues nothing, when it cannot be served."""
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
+        self._check(prompt, params)
+        room = self.max_model_len - len(prompt.token_ids)
+        request = self._requests[request_id] = _Request(request_id)
+        for index in range(params.n):
+            sequence = Sequence(
+                seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
+                prompt=prompt, params=params, seed=self._seed(request_id, params, index),
+            )
+            self._next_seq_id += 1
+            generation = _Generation(
+                sequence, IncrementalDetokenizer(self.processor.tokenizer, stop=params.stop),
+                min(room, params.max_tokens or room), None if params.logprobs is None else [],
+            )
+            request.generations.append(generation)
+            self._generation_of[sequence.seq_id] = generation
+            self.scheduler.add(sequence)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request now; its unfinished completions get finish_reason `abort` in the next step's outputs.
+
+        An unknown or finished id is ignored: it may have finished a moment ago.
+        """
+        request = self._requests.get(request_id)
+        for generation in request.generations if request else []:
+            if generation.finished is None:
+                self._finish(generation, "abort")
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests or self._ready)
+
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one prefill or decode step; returns the requests that finished."""
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            started = time.perf_counter()
+            output = self._executor.execute_model(batch)
+            sequences = self.scheduler.complete()
+            for row, sequence in enumerate(sequences):
+                for token in output.sampled_token_ids[row]:
+                    self._append(sequence, token, output.logprobs[row] if output.logprobs else None)
+            self._count(batch.is_prefill, batch.num_tokens, time.perf_counter() - started)
+        ready, self._ready = self._ready, []
+        return ready
+
+    # -- one token -------------------------------------------------------------------------------------------------
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        generation = self._generation_of[sequence.seq_id]
+        request = self._requests[sequence.request_id]
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = sequence.num_cached_tokens
+        if token == NO_TOKEN:
+            self._finish(generation, "error", error="the model's output is not a number (NaN or infinity)")
+            return
+        sequence.token_ids.append(token)
+        params = sequence.params
+        if generation.logprobs is not None and logprobs is not None:
+            generation.logprobs.append(self._position_logprobs(token, logprobs, params))
+        may_stop = sequence.num_output_tokens >= params.min_tokens
+        if may_stop and token in params.stop_token_ids:
+            self._finish(generation, "stop", stop_reason=token)
+        elif may_stop and not params.ignore_eos and token in self.model_config.eos_token_ids:
+            self._finish(generation, "stop")
+        elif (stop := generation.detokenizer.append([token], stops_allowed=may_stop)) is not None:
+            self._finish(generation, "stop", stop_reason=stop)
+        elif sequence.num_output_tokens >= generation.max_output_tokens:
+            self._finish(generation, "length")
+
+    def _finish(self, generation: _Generation, reason: FinishReason, *, stop_reason: str | int | None = None,
+                error: str | None = None) -> None:
+        sequence = generation.sequence
+        sequence.finish(reason)
+        self.scheduler.finish(sequence)
+        generation.detokenizer.finish()
+        generation.finished = CompletionOutput(
+            index=sequence.index, text=generation.detokenizer.text, token_ids=sequence.output_token_ids,
+            finish_reason=reason, stop_reason=stop_reason, logprobs=generation.logprobs, error=error,
+        )
+        del self._generation_of[sequence.seq_id]
+        request = self._requests[sequence.request_id]
+        completions = [g.finished for g in request.generations if g.finished is not None]
+        if len(completions) == len(request.generations):
+            del self._requests[request.request_id]
+            self._ready.append(RequestOutput(
+                request.request_id, completions, sequence.num_prompt_tokens, request.num_cached_tokens or 0
+            ))
+
+    def _position_logprobs(self, token: int, logprobs: TokenLogprobs, params: SamplingParams) -> PositionLogprobs:
+        count = params.logprobs or 0
+        pairs = zip(logprobs.top_token_ids[:count], logprobs.top_logprobs[:count], strict=True)
+        return PositionLogprobs(self._token_logprob(token, logprobs.sampled),
+                                tuple(self._token_logprob(i, value) for i, value in pairs))
+
+    def _token_logprob(self, token: int, value: float) -> TokenLogprob:
+        text, raw = token_text(self.processor.tokenizer, token)
+        return TokenLogprob(token_id=token, token=text, logprob=value, token_bytes=raw)
+
+    # -- checks, figures, end --------------------------------------------------------------------------------------
+
+    def _check(self, prompt: PromptInputs, params: SamplingParams) -> None:
+        length, vocab_size = len(prompt.token_ids), self.model_config.vocab_size
+        if length == 0:
+            raise RequestError("the prompt is empty", code="empty_prompt")
+        if length >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {length} tokens, the model takes {self.max_model_len} with at least one generated; "
+                f"shorten it, send smaller pictures or raise max_model_len", code="prompt_too_long",
+            )
+        if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= vocab_size:
+            raise RequestError(f"a token id is outside 0 to {vocab_size - 1}", code="invalid_token_id")
+        if prompt.images and self.model_config.vision is None:
+            raise RequestError("the model has no vision tower; send text only", code="model_has_no_vision")
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if any(i >= vocab_size for i in ids):
+                raise RequestError(f"{name}: a token id is outside 0 to {vocab_size - 1}",
+                                   code="invalid_sampling_parameter", param=name)
+
+    def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:
+        if params.seed is not None:
+            return params.seed + index
+        text = f"{self.config.seed}:{request_id}:{index}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _count(self, is_prefill: bool, num_tokens: int, seconds: float) -> None:
+        stats = self._stats
+        if is_prefill:
+            stats.num_prefill_steps += 1
+            stats.num_prefill_tokens += num_tokens
+            stats.prefill_seconds += seconds
+        else:
+            stats.num_decode_steps += 1
+            stats.num_decode_tokens += num_tokens
+            stats.decode_seconds += seconds
+
+    def stats(self) -> EngineStats:
+        """A copy of the counters, with the gauges of this moment."""
+        prefix = self.block_manager.counters
+        return replace(
+            self._stats,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            prefix_cache_queries=prefix.queries,
+            prefix_cache_hits=prefix.hits,
+            kv_blocks_used=self.block_manager.num_used,
+            kv_blocks_peak=self.block_manager.peak_used,
+            **asdict(self._executor.counters()),
+        )
+
+    def describe(self) -> dict[str, str]:
+        """Everything beside the checkpoint and the request that shapes an answer."""
+        return {**self.info.description, "max_model_len": str(self.max_model_len),
+                "tensor_parallel_size": str(self.config.tensor_parallel_size), "seed": str(self.config.seed)}
+
+    def discard_finished(self) -> None:
+        """Forget outputs that nobody will fetch with `step()`."""
+        self._ready.clear()
+
+    def unfinished_request_ids(self) -> Iterator[str]:
+        return iter(list(self._requests))
+
+    def close(self) -> None:
+        """End all processes and free the device. May be called twice."""
+        self._executor.close()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,48 @@
+"""Every error a user can meet, in one tree. Knows nothing of what raises it.
+
+Each message says the value, the limit and the remedy. Anything that is not one of these is a bug in the runner.
+"""
+
+
+class NpuRunnerError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(NpuRunnerError):
+    """A setting, or a combination of settings, that cannot work. The command line exits with status 2."""
+
+
+class ModelError(ConfigError):
+    """The model folder, its config or its weights cannot be used."""
+
+
+class WeightsError(ModelError):
+    """A tensor is missing, left over, misshapen or of an unusable type; the message names it."""
+
+
+class OutOfMemoryError(ConfigError):
+    """The device cannot hold what the settings ask for; the message is the memory ledger and the remedy."""
+
+
+class RequestError(NpuRunnerError):
+    """One request cannot be served and it is the caller's fault; nothing else is harmed.
+
+    `code` is a short machine-readable name (`image_too_large`), `param` the offending field if there is one.
+    """
+
+    def __init__(self, message: str, code: str = "invalid_request", param: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str | None]]:
+        return type(self), (self.message, self.code, self.param)  # crosses process borders whole
+
+
+class EngineDeadError(NpuRunnerError):
+    """A rank or the engine died; the message names the rank and the phase. The job can be resumed."""
+
+
+class JobError(NpuRunnerError):
+    """The job cannot go on (disk full, output gone, interrupted). What is written stays; the same command resumes."""

@@ -1,0 +1,37 @@
+"""Attention over the paged cache, one per decoder layer. Knows its slice of the cache, not who sized it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from npu_runner.layers.parallel import LayerContext
+from npu_runner.platforms.base import AttentionMetadata
+
+# T tokens in the step, N query heads, K kv heads, H head dim, NB blocks, S block size
+
+
+class PagedAttention(nn.Module):
+    """Writes the step's keys and values, then attends. `bind_kv_cache` gives it k_cache and v_cache (NB, S, K*H)."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def __init__(self, layer_index: int, head_dim: int, context: LayerContext):
+        super().__init__()
+        self.layer_index = layer_index
+        self.scale = head_dim**-0.5
+        self.backend = context.attention
+
+    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, metadata: AttentionMetadata) -> Tensor:
+        self.backend.write_kv(k_TKH, v_TKH, self.k_cache, self.v_cache, metadata.slot_mapping_T)
+        attend = self.backend.prefill if metadata.is_prefill else self.backend.decode
+        return attend(q_TNH, self.k_cache, self.v_cache, metadata, self.scale)
+
+
+def bind_kv_cache(model: nn.Module, kv_cache: torch.Tensor) -> None:
+    """Give every PagedAttention of `model` its layer of `kv_cache` (2, layers, NB, S, K*H)."""
+    layers = {module.layer_index: module for module in model.modules() if isinstance(module, PagedAttention)}
+    assert sorted(layers) == list(range(kv_cache.shape[1])), f"layers {sorted(layers)} against cache {kv_cache.shape}"
+    for index, layer in layers.items():
+        layer.k_cache, layer.v_cache = kv_cache[0, index], kv_cache[1, index]

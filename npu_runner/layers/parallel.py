@@ -1,0 +1,91 @@
+"""What every layer is built with: this rank's share of the work, and where its parameters live. Knows no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from npu_runner.errors import ConfigError
+from npu_runner.platforms.base import AttentionBackend, Ops
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """One rank of a tensor-parallel group; the default is a group of one."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks; works in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather_last_dim(self, x: Tensor) -> Tensor:
+        """Every rank's `x` side by side in the last dim, in rank order."""
+        if self.size == 1:
+            return x
+        gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
+        return gathered.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        """The smallest `value` of all ranks."""
+        if self.size == 1:
+            return value
+        smallest = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
+        return int(smallest.item())
+
+    def share(self, total: int, what: str) -> tuple[int, int]:
+        """(start, length) of this rank's equal part. Raises ConfigError when `total` does not divide."""
+        if total % self.size:
+            raise ConfigError(f"{what} {total} does not divide by tensor_parallel_size {self.size}")
+        length = total // self.size
+        return self.rank * length, length
+
+    def kv_head_share(self, num_kv_heads: int) -> tuple[int, int]:
+        """(first head, heads) of this rank; with more ranks than heads, neighbours hold the same head."""
+        if num_kv_heads >= self.size:
+            return self.share(num_kv_heads, "num_key_value_heads")
+        if self.size % num_kv_heads:
+            raise ConfigError(f"tensor_parallel_size {self.size} is no multiple of num_key_value_heads {num_kv_heads}")
+        return self.rank * num_kv_heads // self.size, 1
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Operators, attention, parallel group, dtype and device that a model is built for."""
+
+    ops: Ops
+    attention: AttentionBackend
+    tp: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """An uninitialised parameter; the weights loader fills it."""
+        return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """One checkpoint tensor, or this rank's slice of it, that fills a parameter or a part of it.
+
+    `name` is relative to the parent of the module that owns the parameter. Along `dim`, elements
+    [start, start + length) of the checkpoint tensor go to the parameter from `target_start` on; with `dim` None the
+    whole tensor fills the whole parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    length: int = 0
+    target_start: int = 0

@@ -1,0 +1,1 @@
+"""The networks, written as if for one device."""

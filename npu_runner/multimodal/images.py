@@ -1,0 +1,195 @@
+"""Turns an encoded picture into the resized uint8 pixels the vision tower expects. Knows nothing of prompts or devices.
+
+What a person would expect is done: transparency lies on white, EXIF rotation is applied, 16-bit grey is scaled to
+8 bit, an animation is its first frame. What cannot be shown faithfully is a RequestError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+
+import numpy as np
+from PIL import (  # the plugins are imported by name: nothing outside this list ever sees the bytes
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    PngImagePlugin,
+    PpmImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
+
+from npu_runner.errors import RequestError
+from npu_runner.multimodal.image_settings import ImageSettings
+from npu_runner.multimodal.inputs import ImageInput
+
+# H, W sides of the resized picture
+
+FORMATS = tuple(
+    plugin.format
+    for plugin in (
+        PngImagePlugin.PngImageFile,
+        JpegImagePlugin.JpegImageFile,  # also MPO, which phones write
+        WebPImagePlugin.WebPImageFile,
+        GifImagePlugin.GifImageFile,
+        BmpImagePlugin.BmpImageFile,
+        TiffImagePlugin.TiffImageFile,
+        PpmImagePlugin.PpmImageFile,
+    )
+)
+MAX_SOURCE_PIXELS = 178_956_970
+"""Largest width * height a file may declare: what Pillow calls a decompression bomb. Checked before decoding."""
+
+_REMEDY = "convert it to JPEG or PNG"
+_MAGIC = {b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF"}
+_EXIF_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def prepare_image(
+    source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = MAX_SOURCE_PIXELS
+) -> ImageInput:
+    """Decode, upright, flatten and resize one picture. Raises RequestError, never anything else, for a bad one."""
+    image = open_image(source, max_source_pixels=max_source_pixels, settings=settings)
+    height, width = settings.fit(image.height, image.width)
+    # Pillow on uint8, because that is what the checkpoint's own processor does; other resizers differ by a grey level.
+    resized = image.resize((width, height), resample=Image.Resampling(settings.resample))
+    return image_input(np.array(resized), settings)
+
+
+def image_input(pixels_HWC: np.ndarray, settings: ImageSettings) -> ImageInput:
+    """Wrap pixels that already have their final size."""
+    height, width, _ = pixels_HWC.shape
+    grid_thw = (1, height // settings.patch_size, width // settings.patch_size)
+    digest = hashlib.blake2b(settings.digest(), digest_size=16)
+    digest.update(f"{height}x{width}".encode())
+    digest.update(np.ascontiguousarray(pixels_HWC).data)
+    return ImageInput(digest.digest(), pixels_HWC, grid_thw, settings.num_tokens(height, width))
+
+
+def open_image(
+    source: bytes | Image.Image,
+    *,
+    max_source_pixels: int = MAX_SOURCE_PIXELS,
+    settings: ImageSettings | None = None,
+) -> Image.Image:
+    """The picture as upright 8-bit RGB. With `settings`, a shape the model refuses is refused before decoding.
+
+    Raises RequestError with code image_empty, image_not_recognised, image_too_large, image_aspect_ratio,
+    image_truncated, image_broken or image_mode.
+    """
+    image = _open(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
+    if not isinstance(image, Image.Image):
+        raise RequestError(
+            f"an image must be encoded bytes or a PIL image, not {type(source).__name__}", code="invalid_type"
+        )
+    width, height = image.size
+    if width * height > max_source_pixels:
+        raise RequestError(
+            f"the image declares {width}x{height} pixels, more than the {max_source_pixels} allowed; scale it down",
+            code="image_too_large",
+        )
+    if width < 1 or height < 1:
+        raise RequestError(f"the image is {width}x{height} pixels: it has no area", code="image_empty")
+    if settings is not None:
+        settings.fit(height, width)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a decoder's remarks about odd metadata are nobody's concern here
+            image.load()
+            return _upright(image, _to_rgb(image))
+    except RequestError:
+        raise
+    except Exception as error:  # decoders fed with hostile bytes raise anything; only this row may fail
+        raise _decoding_error(error) from error
+
+
+def _open(data: bytes | bytearray | memoryview) -> Image.Image:
+    if len(data) == 0:
+        raise RequestError("the image has zero bytes", code="image_empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's own bomb warning: our limit is checked right after
+            return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise _not_recognised(bytes(data[:32])) from error
+    except Image.DecompressionBombError as error:
+        raise RequestError(f"the image is too large: {error}; scale it down", code="image_too_large") from error
+    except Exception as error:  # as in open_image
+        raise _decoding_error(error) from error
+
+
+def _not_recognised(head: bytes) -> RequestError:
+    for magic, name in _MAGIC.items():
+        if head.startswith(magic):
+            return RequestError(
+                f"the image starts like a {name} file but its header is cut short or broken; upload it again",
+                code="image_truncated",
+            )
+    unreadable = {
+        "HEIC or AVIF": head[4:8] == b"ftyp",
+        "SVG": b"<svg" in head or b"<?xml" in head,
+        "PDF": head.startswith(b"%PDF"),
+        "HTML": b"<html" in head.lower() or b"<!doctype" in head.lower(),
+    }
+    kind = next((f"it looks like {name}" for name, found in unreadable.items() if found), "unknown format")
+    return RequestError(
+        f"not an image this runner reads ({kind}); it reads {', '.join(FORMATS)}; {_REMEDY}",
+        code="image_not_recognised",
+    )
+
+
+def _decoding_error(error: Exception) -> RequestError:
+    detail = f"{type(error).__name__}: {error}"[:200]
+    message = str(error).lower()
+    if isinstance(error, EOFError) or "truncated" in message or "end of" in message:
+        return RequestError(f"the image is truncated ({detail}); upload it again", code="image_truncated")
+    return RequestError(f"the image cannot be decoded ({detail}); {_REMEDY}", code="image_broken")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        return _grey16_to_rgb(image)
+    if image.mode == "F":
+        raise RequestError(
+            "the image has floating-point pixels, whose brightness is not defined; convert it to 8 bit",
+            code="image_mode",
+        )
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _grey16_to_rgb(image: Image.Image) -> Image.Image:
+    # Pillow's own conversion clips at 255, which turns a 16-bit scan white.
+    pixels = np.asarray(image)
+    if pixels.min() < 0 or pixels.max() > 65535:
+        raise RequestError(
+            f"the image has 32-bit pixels from {pixels.min()} to {pixels.max()}; at most 16 bit grey (0 to 65535) "
+            f"can be shown; convert it to 8 bit",
+            code="image_mode",
+        )
+    return Image.fromarray(((pixels.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
+
+
+def _upright(image: Image.Image, rgb: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation of `image` to `rgb`; an unreadable EXIF block counts as upright."""
+    try:
+        orientation = image.getexif().get(_EXIF_ORIENTATION)
+    except Exception:  # noqa: BLE001 - broken metadata raises anything; the picture itself is sound
+        return rgb
+    turn = _TURNS.get(orientation) if isinstance(orientation, int) else None
+    return rgb if turn is None else rgb.transpose(turn)

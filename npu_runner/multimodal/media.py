@@ -1,0 +1,158 @@
+"""Fetches the bytes that a request's image URL means: inline data or a file in the allowed folder, nothing else.
+
+Knows nothing of what the bytes are. No network: a job reads only what its owner put on this machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from npu_runner.errors import ConfigError, RequestError
+
+MAX_MEDIA_BYTES = 64 << 20
+"""Largest file or decoded data URL."""
+
+
+def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int = MAX_MEDIA_BYTES) -> bytes:
+    """The bytes behind a data: URL, a file:// URL or a plain path; a relative path starts at `allowed_media_dir`.
+
+    Files must lie below `allowed_media_dir` once links are resolved; None refuses all files. Raises RequestError with
+    code media_scheme, media_bad_data_url, media_not_allowed, media_missing, media_unreadable or media_too_large. Its
+    message repeats the given address at most, never where a link leads or whether something outside exists.
+    """
+    if not isinstance(url, str):
+        raise RequestError(f"an image URL must be text, not {type(url).__name__}", code="invalid_type")
+    if not url.isascii() and _has_lone_surrogate(url):
+        raise RequestError("an image URL must be valid Unicode", code="invalid_unicode")
+    if url[:5].lower() == "data:":
+        return _decode_data_url(url[5:], max_bytes)
+    if url[:5].lower() == "file:":
+        return _read_allowed(_path_of_file_url(url), allowed_media_dir, max_bytes)
+    if "://" in url:
+        scheme = url.split("://", 1)[0][:20]
+        raise RequestError(
+            f"{scheme}:// images are not fetched; download them and give a path, or a data: URL", code="media_scheme"
+        )
+    return _read_allowed(url, allowed_media_dir, max_bytes)
+
+
+def resolve_media(
+    messages: Sequence[Any], allowed_media_dir: Path | str | None, *, max_bytes: int = MAX_MEDIA_BYTES
+) -> list[Any]:
+    """Messages with every OpenAI `image_url` part turned into an `image` part of bytes; all else is left as it is.
+
+    Raises RequestError naming the part.
+    """
+    return [
+        {**message, "content": [
+            _resolve_part(part, f"messages[{i}].content[{j}].image_url", allowed_media_dir, max_bytes)
+            for j, part in enumerate(message["content"])
+        ]} if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple)) else message
+        for i, message in enumerate(messages)
+    ]  # fmt: skip
+
+
+def _resolve_part(part: Any, where: str, allowed_media_dir: Path | str | None, max_bytes: int) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") != "image_url":
+        return part
+    value = part.get("image_url")
+    detail = value.get("detail") if isinstance(value, Mapping) else None
+    if detail not in (None, "auto", "high"):
+        raise RequestError(
+            f"{where}.detail: {str(detail)[:40]!r} is not supported; bound pictures with image_max_pixels",
+            code="unsupported_field",
+            param=f"{where}.detail",
+        )
+    url = value.get("url") if isinstance(value, Mapping) else value
+    try:
+        return {"type": "image", "image": load_media(url, allowed_media_dir, max_bytes=max_bytes)}  # type: ignore[arg-type]
+    except RequestError as error:
+        raise RequestError(f"{where}: {error.message}", error.code, where) from error
+
+
+def _decode_data_url(rest: str, max_bytes: int) -> bytes:
+    head, comma, body = rest.partition(",")
+    if not comma:
+        raise RequestError("the data: URL has no comma before its data", code="media_bad_data_url")
+    if not head.lower().rstrip().endswith(";base64"):
+        return _bounded(unquote_to_bytes(body), max_bytes)
+    if len(body) > 4 * max_bytes:  # even percent-encoded, that is more than max_bytes
+        raise _too_large(max_bytes)
+    text = b"".join(unquote_to_bytes(body).split())
+    text += b"=" * (-len(text) % 4)  # browsers accept missing padding, so people write it
+    try:
+        return _bounded(base64.b64decode(text, validate=True), max_bytes)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"the data: URL is not valid base64 ({error})", code="media_bad_data_url") from error
+
+
+def _path_of_file_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise RequestError(f"{_shown(url)}: not a file URL ({error})", code="media_scheme") from error
+    if parts.netloc not in ("", "localhost"):
+        raise RequestError(f"{_shown(url)}: names another host; use file:///path", code="media_scheme")
+    if parts.query or parts.fragment:
+        raise RequestError(f"{_shown(url)}: write ? and # in file names as %3F and %23", code="media_scheme")
+    return os.fsdecode(unquote_to_bytes(parts.path))
+
+
+def _read_allowed(given: str, allowed_media_dir: Path | str | None, max_bytes: int) -> bytes:
+    if allowed_media_dir is None:
+        raise RequestError(
+            "files are not allowed in this job; name their folder with --allowed-media-dir", code="media_not_allowed"
+        )
+    root = Path(os.path.realpath(allowed_media_dir))
+    if not root.is_dir():
+        raise ConfigError(f"allowed_media_dir {str(allowed_media_dir)!r} is not a folder")
+    try:
+        path = Path(os.path.realpath(root / given))
+        if not path.is_relative_to(root):
+            raise RequestError(
+                f"{_shown(given)}: outside the folder given with --allowed-media-dir", code="media_not_allowed"
+            )
+        return _bounded(_read_regular(path, max_bytes + 1), max_bytes)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError(f"{_shown(given)}: no such file", code="media_missing") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = error.strerror if isinstance(error, OSError) else "not a file name"
+        raise RequestError(f"{_shown(given)}: cannot be read ({reason})", code="media_unreadable") from error
+
+
+def _read_regular(path: Path, max_bytes: int) -> bytes:
+    # Not blocking, so that a pipe nobody writes to cannot hang a worker; not following, should a link appear just now.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(max_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _bounded(data: bytes, max_bytes: int) -> bytes:
+    if len(data) > max_bytes:
+        raise _too_large(max_bytes)
+    return data
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(f"the image file is larger than {max_bytes} bytes; scale it down", code="media_too_large")
+
+
+def _has_lone_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _shown(address: str) -> str:
+    return repr(address if len(address) <= 200 else address[:197] + "...")

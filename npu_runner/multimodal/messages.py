@@ -1,0 +1,147 @@
+"""Checks OpenAI-style messages and splits them into plain text for the template and pictures. Knows no tokens.
+
+Roles: system, developer (the same as system), user, assistant. Tools are not supported. Pictures belong to users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from PIL import Image
+
+from npu_runner.errors import RequestError
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+@dataclass
+class Conversation:
+    """`messages`: what the template sees; `images`: (picture, where it stood) in prompt order."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[tuple[bytes | Image.Image, str]] = field(default_factory=list)
+
+    def map_text(self, change: Callable[[str, str, bool], str]) -> list[dict[str, Any]]:
+        """The messages with `change(role, text, is_part)` applied to every piece of text in them."""
+        return [
+            {**message, "content": _map_content(message["content"], partial(change, message["role"]))}
+            for message in self.messages
+        ]
+
+    def texts(self) -> list[tuple[str, str]]:
+        """(role, text) of every message: its parts as if they stood side by side."""
+        return [(message["role"], _joined(message["content"])) for message in self.messages]
+
+
+def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conversation:
+    """A checked conversation. Raises RequestError naming the field.
+
+    Without vision every content is one string (text parts joined by newlines), which is what such templates expect.
+    """
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages: a list is needed, not {type(messages).__name__}", "invalid_type", "messages")
+    if not messages:
+        raise RequestError("messages: the list is empty; give at least one user message", "empty_messages", "messages")
+    conversation = Conversation()
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        role = _role(message, where)
+        content = _content(message.get("content"), role, f"{where}.content", conversation.images)
+        if not has_vision and isinstance(content, list):
+            content = _joined(content, separator="\n")
+        conversation.messages.append({"role": role, "content": content})
+    _check_images(conversation, has_vision, max_images)
+    if not any(role == "user" and text.strip() for role, text in conversation.texts()):
+        raise RequestError("messages: no user message has any text; ask a question", "no_user_text", "messages")
+    return conversation
+
+
+def _role(message: Any, where: str) -> str:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where}: an object is needed, not {type(message).__name__}", "invalid_type", where)
+    for name, value in message.items():
+        if name not in ("role", "content") and value is not None:
+            raise RequestError(
+                f"{where}.{name}: not supported; a message has role and content", "unsupported_field", f"{where}.{name}"
+            )
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise RequestError(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}", "invalid_role", f"{where}.role")
+    return ROLES[role]
+
+
+def _content(content: Any, role: str, where: str, images: list[tuple[Any, str]]) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return checked_text(content, where)
+    if isinstance(content, (bytes, bytearray)) or not isinstance(content, Sequence):
+        raise RequestError(
+            f"{where}: text or a list of parts is needed, not {type(content).__name__}", "invalid_type", where
+        )
+    if not content:
+        raise RequestError(f"{where}: the list of parts is empty", "invalid_type", where)
+    return [_part(part, role, f"{where}[{number}]", images) for number, part in enumerate(content)]
+
+
+def _part(part: Any, role: str, where: str, images: list[tuple[Any, str]]) -> dict[str, str]:
+    if not isinstance(part, Mapping):
+        raise RequestError(f"{where}: an object is needed, not {type(part).__name__}", "invalid_type", where)
+    kind = part.get("type")
+    if kind == "text":
+        return {"type": "text", "text": checked_text(part.get("text"), f"{where}.text")}
+    if kind == "image":
+        image = part.get("image")
+        if not isinstance(image, (bytes, bytearray, Image.Image)):
+            raise RequestError(
+                f"{where}.image: encoded bytes or a PIL image is needed, not {type(image).__name__}",
+                "invalid_type",
+                f"{where}.image",
+            )
+        if role != "user":
+            raise RequestError(f"{where}: images belong in user messages, not in {role} ones", "image_role", where)
+        images.append((bytes(image) if isinstance(image, bytearray) else image, where))
+        return {"type": "image", "image": "image"}  # templates only ask whether the key is there
+    hint = "; images come as image_url or image parts" if isinstance(kind, str) else ""
+    raise RequestError(f"{where}.type: {kind!r} parts are not supported{hint}", "unsupported_part", f"{where}.type")
+
+
+def checked_text(text: Any, where: str) -> str:
+    """`text` if it is a string that UTF-8 can spell, else a RequestError naming `where`."""
+    if not isinstance(text, str):
+        raise RequestError(f"{where}: text is needed, not {type(text).__name__}", "invalid_type", where)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell but no tokenizer takes
+        raise RequestError(f"{where}: not valid Unicode ({error.reason})", "invalid_unicode", where) from error
+    return text
+
+
+def _check_images(conversation: Conversation, has_vision: bool, max_images: int) -> None:
+    if not conversation.images:
+        return
+    if not has_vision:
+        raise RequestError(
+            "this model reads text only; remove the images or choose a model with vision",
+            "model_has_no_vision",
+            conversation.images[0][1],
+        )
+    if len(conversation.images) > max_images:
+        raise RequestError(
+            f"messages: {len(conversation.images)} images, at most {max_images} are allowed (max_images_per_prompt)",
+            "too_many_images",
+            "messages",
+        )
+
+
+def _joined(content: str | list[dict[str, str]], separator: str = "") -> str:
+    if isinstance(content, str):
+        return content
+    return separator.join(part["text"] for part in content if part["type"] == "text")
+
+
+def _map_content(content: str | list[dict[str, str]], change: Callable[[str, bool], str]) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return change(content, False)
+    return [{**part, "text": change(part["text"], True)} if part["type"] == "text" else part for part in content]

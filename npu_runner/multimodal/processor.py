@@ -1,0 +1,248 @@
+"""From chat messages or a raw prompt to token ids, pictures and positions. Knows nothing of torch, models or devices.
+
+It reads the checkpoint's own files with tokenizers, jinja2, numpy and Pillow: importing transformers would cost every
+worker process seconds. Its results equal those of transformers' processors, which the tests take as their oracle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer
+
+from npu_runner.errors import ModelError, RequestError
+from npu_runner.multimodal.chat_template import read_chat_template
+from npu_runner.multimodal.checkpoint_files import model_folder, require_json
+from npu_runner.multimodal.control_tokens import ControlTokens, unused_fences
+from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
+from npu_runner.multimodal.images import MAX_SOURCE_PIXELS, image_input, prepare_image
+from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
+from npu_runner.multimodal.messages import Conversation, checked_text, parse_messages
+from npu_runner.multimodal.mrope import mrope_positions, uses_mrope
+from npu_runner.multimodal.tokenizer import read_tokenizer
+
+
+class ChatProcessor:
+    """Prepares prompts for one checkpoint. Cheap to pickle: a worker process reads the files again.
+
+    Raises ModelError when the folder lacks a file or has a broken one, RequestError for a prompt it cannot prepare.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        image_min_pixels: int | None = None,
+        image_max_pixels: int | None = None,
+        max_images_per_prompt: int = 64,
+        max_source_pixels: int = MAX_SOURCE_PIXELS,
+    ):
+        """`image_*_pixels` bound the resized picture (None: as the checkpoint says), `max_source_pixels` the file."""
+        self._settings = {
+            "image_min_pixels": image_min_pixels,
+            "image_max_pixels": image_max_pixels,
+            "max_images_per_prompt": max_images_per_prompt,
+            "max_source_pixels": max_source_pixels,
+        }
+        self.model_path = str(model_path)
+        self.max_images_per_prompt = max_images_per_prompt
+        self.max_source_pixels = max_source_pixels
+        folder = model_folder(model_path)
+        config = require_json(folder, "config.json")
+        self.tokenizer: Tokenizer = read_tokenizer(folder)
+        self.has_vision = isinstance(config.get("vision_config"), dict)
+        self.uses_mrope = uses_mrope(config)
+        self.image_token_id: int | None = None
+        self.image_token: str | None = None
+        self.video_token_id: int | None = config.get("video_token_id")
+        self.image_settings: ImageSettings | None = None
+        if self.has_vision:
+            self.image_token_id, self.image_token = _image_token(config, self.tokenizer)
+            self.image_settings = read_image_settings(
+                folder, config, min_pixels=image_min_pixels, max_pixels=image_max_pixels
+            )
+        self._template = read_chat_template(folder, has_vision=self.has_vision)
+        self._control = ControlTokens(
+            self.tokenizer, self._template.literals() if self._template else (), _vision_tokens(config, self.tokenizer)
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model_path": self.model_path, **self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Without one only `from_text` works."""
+        return self._template is not None
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]]) -> PromptInputs:
+        """The prompt of a conversation, up to where the assistant's answer begins.
+
+        `messages`: {"role", "content"}; content is text or parts {"type": "text", "text"} and {"type": "image",
+        "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as ordinary characters.
+        """
+        conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt)
+        token_ids = self._chat_token_ids(conversation)
+        self._check_placeholders(token_ids, len(conversation.images))
+        images = [self._prepare_image(image, where) for image, where in conversation.images]
+        return self._assemble(token_ids, images)
+
+    def from_text(self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = ()) -> PromptInputs:
+        """A raw prompt, as text or token ids, with one image token where each picture stands.
+
+        Control tokens in it are control tokens, and no chat template is applied.
+        """
+        if images and not self.has_vision:
+            raise RequestError("this model reads text only; remove the images", "model_has_no_vision", "images")
+        if len(images) > self.max_images_per_prompt:
+            raise RequestError(
+                f"{len(images)} images, at most {self.max_images_per_prompt} are allowed (max_images_per_prompt)",
+                code="too_many_images",
+                param="images",
+            )
+        token_ids = self._raw_token_ids(prompt)
+        self._check_placeholders(token_ids, len(images))
+        return self._assemble(
+            token_ids, [self._prepare_image(image, f"images[{number}]") for number, image in enumerate(images)]
+        )
+
+    def largest_image(self) -> ImageInput:
+        """A made-up grey picture with the most tokens that any picture can get, for memory profiling."""
+        settings = self._vision_settings()
+        height, width = settings.largest_size()
+        return image_input(np.full((height, width, 3), 127, dtype=np.uint8), settings)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that shapes prompts, JSON-ready: two processors with equal identities make equal prompts."""
+        template = self._template
+        return {
+            "tokenizer": _digest(self.tokenizer.to_str()),
+            "chat_template": _digest(template.source) if template else None,
+            "template_variables": template.token_variables if template else {},
+            "image_token_id": self.image_token_id,
+            "image_settings": asdict(self.image_settings) if self.image_settings else None,
+            "uses_mrope": self.uses_mrope,
+            "max_images_per_prompt": self.max_images_per_prompt,
+            "max_source_pixels": self.max_source_pixels,
+        }
+
+    def _chat_token_ids(self, conversation: Conversation) -> list[int]:
+        if self._template is None:
+            raise RequestError(
+                f"the model in {self.model_path} has no chat template (chat_template.jinja); send a raw prompt instead",
+                code="model_has_no_chat_template",
+            )
+        texts = conversation.texts()
+        if not self._control.typed_in(texts):
+            rendered = self._template.render(conversation.messages)
+            return self._control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered))
+        fences = unused_fences([text for _, text in texts])
+        fenced = conversation.map_text(partial(self._control.fence, fences=fences))
+        rendered = self._template.render(fenced)
+        return self._control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered), fences=fences)
+
+    def _adds_special_tokens(self, rendered: str) -> bool:
+        """transformers' rule: tokenizers never add to a chat, processors do unless the template wrote BOS itself."""
+        bos_token = self._template.token_variables.get("bos_token") if self._template else None
+        return self.has_vision and not (bos_token and rendered.startswith(bos_token))
+
+    def _raw_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self._control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
+        else:
+            token_ids = _checked_ids(prompt, self.tokenizer.get_vocab_size())
+        if not token_ids:
+            raise RequestError("prompt: it is empty", "empty_prompt", "prompt")
+        return token_ids
+
+    def _check_placeholders(self, token_ids: list[int], num_images: int) -> None:
+        if self.video_token_id in token_ids:
+            raise RequestError("the prompt has a video placeholder; videos are not supported", "unsupported_part")
+        num_placeholders = token_ids.count(self.image_token_id) if self.image_token_id is not None else 0
+        if num_placeholders != num_images:
+            raise RequestError(
+                f"the prompt has {num_placeholders} image placeholders ({self.image_token}) for {num_images} images; "
+                f"give one for each",
+                code="image_count_mismatch",
+            )
+
+    def _prepare_image(self, image: bytes | Image.Image, where: str) -> ImageInput:
+        try:
+            return prepare_image(image, self._vision_settings(), max_source_pixels=self.max_source_pixels)
+        except RequestError as error:
+            raise RequestError(f"{where}: {error.message}", error.code, where) from error
+
+    def _vision_settings(self) -> ImageSettings:
+        if self.image_settings is None:
+            raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no pictures")
+        return self.image_settings
+
+    def _assemble(self, token_ids: list[int], images: list[ImageInput]) -> PromptInputs:
+        token_ids, spans = _expand_placeholders(token_ids, self.image_token_id, images)
+        if not self.uses_mrope:
+            return PromptInputs(token_ids, images, spans)
+        merge_size = self.image_settings.merge_size if self.image_settings else 1
+        grids = [image.grid_thw for image in images]
+        positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size)
+        return PromptInputs(token_ids, images, spans, positions_3T, delta)
+
+
+def _expand_placeholders(
+    token_ids: list[int], image_token_id: int | None, images: list[ImageInput]
+) -> tuple[list[int], list[ImageSpan]]:
+    """Repeat each placeholder as often as its picture has tokens."""
+    if not images:
+        return token_ids, []
+    expanded: list[int] = []
+    spans: list[ImageSpan] = []
+    for token in token_ids:
+        if token != image_token_id:
+            expanded.append(token)
+            continue
+        num_tokens = images[len(spans)].num_tokens
+        spans.append(ImageSpan(len(expanded), num_tokens, len(spans)))
+        expanded.extend([token] * num_tokens)
+    return expanded, spans
+
+
+def _image_token(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, str]:
+    token_id = config.get("image_token_id")
+    token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+    if token is None:
+        raise ModelError(
+            f"config.json has a vision_config but image_token_id {token_id!r} is not a token of tokenizer.json; "
+            f"the files belong to different checkpoints"
+        )
+    return token_id, token  # type: ignore[return-value]
+
+
+def _vision_tokens(config: Mapping[str, Any], tokenizer: Tokenizer) -> list[str]:
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = [config.get(name) for name in names]
+    tokens = [tokenizer.id_to_token(token_id) for token_id in ids if isinstance(token_id, int) and token_id >= 0]
+    return [token for token in tokens if token is not None]
+
+
+def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+        raise RequestError(
+            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt"
+        )
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
+            )
+    return list(prompt)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,30 @@
+"""One folder per vendor; everybody above asks the platform for a thing and never which platform it is."""
+
+from __future__ import annotations
+
+import importlib
+
+from npu_runner.errors import ConfigError
+from npu_runner.platforms.base import Platform
+
+_HOMES = {
+    "cuda": "npu_runner.platforms.cuda.platform:CudaPlatform",
+    "cpu": "npu_runner.platforms.cpu.platform:CpuPlatform",
+}
+
+
+def pick_platform(name: str) -> Platform:
+    """The platform called `name`; "auto" takes the first usable in the order of the table above.
+
+    Raises ConfigError with the reason when the named one cannot be used on this host.
+    """
+    candidates = list(_HOMES) if name == "auto" else [name]
+    reasons = []
+    for candidate in candidates:
+        module, attribute = _HOMES[candidate].split(":")
+        platform_class: type[Platform] = getattr(importlib.import_module(module), attribute)
+        reason = platform_class.why_unavailable()
+        if reason is None:
+            return platform_class()
+        reasons.append(f"{candidate}: {reason}")
+    raise ConfigError(f"platform {name!r} cannot be used here ({'; '.join(reasons)})")

@@ -1,0 +1,198 @@
+"""What a vendor must provide: devices and memory, operators, attention over the paged cache, graph compilation.
+
+A platform knows nothing of models, schedulers or requests.
+
+Shapes: T tokens of a step, B sequences of a step, N query heads, K kv heads, H head dim, D hidden size, I MLP width,
+W blocks per sequence, S block size, NB blocks of the cache.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PlatformDefaults:
+    """Settings a platform chooses when the user does not."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    graph_mode: str
+    dtype: str | None = None
+    """None: the checkpoint's."""
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Bytes of one device: what the driver says is free, in all, and the allocator's own figures."""
+
+    free_bytes: int
+    total_bytes: int
+    allocated_bytes: int
+    peak_allocated_bytes: int
+
+
+@dataclass
+class AttentionMetadata:
+    """Where this step's tokens lie. Tensors on the device; `plan` belongs to the attention backend that made it.
+
+    slot_mapping_T: int32, flat slot (block * S + offset) of each token; padding points into block 0.
+    context_lens_B: int32, tokens of each sequence including this step's.
+    block_tables_BW: int32.
+    """
+
+    is_prefill: bool
+    slot_mapping_T: Tensor
+    context_lens_B: Tensor
+    block_tables_BW: Tensor
+    plan: Any = None
+
+
+class Ops(ABC):
+    """Operators of a dense decoder layer, fused where the vendor has them. All shapes are this rank's."""
+
+    @abstractmethod
+    def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + b, (T, O)."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dim, computed in float32 (arXiv 1910.07467)."""
+
+    @abstractmethod
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+
+    @abstractmethod
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate halves: x * cos + (-x2, x1) * sin. May work in place on q and k."""
+
+    @abstractmethod
+    def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """silu(first half) * second half, (T, I)."""
+
+
+class AttentionBackend(ABC):
+    """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K*H)."""
+
+    @abstractmethod
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], device: torch.device) -> Any:
+        """Host-side preparation of a prefill step, once for all layers."""
+
+    def plan_decode(self, context_lens_B: Sequence[int], device: torch.device) -> Any:
+        """Host-side preparation of an eager decode step, once for all layers; most kernels need none."""
+        return None
+
+    @abstractmethod
+    def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
+        """Store one step's keys and values."""
+
+    @abstractmethod
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
+                scale: float) -> Tensor:
+        """Causal attention of each sequence's new tokens over its whole context, (T, N, H)."""
+
+    @abstractmethod
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
+               scale: float) -> Tensor:
+        """Attention of one new token per sequence over its context, (B, N, H). Must be capturable in a graph."""
+
+    @abstractmethod
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+        """Full attention within each of consecutive segments of `lengths` rows, (T, N, H)."""
+
+
+DecodeForward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW) -> logits (B, vocab)."""
+
+
+class GraphCompiler(ABC):
+    """Turns the decode forward into one callable per bucket."""
+
+    @abstractmethod
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        """A callable for exactly this batch size and its static buffers, compiled or captured on its first call.
+
+        Raises GraphResourceError when the device has no resources left for another graph.
+        """
+
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
+        """Give a captured graph what it takes from the host each step; most platforms have nothing to do."""
+        return None
+
+
+class GraphResourceError(Exception):
+    """The device cannot hold one more graph; what was captured stays usable."""
+
+
+class Platform(ABC):
+    """One vendor's devices, as seen by one rank."""
+
+    name: str
+    distributed_backend: str
+    defaults: PlatformDefaults
+    supported_block_sizes: tuple[int, ...] | None = None
+    """None: any."""
+    graph_modes: tuple[str, ...] = ("eager", "reduce-overhead", "max-autotune")
+
+    @classmethod
+    @abstractmethod
+    def why_unavailable(cls) -> str | None:
+        """None when this host can run it, else the reason in a few words."""
+
+    def prepare_process(self, rank: int, num_ranks: int) -> None:
+        """Called once in each rank's own process, before the process group exists."""
+        return None
+
+    @abstractmethod
+    def set_device(self, local_rank: int) -> torch.device:
+        """Make the device of this rank current and return it. Raises ConfigError when there is none."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Devices of this host; the CPU counts as many as anybody asks for."""
+
+    @abstractmethod
+    def make_ops(self) -> Ops: ...
+
+    @abstractmethod
+    def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+                       dtype: torch.dtype) -> AttentionBackend:
+        """The backend called `name` ("auto": the best here), for this rank's head counts."""
+
+    @abstractmethod
+    def make_graph_compiler(self, mode: str) -> GraphCompiler:
+        """A compiler for `mode`, one of `graph_modes` other than eager."""
+
+    @abstractmethod
+    def memory_info(self) -> MemoryInfo | None:
+        """None where memory is not a device's own (the CPU): the KV cache is then a setting."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None: ...
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Return memory that the allocator holds and nobody uses."""
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
+
+    @abstractmethod
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether `error` says that device memory ran out."""
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """`tensor` in memory from which copies to the device are asynchronous, where there is such a thing."""
+        return tensor
+
+    def describe(self) -> dict[str, str]:
+        """Names and versions that shape numbers, for manifests and reports."""
+        return {"platform": self.name, "torch": torch.__version__}

@@ -1,0 +1,1 @@
+"""The CPU: the embedded default that anybody can try."""

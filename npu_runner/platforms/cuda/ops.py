@@ -1,0 +1,118 @@
+"""The dense decoder's operators as Triton kernels. Know nothing of models.
+
+T tokens, N heads, H head dim, D row width, I MLP width. Each program handles one row in registers.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from npu_runner.platforms.base import Ops
+
+
+class TritonOps(Ops):
+    def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+        return F.linear(x_TD, weight_OD, bias_O)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_TND = x if x.dim() == 3 else x[:, None]
+        out_TND = torch.empty(x_TND.shape, dtype=x.dtype, device=x.device)
+        num_tokens, num_heads, width = x_TND.shape
+        _rms_norm[(num_tokens * num_heads,)](
+            x_TND, weight, out_TND, x_TND.stride(0), x_TND.stride(1), num_heads, width, eps,
+            BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+        )
+        return out_TND if x.dim() == 3 else out_TND[:, 0]
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+        width = x_TD.shape[-1]
+        _add_rms_norm[(x_TD.shape[0],)](
+            x_TD, residual_TD, weight_D, out_TD, total_TD, x_TD.stride(0), residual_TD.stride(0), width, eps,
+            BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+        )
+        return out_TD, total_TD
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+        num_tokens, num_q_heads, head_dim = q_TNH.shape
+        num_k_heads = k_TKH.shape[1]
+        _rotary[(num_tokens, num_q_heads + num_k_heads)](
+            q_TNH, k_TKH, cos_TH, sin_TH, q_TNH.stride(0), k_TKH.stride(0), q_TNH.stride(1), k_TKH.stride(1),
+            cos_TH.stride(0), num_q_heads, head_dim // 2, BLOCK=triton.next_power_of_2(head_dim // 2), num_warps=1,
+        )
+        return q_TNH, k_TKH
+
+    def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        num_tokens, double = gate_up_T2I.shape
+        out_TI = gate_up_T2I.new_empty(num_tokens, double // 2)
+        block = 1024
+        _silu_and_mul[(num_tokens, triton.cdiv(double // 2, block))](
+            gate_up_T2I, out_TI, gate_up_T2I.stride(0), double // 2, BLOCK=block, num_warps=4
+        )
+        return out_TI
+
+
+def _warps(width: int) -> int:
+    return 1 if width <= 256 else 4 if width <= 2048 else 8
+
+
+@triton.jit
+def _rms_norm(x, weight, out, stride_t, stride_n, num_heads, width, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    place = (row // num_heads) * stride_t + (row % num_heads) * stride_n
+    values = tl.load(x + place + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
+    scale = tl.load(weight + columns, mask=mask, other=0.0)
+    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty) * scale, mask=mask)
+
+
+@triton.jit
+def _add_rms_norm(x, residual, weight, out, total, stride_x, stride_r, width, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    first = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(residual + row * stride_r + columns, mask=mask, other=0.0).to(tl.float32)
+    summed = (first + second).to(out.dtype.element_ty)
+    tl.store(total + row * width + columns, summed, mask=mask)
+    values = summed.to(tl.float32)
+    normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
+    scale = tl.load(weight + columns, mask=mask, other=0.0)
+    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty) * scale, mask=mask)
+
+
+@triton.jit
+def _rotary(q, k, cos, sin, stride_qt, stride_kt, stride_qn, stride_kn, stride_c, num_q_heads, half,
+            BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < half
+    if head < num_q_heads:
+        row = q + token * stride_qt + head * stride_qn
+    else:
+        row = k + token * stride_kt + (head - num_q_heads) * stride_kn
+    c = tl.load(cos + token * stride_c + columns, mask=mask).to(tl.float32)
+    s = tl.load(sin + token * stride_c + columns, mask=mask).to(tl.float32)
+    first = tl.load(row + columns, mask=mask).to(tl.float32)
+    second = tl.load(row + half + columns, mask=mask).to(tl.float32)
+    tl.store(row + columns, (first * c - second * s).to(q.dtype.element_ty), mask=mask)
+    tl.store(row + half + columns, (second * c + first * s).to(q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_and_mul(gate_up, out, stride, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    gate = tl.load(gate_up + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + width + columns, mask=mask, other=0.0)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
+    tl.store(out + row * width + columns, activated * up, mask=mask)

@@ -1,0 +1,85 @@
+"""CUDA as a platform: NCCL ranks, Triton operators, CUDA graphs. Knows nothing of models or requests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npu_runner.errors import ConfigError
+from npu_runner.platforms.base import AttentionBackend, GraphCompiler, MemoryInfo, Ops, Platform, PlatformDefaults
+
+
+class CudaPlatform(Platform):
+    name = "cuda"
+    distributed_backend = "nccl"
+    defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
+                                graph_mode="reduce-overhead")
+
+    @classmethod
+    def why_unavailable(cls) -> str | None:
+        if torch.version.cuda is None:
+            return "this torch is built without CUDA"
+        if not torch.cuda.is_available():
+            return "no CUDA device is visible"
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return "triton is not installed"
+        return None
+
+    def prepare_process(self, rank: int, num_ranks: int) -> None:
+        self.set_device(rank)
+
+    def set_device(self, local_rank: int) -> torch.device:
+        if local_rank >= self.device_count():
+            raise ConfigError(f"rank {local_rank} needs a GPU of its own, {self.device_count()} are visible; lower "
+                              f"tensor_parallel_size or check CUDA_VISIBLE_DEVICES")
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def make_ops(self) -> Ops:
+        from npu_runner.platforms.cuda.ops import TritonOps
+
+        return TritonOps()
+
+    def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+                       dtype: torch.dtype) -> AttentionBackend:
+        from npu_runner.platforms.cuda.attention import TritonAttention
+
+        if name not in ("auto", "triton"):
+            raise ConfigError(f"attention_backend {name!r}: cuda has triton")
+        return TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                               block_size=block_size)
+
+    def make_graph_compiler(self, mode: str) -> GraphCompiler:
+        from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
+
+        return CudaGraphCompiler(with_inductor=mode == "max-autotune")
+
+    def memory_info(self) -> MemoryInfo | None:
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        return MemoryInfo(free_bytes, total_bytes, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def describe(self) -> dict[str, str]:
+        import triton
+
+        return {**super().describe(), "cuda": str(torch.version.cuda), "triton": triton.__version__,
+                "device": torch.cuda.get_device_name()}

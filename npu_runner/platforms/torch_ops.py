@@ -1,0 +1,38 @@
+"""The operators in plain torch: what every platform falls back on and is compared with. Knows no vendor."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npu_runner.platforms.base import Ops
+
+
+class TorchOps(Ops):
+    def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+        return F.linear(x_TD, weight_OD, bias_O)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        x_f32 = x.float()
+        normed = x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total_TD = x_TD + residual_TD
+        return self.rms_norm(total_TD, weight_D, eps), total_TD
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos_TH[:, None, :], sin_TH[:, None, :]
+        return _rotate(q_TNH, cos, sin), _rotate(k_TKH, cos, sin)
+
+    def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+        return F.silu(gate_TI) * up_TI
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,88 @@
+"""The contract of a model runner. Knows nothing of ranks, devices or strategies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from npu_runner.core.batch import ScheduledBatch
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of one generated position: the sampled token's log probability, and the most probable tokens, best first."""
+
+    sampled: float
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass
+class ModelRunnerOutput:
+    """One step's result, row by row of the batch that asked for it.
+
+    `sampled_token_ids[i]` is empty for a chunk that ends before its prompt does, [NO_TOKEN] for a row whose logits
+    were not numbers. `spec_token_ids` is for drafts; nobody makes any yet.
+    """
+
+    req_ids: list[str]
+    req_id_to_index: dict[str, int]
+    sampled_token_ids: list[list[int]]
+    logprobs: list[TokenLogprobs | None] | None = None
+    spec_token_ids: list[list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes on this rank's device, measured by `profile_run`. Figures a platform cannot measure are 0."""
+
+    total_bytes: int = 0
+    free_before_bytes: int = 0
+    weights_bytes: int = 0
+    activation_peak_bytes: int = 0
+    other_bytes: int = 0
+    """In use by anything else, other processes included."""
+
+
+@dataclass(frozen=True)
+class RunnerInfo:
+    """What the engine must know of a runner that is ready."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_image_tokens: int
+    uses_mrope: bool
+    ledger: str
+    graphs: str
+    description: dict[str, str] = field(default_factory=dict)
+
+
+class ModelRunnerBase(ABC):
+    """Loads a model and runs scheduled batches on one rank."""
+
+    @abstractmethod
+    def load_model(self) -> None: ...
+
+    @abstractmethod
+    def get_model(self) -> nn.Module: ...
+
+    @abstractmethod
+    def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
+        """Run one step. Only the rank that samples returns an output."""
+
+    @abstractmethod
+    def profile_run(self) -> MemoryProfile:
+        """Run the worst step the settings allow and measure what it takes."""
+
+    @abstractmethod
+    def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
+                  in_capturing: bool = False) -> None:
+        """Drive the real prefill and decode code with made-up requests: `batch_size` prompts of together
+        `num_tokens` tokens, then `expected_decode_len` decode steps; only the decode steps while capturing."""

@@ -1,0 +1,65 @@
+"""Made-up steps of a given size, for warm-up, memory profiling and capture. They touch no block but the null block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from npu_runner.core.batch import ImageSlice, SamplingEntry, ScheduledBatch
+from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.sampling_params import SamplingParams
+
+# The widest path through the sampler: sorting, thresholds and a draw.
+_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, top_k=50)
+
+
+def dummy_prefill(num_tokens: int, batch_size: int, *, block_size: int, uses_mrope: bool,
+                  images: Sequence[ImageInput] = ()) -> ScheduledBatch:
+    """`batch_size` prompts of together `num_tokens` tokens; `images` take the first of these as far as they go."""
+    query_lens = np.full(batch_size, num_tokens // batch_size, dtype=np.int32)
+    query_lens[: num_tokens % batch_size] += 1
+    positions_T = np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens])
+    width = -(-int(query_lens.max()) // block_size)
+    slots = np.arange(batch_size, dtype=np.int32)
+    return ScheduledBatch(
+        is_prefill=True,
+        request_ids=[f"dummy-{i}" for i in range(batch_size)],
+        slots_B=slots,
+        token_ids_T=np.zeros(num_tokens, dtype=np.int32),
+        positions=np.broadcast_to(positions_T, (3, num_tokens)) if uses_mrope else positions_T,
+        query_lens_B=query_lens,
+        context_lens_B=query_lens,
+        block_tables_BW=np.zeros((batch_size, width), dtype=np.int32),
+        samples_B=np.ones(batch_size, dtype=np.bool_),
+        new_sampling=[SamplingEntry(int(slot), _PARAMS, int(slot), [0], []) for slot in slots],
+        images=list(images),
+        image_slices=_slices(images, num_tokens),
+    )
+
+
+def dummy_decode(batch_size: int, context_len: int, *, block_size: int) -> ScheduledBatch:
+    """One token for each of `batch_size` sequences of `context_len` tokens."""
+    context_lens = np.full(batch_size, context_len, dtype=np.int32)
+    return ScheduledBatch(
+        is_prefill=False,
+        request_ids=[f"dummy-{i}" for i in range(batch_size)],
+        slots_B=np.arange(batch_size, dtype=np.int32),
+        token_ids_T=np.zeros(batch_size, dtype=np.int32),
+        positions=context_lens - 1,
+        query_lens_B=np.ones(batch_size, dtype=np.int32),
+        context_lens_B=context_lens,
+        block_tables_BW=np.zeros((batch_size, -(-context_len // block_size)), dtype=np.int32),
+        samples_B=np.ones(batch_size, dtype=np.bool_),
+    )
+
+
+def _slices(images: Sequence[ImageInput], num_tokens: int) -> list[ImageSlice]:
+    slices = []
+    row = 0
+    for image in images:
+        num_rows = min(image.num_tokens, num_tokens - row)
+        if num_rows > 0:
+            slices.append(ImageSlice(image.content_hash, 0, num_rows, row, is_last=True))
+            row += num_rows
+    return slices

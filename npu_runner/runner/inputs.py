@@ -1,0 +1,70 @@
+"""Carries one step's host arrays to the device in a single copy. Knows nothing of what they mean.
+
+All arrays are 4 bytes an element, laid out one after the other in one pinned buffer; floats travel as their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.base import Platform
+
+# Each array starts on a 64-byte boundary.
+_ALIGNMENT = 16
+
+Layout = dict[str, tuple[int, tuple[int, ...], bool]]
+"""name -> (first element, shape, is float)."""
+
+
+def plan_layout(shapes: Mapping[str, tuple[int, ...]], float_names: frozenset[str]) -> tuple[Layout, int]:
+    """Where each array lies, and the number of elements in all."""
+    layout: Layout = {}
+    start = 0
+    for name, shape in shapes.items():
+        layout[name] = (start, shape, name in float_names)
+        size = int(np.prod(shape, dtype=np.int64))
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return layout, start
+
+
+def device_views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The arrays inside a device buffer."""
+    views = {}
+    for name, (start, shape, is_float) in layout.items():
+        size = int(np.prod(shape, dtype=np.int64))
+        view = buffer[start : start + size].view(shape)
+        views[name] = view.view(torch.float32) if is_float else view
+    return views
+
+
+class HostStaging:
+    """A pinned buffer that grows as needed. Refilled only after the step that read it has finished."""
+
+    def __init__(self, platform: Platform):
+        self._platform = platform
+        self._buffer = platform.pin(torch.zeros(1 << 16, dtype=torch.int32))
+
+    def pack(self, arrays: Mapping[str, np.ndarray], layout: Layout, num_elements: int) -> Tensor:
+        """Write `arrays` by `layout`; returns the host buffer's first `num_elements` elements."""
+        if num_elements > len(self._buffer):
+            self._buffer = self._platform.pin(torch.zeros(2 * num_elements, dtype=torch.int32))
+        host = self._buffer.numpy()
+        for name, (start, shape, is_float) in layout.items():
+            size = int(np.prod(shape, dtype=np.int64))
+            target = host[start : start + size]
+            (target.view(np.float32) if is_float else target)[:] = arrays[name].reshape(-1)
+        return self._buffer[:num_elements]
+
+
+def to_device(staging: HostStaging, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """All of `arrays` (4-byte integers or float32) on the device, through one copy."""
+    floats = frozenset(name for name, array in arrays.items() if array.dtype == np.float32)
+    layout, num_elements = plan_layout({name: array.shape for name, array in arrays.items()}, floats)
+    host = staging.pack(arrays, layout, num_elements)
+    buffer = torch.empty(num_elements, dtype=torch.int32, device=device)
+    buffer.copy_(host, non_blocking=True)
+    return device_views(buffer, layout)

@@ -1,0 +1,71 @@
+"""Decides the settings the user left open, by checkpoint and platform. Knows nothing of loading or running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError
+from npu_runner.model_config import ModelConfig
+from npu_runner.platforms.base import Platform
+
+# Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
+DEFAULT_MAX_MODEL_LEN = 32768
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a RunnerConfig leaves open, decided."""
+
+    dtype: str
+    max_model_len: int
+    max_model_len_is_given: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    graph_mode: str
+
+
+def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: Platform) -> Settings:
+    """Decide every open setting.
+
+    Raises ConfigError for combinations that this model or platform cannot do.
+    """
+    defaults = platform.defaults
+    max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
+    block_size = config.block_size or defaults.block_size
+    allowed = platform.supported_block_sizes
+    if allowed is not None and block_size not in allowed:
+        raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
+    graph_mode = "eager" if config.enforce_eager else config.graph_mode
+    graph_mode = defaults.graph_mode if graph_mode == "auto" else graph_mode
+    if graph_mode not in platform.graph_modes:
+        raise ConfigError(f"graph_mode {graph_mode!r}: {platform.name} supports {', '.join(platform.graph_modes)}")
+    if graph_mode == "eager" and config.graph_batch_sizes is not None:
+        raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes} has no use in eager mode; set graph_mode")
+    dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model_config.dtype)
+    return Settings(
+        dtype=dtype,
+        max_model_len=_max_model_len(config, model_config),
+        max_model_len_is_given=config.max_model_len is not None,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or defaults.max_num_batched_tokens,
+        block_size=block_size,
+        graph_mode=graph_mode,
+    )
+
+
+def _max_model_len(config: RunnerConfig, model_config: ModelConfig) -> int:
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit and model_config.rope.kind == "default":
+        raise ConfigError(f"max_model_len {config.max_model_len} is more than the checkpoint's {limit} positions")
+    length = config.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+    window = model_config.sliding_window
+    if window is not None and length > window:
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"the checkpoint uses sliding-window attention of {window} tokens, which is not supported beyond the "
+                f"window; set max_model_len to at most {window}"
+            )
+        length = window
+    return length

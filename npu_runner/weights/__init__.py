@@ -1,0 +1,1 @@
+"""Reads checkpoints: safetensors only, this rank's slices only, one tensor at a time."""

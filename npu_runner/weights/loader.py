@@ -1,0 +1,81 @@
+"""Fills a model's parameters from a checkpoint. Every tensor must be accounted for, on both sides.
+
+A module says in `weight_parts` which checkpoint tensors (or slices) make up its parameters; a parameter without an
+entry is the checkpoint tensor of its own name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from npu_runner.errors import WeightsError
+from npu_runner.layers.parallel import WeightPart
+from npu_runner.weights.reader import CheckpointReader
+
+# Buffers that old checkpoints stored and every model computes.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+def load_weights(model: nn.Module, reader: CheckpointReader, *, ignored: tuple[str, ...] = ()) -> int:
+    """Copy this rank's slices of every tensor into `model`; returns the bytes read.
+
+    `ignored`: checkpoint names that the model does without. Raises WeightsError naming every missing, left-over or
+    misshapen tensor before anything is read.
+    """
+    wanted = list(_wanted(model))
+    _check(wanted, reader, ignored)
+    num_bytes = 0
+    for parameter, part in wanted:
+        values = reader.read(part.name, part.dim, part.start, part.length)
+        if not values.is_floating_point():
+            raise WeightsError(f"{part.name} holds {values.dtype}; quantised or integer weights are not supported")
+        target = parameter.data
+        if part.dim is not None:
+            target = target.narrow(part.dim, part.target_start, part.length)
+        target.copy_(values)
+        num_bytes += values.numel() * values.element_size()
+    return num_bytes
+
+
+def fill_with_random_weights(model: nn.Module, seed: int) -> None:
+    """Small random values for every parameter, drawn on its device: real shapes and speed without a checkpoint."""
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        generator = torch.Generator(device=parameter.device).manual_seed(seed + index)
+        if name.endswith("norm.weight") or "norm" in name.rsplit(".", 2)[-2]:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+
+
+def _wanted(model: nn.Module) -> Iterator[tuple[nn.Parameter, WeightPart]]:
+    """(parameter, part with its full checkpoint name), each parameter once even where two modules share it."""
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        declared: dict[str, list[WeightPart]] = getattr(module, "weight_parts", {})
+        parent, _, own_name = module_name.rpartition(".")
+        prefix = f"{parent}." if parent else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            parts = declared.get(name) or [WeightPart(f"{own_name}.{name}", tuple(parameter.shape))]
+            for part in parts:
+                yield parameter, dataclasses.replace(part, name=prefix + part.name)
+
+
+def _check(wanted: list[tuple[nn.Parameter, WeightPart]], reader: CheckpointReader, ignored: tuple[str, ...]) -> None:
+    expected = {part.name: part.shape for _, part in wanted}
+    left_over = {name for name in reader.names - set(expected) - set(ignored) if not name.endswith(_IGNORED_SUFFIXES)}
+    problems = [f"missing: {name} {list(expected[name])}" for name in sorted(set(expected) - reader.names)]
+    problems += [f"left over: {name} {list(reader.shape(name))}" for name in sorted(left_over)]
+    for name in sorted(set(expected) & reader.names):
+        actual, right = reader.shape(name), expected[name]
+        if actual != right:
+            problems.append(f"misshapen: {name} is {list(actual)}, config.json makes it {list(right)}")
+    if problems:
+        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise WeightsError(f"{reader.path}: the weights do not fit the config:\n  {shown}")

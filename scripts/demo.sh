@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Environment if needed, then the batch job on freshly drawn pictures with the embedded model, on the CPU.
+# usage: demo.sh [rows]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup_env.sh
+
+out=demo-output
+rows=${1:-64}
+mkdir -p "$out"
+.venv/bin/python scripts/demo_requests.py "$out" --num-rows "$rows"
+
+status=0
+.venv/bin/npu-runner batch --platform cpu \
+    --input "$out/requests.jsonl" --output "$out/answers.jsonl" --overwrite \
+    --allowed-media-dir "$out/pictures" \
+    --report "$out/report.html" --summary "$out/summary.json" || status=$?
+
+echo
+echo "answers:  $out/answers.jsonl"
+echo "summary:  $out/summary.json"
+echo "report:   $PWD/$out/report.html (open it in a browser)"
+exit "$status"

@@ -1,0 +1,54 @@
+"""Draws fresh pictures and writes a batch job's input for them: what scripts/demo.sh runs on.
+
+usage: demo_requests.py FOLDER [--num-rows N] [--first-seed S]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from npu_runner.assets.drawing import DEMO_SEEDS, Example, draw_example
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="gets requests.jsonl and pictures/")
+    parser.add_argument("--num-rows", type=int, default=64)
+    parser.add_argument("--first-seed", type=int, default=0, help="another number, other pictures (default: 0)")
+    arguments = parser.parse_args()
+    pictures = arguments.folder / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
+    seeds = DEMO_SEEDS[arguments.first_seed : arguments.first_seed + arguments.num_rows]
+    with open(arguments.folder / "requests.jsonl", "w", encoding="utf-8") as file:
+        for seed in seeds:
+            file.write(json.dumps(request(seed, draw_example(seed), pictures)) + "\n")
+    print(f"{len(seeds)} requests in {file.name}, their pictures in {pictures}")
+
+
+def request(seed: int, example: Example, pictures: Path) -> dict[str, Any]:
+    """One row of OpenAI's batch format; its pictures are saved below `pictures` and named relative to it."""
+    parts: list[dict[str, Any]] = []
+    for index, image in enumerate(example.images):
+        name = f"{seed:04d}-{index}.png"
+        image.save(pictures / name)
+        parts.append({"type": "image_url", "image_url": {"url": name}})
+    text = {"type": "text", "text": example.question}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [text, *parts] if example.question_first else [*parts, text]}
+    ]
+    if example.system is not None:
+        messages.insert(0, {"role": "system", "content": example.system})
+    metadata = {"expected": example.answer, "kind": example.kind}
+    return {
+        "custom_id": f"drawing-{seed:04d}",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": "shapes-vl", "messages": messages, "temperature": 0, "max_tokens": 96, "metadata": metadata},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Turns drawings into training batches. Knows the checkpoint's token and pixel format, but no model and no optimizer.
+
+A sample asks several questions about the same pictures at once. They share one prefix (system turn, pictures) and
+branch off after it: a branch sees the prefix and itself, never another branch, so each question is learned as if it
+stood alone while the pictures are looked at only once. Some prefixes hold a first question and its answer as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from shapes_vl_checkpoint import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH
+from tokenizers import Tokenizer
+from torch.utils.data import Dataset
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+from npu_runner.assets.drawing import draw_group, draw_scene, group_questions, questions, text_question
+from npu_runner.assets.questions import SYSTEM_PROMPTS, Question
+
+PART_TEXT_ONLY, PART_WITH_SEVERAL_PICTURES = 0.02, 0.4
+PART_QUESTION_FIRST, PART_SECOND_TURN, PART_WITH_SYSTEM = 0.25, 0.1, 0.3
+PADDING_BRANCH = -1
+LENGTH_MULTIPLE = 64
+
+
+@dataclass
+class Sample:
+    """One row of a batch under construction. positions: (time, height, width) of M-RoPE for each token."""
+
+    tokenizer: Tokenizer
+    ids: list[int] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)
+    positions: list[tuple[int, int, int]] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)  # index into `kinds` for tokens to be learned, else -1
+    kinds: list[str] = field(default_factory=list)
+    patches: list[np.ndarray] = field(default_factory=list)
+    grids: list[tuple[int, int]] = field(default_factory=list)
+    next_position: int = 0
+    next_branch: int = 1
+
+    def add_text(self, text: str, branch: int = 0, answer_of: int = -1) -> None:
+        for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
+            self._add(token, branch, (self.next_position,) * 3, answer_of)
+            self.next_position += 1
+
+    def add_images(self, images: Sequence[Image.Image]) -> None:
+        pad = self.tokenizer.token_to_id("<|image_pad|>")
+        assert pad is not None, "the tokenizer was built without its special tokens"
+        for image in images:
+            patches, (rows, columns) = cut_patches(image)
+            self.patches.append(patches)
+            self.grids.append((rows, columns))
+            self.add_text("<|vision_start|>")
+            start = self.next_position
+            for row in range(rows // MERGE):
+                for column in range(columns // MERGE):
+                    self._add(pad, 0, (start, start + row, start + column), -1)
+            self.next_position = start + max(rows, columns) // MERGE
+            self.add_text("<|vision_end|>")
+
+    def add_answer(self, question: Question, branch: int = 0) -> None:
+        self.add_text("<|im_end|>\n<|im_start|>assistant\n", branch)
+        self.kinds.append(question.kind)
+        self.add_text(f"{question.answer}<|im_end|>", branch, len(self.kinds) - 1)
+
+    def add_branch(self, opening: str, question: Question) -> None:
+        start = self.next_position
+        self.add_text(f"{opening}{question.text}", self.next_branch)
+        self.add_answer(question, self.next_branch)
+        self.next_position, self.next_branch = start, self.next_branch + 1
+
+    def _add(self, token: int, branch: int, position: tuple[int, int, int], answer_of: int) -> None:
+        self.ids.append(token)
+        self.branches.append(branch)
+        self.positions.append(position)
+        self.answers.append(answer_of)
+
+
+def build_sample(seed: int, tokenizer: Tokenizer, max_things: int) -> Sample:
+    rng = random.Random(seed)
+    sample = Sample(tokenizer)
+    if rng.random() < PART_WITH_SYSTEM:
+        sample.add_text(f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n")
+    if rng.random() < PART_TEXT_ONLY:
+        for _ in range(4):
+            sample.add_branch("<|im_start|>user\n", text_question(rng))
+        return sample
+    if rng.random() < PART_WITH_SEVERAL_PICTURES:
+        scenes = draw_group(rng)
+        asked = group_questions(scenes, rng) + group_questions(scenes, rng)
+    else:
+        scenes = [draw_scene(rng, max_things)]
+        asked = questions(scenes[0], rng)
+    images = [scene.image for scene in scenes]
+    question_first = rng.random() < PART_QUESTION_FIRST
+    if question_first or rng.random() < PART_SECOND_TURN:
+        _add_first_turn(sample, asked.pop(rng.randrange(len(asked))), images, question_first)
+        opening, asked = "\n<|im_start|>user\n", asked[: len(asked) // 2]
+    else:
+        sample.add_text("<|im_start|>user\n")
+        sample.add_images(images)
+        opening = ""
+    for question in asked:
+        sample.add_branch(opening, question)
+    return sample
+
+
+def _add_first_turn(sample: Sample, question: Question, images: Sequence[Image.Image], question_first: bool) -> None:
+    sample.add_text(f"<|im_start|>user\n{question.text if question_first else ''}")
+    sample.add_images(images)
+    if not question_first:
+        sample.add_text(question.text)
+    sample.add_answer(question)
+
+
+def cut_patches(image: Image.Image) -> tuple[np.ndarray, tuple[int, int]]:
+    """uint8 (rows * columns, 3, 256) in the image processor's order, and (rows, columns) of 16-pixel patches."""
+    height, width = smart_resize(image.height, image.width, PATCH * MERGE, MIN_PIXELS, MAX_PIXELS)
+    pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    rows, columns = height // PATCH, width // PATCH
+    blocks = pixels.reshape(rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH, 3)
+    return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, PATCH * PATCH), (rows, columns)
+
+
+def collate(samples: Sequence[Sample], num_grid_per_side: int) -> dict[str, Any]:
+    """Pads rows and packs patches. weights: each answer counts, long ones only with the root of their length."""
+    longest = max(len(sample.ids) for sample in samples)
+    length = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    shape = (len(samples), length)
+    ids, branches = np.zeros(shape, np.int64), np.full(shape, PADDING_BRANCH, np.int64)
+    positions, answers = np.zeros((3, *shape), np.int64), np.full(shape, -1, np.int64)
+    kinds: list[str] = []
+    for row, sample in enumerate(samples):
+        count = len(sample.ids)
+        ids[row, :count], branches[row, :count] = sample.ids, sample.branches
+        positions[:, row, :count] = np.asarray(sample.positions).T
+        asked = np.asarray(sample.answers)
+        answers[row, :count] = np.where(asked >= 0, asked + len(kinds), -1)
+        kinds += sample.kinds
+    # Position i predicts token i + 1, and an answer never starts a row.
+    rows, columns = np.nonzero(answers[:, 1:] >= 0)
+    owners = answers[rows, columns + 1]
+    grids = [grid for sample in samples for grid in sample.grids]
+    grid_thw = torch.tensor([(1, *grid) for grid in grids])
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        grid_thw, num_grid_per_side=num_grid_per_side, mode="bilinear", align_corners=True, spatial_merge_size=MERGE
+    )
+    lengths = [rows * columns for rows, columns in grids]
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "branches": torch.from_numpy(branches),
+        "positions": torch.from_numpy(positions),
+        "predicting": torch.from_numpy(rows * length + columns),
+        "targets": torch.from_numpy(ids[rows, columns + 1]),
+        "owners": torch.from_numpy(owners),
+        "weights": torch.from_numpy(np.bincount(owners)[owners].astype(np.float32) ** -0.5),
+        "patches": torch.from_numpy(np.concatenate([patches for sample in samples for patches in sample.patches])),
+        "grid_thw": grid_thw,
+        "interp_indices": indices,
+        "interp_weights": weights,
+        "vision_positions": get_vision_position_ids(grid_thw, MERGE),
+        "cu_seqlens": torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        "max_seqlen": max(lengths),
+        "kinds": kinds,
+    }
+
+
+class Batches(Dataset[dict[str, Any]]):
+    """Batch number i, always the same for the same seeds, however many workers draw."""
+
+    def __init__(self, seeds: range, tokenizer_json: str, batch_size: int, num_batches: int, easy_batches: int = 0):
+        self.seeds, self.batch_size, self.num_batches = seeds, batch_size, num_batches
+        self.easy_batches = easy_batches
+        self.tokenizer_json = tokenizer_json
+        self.tokenizer: Tokenizer | None = None
+        self.num_grid_per_side = 20
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.tokenizer is None:
+            self.tokenizer = Tokenizer.from_str(self.tokenizer_json)
+        max_things = 2 if index < self.easy_batches else 5
+        seeds = self.seeds[index * self.batch_size : (index + 1) * self.batch_size]
+        return collate([build_sample(seed, self.tokenizer, max_things) for seed in seeds], self.num_grid_per_side)

@@ -1,0 +1,66 @@
+"""The contract of a load strategy. Knows nothing of a particular model family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from npu_runner.config import RunnerConfig
+from npu_runner.layers.parallel import LayerContext
+from npu_runner.model_config import ModelConfig, read_model_config
+from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.weights.reader import CheckpointReader
+
+# M picture tokens, D hidden size of the decoder
+
+
+@dataclass(frozen=True)
+class VisionEmbeddings:
+    """One picture as the decoder sees it: main (M, D), and one (M, D) per deepstack level."""
+
+    main_MD: Tensor
+    deepstack: list[Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.main_MD, *self.deepstack))
+
+
+class LoadStrategy(ABC):
+    """Builds, loads and feeds one family of checkpoints. One instance belongs to one checkpoint folder."""
+
+    model_types: ClassVar[tuple[str, ...]]
+    is_multimodal: ClassVar[bool] = False
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def read_config(self) -> ModelConfig:
+        return read_model_config(self.path)
+
+    def processor(self, config: RunnerConfig) -> ChatProcessor:
+        """Chat messages and pictures to prompts; picklable, for worker processes."""
+        return ChatProcessor(
+            str(self.path),
+            image_min_pixels=config.image_min_pixels,
+            image_max_pixels=config.image_max_pixels,
+            max_images_per_prompt=config.max_images_per_prompt,
+        )
+
+    @abstractmethod
+    def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
+        """The network with uninitialised parameters, for positions below `num_positions`."""
+
+    @abstractmethod
+    def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
+        """Fill `model`; returns the bytes read. Raises WeightsError naming every tensor that does not fit."""
+
+    def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
+        """Embeddings of `images`, in order, through one call of the tower."""
+        raise TypeError(f"{type(self).__name__} has no vision tower")

@@ -1,0 +1,67 @@
+"""Qwen3-VL: pictures go through the tower as bytes and come back as main and deepstack embeddings.
+
+Knows nothing of caches, schedulers or prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from npu_runner.layers.parallel import LayerContext
+from npu_runner.model_config import ModelConfig, read_json
+from npu_runner.models.qwen3_vl import Qwen3VL
+from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
+from npu_runner.multimodal.inputs import ImageInput
+from strategies.base import VisionEmbeddings
+from strategies.causal_lm import CausalLMStrategy
+
+# H, W pixels of a picture; P patches; X values of a patch; M picture tokens; D hidden size
+
+
+class Qwen3VLStrategy(CausalLMStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
+    is_multimodal = True
+
+    @cached_property
+    def image_settings(self) -> ImageSettings:
+        return read_image_settings(self.path, read_json(self.path / "config.json"))
+
+    def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
+        return Qwen3VL(model_config, num_positions, context)
+
+    def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
+        assert isinstance(model, Qwen3VL), f"{type(model).__name__} has no Qwen3-VL tower"
+        # Pictures of one size lie together, so that attention runs over them as one batch.
+        order = sorted(range(len(images)), key=lambda i: images[i].grid_thw)
+        device = model.visual.pos_embed.weight.device
+        patches_PX = torch.cat([self.patchify(images[i], device) for i in order])
+        grids = [images[i].grid_thw[1:] for i in order]
+        main_MD, levels = model.visual(patches_PX, grids)
+        sizes = [images[i].num_tokens for i in order]
+        parts = zip(main_MD.split(sizes), *(level.split(sizes) for level in levels), strict=True)
+        encoded: dict[int, VisionEmbeddings] = {}
+        for i, (main, *deepstack) in zip(order, parts, strict=True):
+            # Copies: a cached picture must not keep the whole call's output alive.
+            encoded[i] = VisionEmbeddings(main.clone(), [level.clone() for level in deepstack])
+        return [encoded[i] for i in range(len(images))]
+
+    def patchify(self, image: ImageInput, device: torch.device) -> Tensor:
+        """(P, X) float32: rescaled, normalised, frame repeated, in merge-block order; X = channel, frame, row, column.
+
+        The layout and the arithmetic are those of transformers' Qwen2-VL image processor.
+        """
+        settings = self.image_settings
+        pixels_HWC = torch.from_numpy(image.pixels_HWC).to(device)
+        mean, std = (torch.tensor(values, device=device) for values in (settings.image_mean, settings.image_std))
+        x_HWC = (pixels_HWC.float() * settings.rescale_factor - mean) / std
+        patch, merge = settings.patch_size, settings.merge_size
+        _, rows, columns = image.grid_thw
+        blocks = x_HWC.view(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+        ordered = blocks.permute(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
+        repeated = ordered.expand(-1, -1, -1, -1, -1, settings.temporal_patch_size, -1, -1)
+        return repeated.reshape(rows * columns, -1)

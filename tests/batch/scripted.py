@@ -1,0 +1,133 @@
+"""An engine and a processor that follow a script instead of a model, and rows for them. Holds no tests.
+
+They stand where the model would, so that what the job does around it can be driven to any corner in milliseconds.
+The same laws are checked with the real engine in tests/batch/test_real_job.py and tests/faults.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import RequestError
+from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.outputs import CompletionOutput, EngineStats, RequestOutput
+from npu_runner.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class ScriptedProcessor:
+    """A token per character of the last message. Words in it are stage directions for the worker process."""
+
+    flag: str = ""
+    """A file that counts, across processes, how often a row was begun."""
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "scripted"}
+
+    def __call__(self, messages: list[dict[str, Any]]) -> PromptInputs:
+        content = messages[-1]["content"]
+        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        if self.flag:
+            with open(self.flag, "a") as file:
+                file.write(f"{text}\n")
+        if text.startswith("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if text.startswith("die once") or text.startswith("hang"):
+            time.sleep(3600)
+        if text.startswith("bug"):
+            raise ZeroDivisionError("a bug in preprocessing")
+        if text.startswith("bad"):
+            raise RequestError("a bad row", code="scripted_bad")
+        return PromptInputs([ord(character) for character in text])
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers a prompt with itself, reversed, after as many steps as it has tokens; `latency` decides otherwise."""
+
+    config: RunnerConfig
+    processor: Any = field(default_factory=ScriptedProcessor)
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    latency: Callable[[str], int] = lambda text: len(text)
+    on_step: Callable[[ScriptedEngine], None] = lambda engine: None
+    max_running: int = 8
+    num_steps: int = 0
+    most_held: int = 0
+    waiting: list[tuple[str, str, SamplingParams]] = field(default_factory=list)
+    running: dict[str, tuple[int, str, SamplingParams]] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, str]:
+        return {"engine": "scripted", "seed": str(self.config.seed)}
+
+    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
+        text = "".join(chr(token) for token in prompt.token_ids)
+        if len(text) > 100:
+            raise RequestError(f"{len(text)} tokens, 100 are the limit", code="prompt_too_long")
+        self.waiting.append((request_id, text, params))
+        self.most_held = max(self.most_held, len(self.waiting) + len(self.running))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def step(self) -> list[RequestOutput]:
+        self.num_steps += 1
+        self.on_step(self)
+        while self.waiting and len(self.running) < self.max_running:
+            request_id, text, params = self.waiting.pop(0)
+            self.running[request_id] = (self.latency(text), text, params)
+        self.running = {name: (left - 1, text, params) for name, (left, text, params) in self.running.items()}
+        done = [name for name, (left, _, _) in self.running.items() if left <= 0]
+        return [self._output(name, *self.running.pop(name)[1:]) for name in done]
+
+    def _output(self, request_id: str, text: str, params: SamplingParams) -> RequestOutput:
+        answer, reason = text[::-1], "error" if text.startswith("engine error") else "stop"
+        completions = [
+            CompletionOutput(
+                index, f"{answer} {params.seed}" if params.temperature else answer, [1] * len(text), reason
+            )
+            for index in range(params.n)
+        ]
+        return RequestOutput(request_id, completions, len(text), 0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_waiting=len(self.waiting), num_running=len(self.running))
+
+    def __enter__(self) -> ScriptedEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.running.clear()
+
+
+def row(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:
+    """A valid row; greedy unless told otherwise."""
+    messages = [{"role": "user", "content": text}]
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": messages, "temperature": 0, **body},
+    }
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any] | bytes]) -> Path:
+    """A JSONL file; bytes are written as they are."""
+    with open(path, "wb") as file:
+        for item in rows:
+            file.write((item if isinstance(item, bytes) else json.dumps(item).encode()) + b"\n")
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]

@@ -1,0 +1,135 @@
+"""The command: every setting has an option, mistakes answer at once and in plain words, statuses are as documented."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner import cli
+from npu_runner.batch.options import BatchOptions
+from npu_runner.cli_options import field_docstrings, given
+from npu_runner.config import GIB, MIB, RunnerConfig
+from tests.batch.scripted import row, write_rows
+
+
+def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command, "--help"])
+    assert caught.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_every_setting_is_an_option_and_explained(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "500")  # wrapping would cut names and sentences
+    batch, generate = help_text(capsys, "batch"), help_text(capsys, "generate")
+    for settings, texts in ((RunnerConfig, (batch, generate)), (BatchOptions, (batch,))):
+        explained = field_docstrings(settings)
+        for field in dataclasses.fields(settings):
+            flag = "--" + field.name.replace("_", "-")
+            assert all(flag in text for text in texts), flag
+            # Without a word under the field, its option says nothing.
+            assert len(explained.get(field.name, "")) > 15, f"{settings.__name__}.{field.name} has no docstring"
+    assert "0 every row has an answer" in batch
+
+
+def parsed(*arguments: str, settings: type = RunnerConfig) -> dict[str, Any]:
+    namespace = cli._parser().parse_args(["batch", "-i", "in", "-o", "out", *arguments])
+    return given(namespace, settings)
+
+
+def test_what_is_not_given_is_left_to_the_settings() -> None:
+    assert set(parsed()) == {"model"}
+    assert set(parsed(settings=BatchOptions)) == {"input", "output"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        ("--kv-cache-bytes 123", "kv_cache_bytes", 123),
+        ("--kv-cache-bytes 2G", "kv_cache_bytes", 2 * GIB),
+        ("--vision-cache-bytes 64MiB", "vision_cache_bytes", 64 * MIB),
+        ("--no-enable-prefix-caching", "enable_prefix_caching", False),
+        ("--enforce-eager", "enforce_eager", True),
+        ("--graph-batch-sizes 1,2,8", "graph_batch_sizes", (1, 2, 8)),
+        ("--memory-utilization 0.5", "memory_utilization", 0.5),
+        ("--platform cpu", "platform", "cpu"),
+        ("--image-max-pixels 1000", "image_max_pixels", 1000),
+    ],
+)
+def test_options_become_values_of_the_right_type(arguments: str, name: str, value: Any) -> None:
+    assert parsed(*arguments.split())[name] == value
+    assert getattr(RunnerConfig(**parsed(*arguments.split())), name) == value
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["batch"],
+        ["batch", "-i", "in", "-o", "out", "--colour", "red"],
+        ["batch", "-i", "in", "-o", "out", "--over"],
+        ["batch", "-i", "in", "-o", "out", "--max-num-seqs", "many"],
+        ["batch", "-i", "in", "-o", "out", "--kv-cache-bytes", "lots"],
+        ["batch", "-i", "in", "-o", "out", "--graph-batch-sizes", "1;2"],
+    ],
+    ids=" ".join,
+)
+def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: npu-runner" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--platform", "abacus"], "platform: 'abacus' is not one of"),
+        (["--max-num-seqs", "0"], "max_num_seqs: 0 is not a positive integer"),
+        (["--progress", "dots"], "progress: 'dots' is not one of"),
+        (["--preprocessing-workers", "0"], "preprocessing_workers: 0"),
+        (["--preprocessing-timeout", "nan"], "preprocessing_timeout"),
+        (["--model", "/nowhere/at/all"], "there is no such folder"),
+        (["--model", "."], "no config.json"),
+        (["--allowed-media-dir", "/nowhere"], "'/nowhere' is not a folder"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_settings_exit_with_2_and_say_why(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "in", [row("a")])
+    assert cli.main(["batch", "-i", "in", "-o", "out", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert "Traceback" not in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_help_and_mistakes_import_nothing_heavy() -> None:
+    script = """
+import sys
+from npu_runner import cli
+for arguments in (["batch", "--help"], ["batch", "--colour"]):
+    try:
+        cli.main(arguments)
+    except SystemExit:
+        pass
+heavy = {"torch", "transformers", "pydantic", "numpy", "PIL", "jinja2", "tokenizers"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_is_the_command() -> None:
+    commands = [[sys.executable, "-m", "npu_runner"], [sys.executable, "-c", "from npu_runner.cli import main; main()"]]
+    helps = [subprocess.run([*command, "--help"], capture_output=True, check=True).stdout for command in commands]
+    assert helps[0] == helps[1]
+    assert b"batch" in helps[0]

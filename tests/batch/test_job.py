@@ -1,0 +1,433 @@
+"""The job around the model: every row exactly once, whatever is interrupted, repeated, reordered or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from npu_runner.batch import serving
+from npu_runner.batch.job import run_batch
+from npu_runner.batch.options import BatchOptions
+from npu_runner.batch.tally import JobSummary
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError, EngineDeadError, JobError, ModelError
+from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
+
+pytestmark = pytest.mark.usefixtures("fixed_time")
+
+
+@pytest.fixture
+def fixed_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+
+
+class Job:
+    """A folder with an input, an output and as much of a checkpoint as the job itself looks at."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
+        self.model = folder / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+        self.engines: list[ScriptedEngine] = []
+
+    def run(
+        self, engine: Callable[[RunnerConfig], ScriptedEngine] = ScriptedEngine, seed: int = 0, **options: Any
+    ) -> JobSummary:
+        def make(config: RunnerConfig) -> ScriptedEngine:
+            self.engines.append(engine(config))
+            return self.engines[-1]
+
+        defaults = {"input": str(self.input), "output": str(self.output), "preprocessing_workers": 1, "progress": "off"}
+        return run_batch(
+            RunnerConfig(model=str(self.model), seed=seed), BatchOptions(**{**defaults, **options}), make_engine=make
+        )
+
+    def names(self) -> list[str]:
+        return [item["custom_id"] for item in read_rows(self.output)]
+
+    def files(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir()} - {"model", "in.jsonl"}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def dies_after(steps: int) -> Callable[[RunnerConfig], ScriptedEngine]:
+    def step(engine: ScriptedEngine) -> None:
+        if engine.num_steps > steps:
+            raise EngineDeadError("rank 1 died in decode")
+
+    return lambda config: ScriptedEngine(config, on_step=step)
+
+
+def test_every_row_is_answered_with_a_chat_completion(job: Job) -> None:
+    write_rows(job.input, [row(f"r{n}", f"question {n}", model="anything", n=2) for n in range(30)])
+    summary = job.run(summary=job.folder / "summary.json")
+    assert summary.exit_status == 0
+    for item in read_rows(job.output):
+        completion = ChatCompletion.model_validate(item["response"]["body"], strict=True)
+        number = item["custom_id"][1:]
+        assert [choice.message.content for choice in completion.choices] == [f"question {number}"[::-1]] * 2
+        assert (completion.model, completion.created) == ("anything", 1_700_000_000)
+    assert sorted(job.names()) == sorted(f"r{n}" for n in range(30))
+    assert job.files() == {"out.jsonl", "out.jsonl.manifest.json", "summary.json"}
+    written = json.loads((job.folder / "summary.json").read_text())
+    assert written == summary.to_json()
+    assert written["rows"] | {"failures_by_code": None} == {
+        "total": 30, "resumed": 0, "answered": 30, "failed": 0, "failed_in_output": 0, "unfinished": 0,
+        "failures_by_code": None,
+    }  # fmt: skip
+
+
+def test_bad_rows_fail_alone_and_the_exit_status_says_so(job: Job) -> None:
+    lines: list[Any] = [
+        row("a"),
+        b"{",
+        b"\xff",
+        row("b", "bad"),
+        {"custom_id": "c"},
+        b"  ",
+        row("d", max_tokens=0),
+        row("e"),
+    ]
+    write_rows(job.input, lines)
+    summary = job.run()
+    results = {(item["custom_id"], (item["error"] or {}).get("line")): item for item in read_rows(job.output)}
+    assert {name: item["error"] and item["error"]["code"] for name, item in results.items()} == {
+        ("a", None): None,
+        (None, 2): "not_json",
+        (None, 3): "not_utf8",
+        ("b", 4): "scripted_bad",
+        ("c", 5): "missing_required_parameter",
+        ("d", 7): "invalid_sampling_parameter",
+        ("e", None): None,
+    }
+    assert (summary.exit_status, summary.tally.num_failed, summary.num_unfinished) == (3, 5, 0)
+    again = job.run()
+    assert (again.exit_status, again.num_resumed) == (3, 7), "rows without a name are found again by their line"
+    assert len(read_rows(job.output)) == 7
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7, 40])
+def test_a_job_that_died_is_finished_by_the_same_command(job: Job, steps: int) -> None:
+    write_rows(job.input, [row(f"r{n}", "x" * (n % 17 + 1)) for n in range(50)])
+    with pytest.raises(EngineDeadError):
+        job.run(dies_after(steps))
+    finished = job.names() if job.output.exists() else []
+    summary = job.run()
+    assert summary.num_resumed == len(finished)
+    assert job.names()[: len(finished)] == finished
+    assert sorted(job.names()) == sorted(f"r{n}" for n in range(50))
+
+
+def test_a_resumed_output_equals_an_undisturbed_one_byte_for_byte(job: Job, tmp_path_factory) -> None:
+    rows = [row(f"r{n}", "x" * (n % 17 + 1), temperature=n % 2) for n in range(50)] + [row("bad", "bad")]
+    other = Job(tmp_path_factory.mktemp("undisturbed"))
+    for where in (job, other):
+        write_rows(where.input, rows)
+    other.run()
+    for steps in (3, 5, 9):
+        with pytest.raises(EngineDeadError):
+            job.run(dies_after(steps))
+    with open(job.output, "ab") as file:
+        file.write(b'{"id":"torn')
+    job.run()
+    assert sorted(job.output.read_bytes().splitlines()) == sorted(other.output.read_bytes().splitlines())
+
+
+def test_a_finished_job_loads_no_model(job: Job) -> None:
+    write_rows(job.input, [row("a")])
+    job.run()
+    assert job.run().exit_status == 0
+    assert len(job.engines) == 1
+
+
+def test_an_empty_input_is_a_finished_job(job: Job) -> None:
+    write_rows(job.input, [])
+    assert job.run().exit_status == 0
+    assert job.engines == []
+
+
+def test_failed_rows_are_tried_again_only_when_asked_for(job: Job) -> None:
+    write_rows(job.input, [row("a"), row("b", "engine error"), row("c")])
+    assert job.run().exit_status == 3
+    assert job.run().exit_status == 3
+    assert len(job.engines) == 1
+
+    class Mended(ScriptedEngine):
+        def _output(self, request_id: str, text: str, params: Any) -> Any:
+            return super()._output(request_id, text.replace("error", "mended"), params)
+
+    summary = job.run(Mended, retry_errors=True)
+    assert (summary.exit_status, summary.num_resumed, summary.tally.num_answered) == (0, 2, 1)
+    assert sorted(job.names()) == ["a", "b", "c"]
+
+
+def slow_at_first(text: str) -> int:
+    return 60 if text.endswith("0") else 1
+
+
+def test_answers_come_in_the_order_of_the_input_when_asked_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_ROWS_OUT_OF_ORDER", 10)
+    texts = [f"{n:03d}" if n % 5 else f"bad{n:03d}" for n in range(120)]
+    write_rows(job.input, [row(text, text) for text in texts])
+    job.run(lambda config: ScriptedEngine(config, latency=slow_at_first))
+    summary = job.run(lambda config: ScriptedEngine(config, latency=slow_at_first), ordered=True, overwrite=True)
+    assert job.names() == texts
+    assert summary.tally.num_done == 120
+    assert job.engines[-1].most_held <= 10
+
+
+def test_an_interrupted_or_unordered_output_is_put_in_order_at_the_end(job: Job) -> None:
+    texts = [f"{n:03d}" for n in range(40)]
+    write_rows(job.input, [row(text, text) for text in texts])
+    engine = lambda config: ScriptedEngine(config, latency=slow_at_first)
+    with pytest.raises(EngineDeadError):
+        job.run(dies_after(9))
+    job.run(engine)
+    assert job.names() != texts or len(job.engines) == 2
+    job.run(engine, ordered=True)
+    assert job.names() == texts
+    assert len(job.engines) == 2, "ordering needs no model"
+
+
+def refused(job: Job, match: str, **options: Any) -> None:
+    before = {path.name: path.read_bytes() for path in job.folder.iterdir() if path.is_file()}
+    engines = len(job.engines)
+    with pytest.raises(ConfigError, match=match):
+        job.run(**options)
+    assert {path.name: path.read_bytes() for path in job.folder.iterdir() if path.is_file()} == before
+    assert len(job.engines) - engines <= ("settings" in match)
+
+
+def test_another_model_is_refused_and_the_file_named(job: Job) -> None:
+    write_rows(job.input, [row("a"), row("b", "engine error")])
+    job.run()
+    (job.model / "config.json").write_text('{"changed": true}')
+    refused(job, r"another model.*config\.json: was .* is .*--overwrite", retry_errors=True)
+    assert job.run(overwrite=True).tally.num_answered == 1
+
+
+def test_other_settings_are_refused_and_named(job: Job) -> None:
+    write_rows(job.input, [row("a"), row("b", "engine error")])
+    job.run()
+    refused(job, r'another settings.*seed: was "0", is "1"', retry_errors=True, seed=1)
+
+
+def test_a_changed_input_is_refused_and_a_grown_one_is_served(job: Job) -> None:
+    write_rows(job.input, [row("a"), row("b")])
+    job.run()
+    first = job.output.read_bytes()
+    write_rows(job.input, [row("a"), row("b"), row("c")])
+    assert job.run().num_resumed == 2
+    assert job.output.read_bytes().startswith(first)
+    assert sorted(job.names()) == ["a", "b", "c"]
+    write_rows(job.input, [row("a", "changed"), row("b"), row("c")])
+    refused(job, "not the input that .* was begun with")
+    write_rows(job.input, [row("a"), row("b")])
+    refused(job, "not the input that .* was begun with")
+
+
+def test_a_strangers_file_is_not_touched_without_overwrite(job: Job) -> None:
+    write_rows(job.input, [row("a")])
+    job.output.write_bytes(b"a letter\n")
+    refused(job, "no out.jsonl.manifest.json")
+    job.run(overwrite=True)
+    assert job.names() == ["a"]
+
+
+def test_overwriting_waits_until_the_model_stands_ready(job: Job) -> None:
+    write_rows(job.input, [row("a")])
+    job.run()
+    before = job.output.read_bytes()
+
+    def broken(config: RunnerConfig) -> ScriptedEngine:
+        raise ModelError("model.safetensors: a tensor is missing")
+
+    with pytest.raises(ModelError):
+        job.run(broken, overwrite=True)
+    assert job.output.read_bytes() == before
+    assert job.run().num_resumed == 1
+
+
+def test_duplicates_are_refused_before_any_work(job: Job) -> None:
+    write_rows(job.input, [row("a"), row("b"), row("a")])
+    refused(job, r"'a' \(lines 1 and 3\)")
+    assert job.engines == []
+
+
+def test_paths_that_cannot_work_are_refused_before_any_work(job: Job) -> None:
+    write_rows(job.input, [row("a")])
+    missing = job.folder / "missing" / "x"
+    refused(job, "does not exist", output=str(missing))
+    refused(job, "is a folder", output=str(job.folder))
+    refused(job, "no existing folder", report=missing)
+    refused(job, "no existing folder", summary=missing)
+    refused(job, "is the input as well", output=str(job.input))
+    refused(job, "is the output as well", report=job.output)
+    refused(job, "is the input as well", summary=job.input)
+    refused(job, "cannot be read again", output="/dev/null", report=job.folder / "r.html")
+    refused(job, "Operation not permitted|Permission denied|No such file", output="/proc/out.jsonl")
+    refused(job, "No such file or directory", input=str(missing))
+    refused(job, "is not a folder", allowed_media_dir=missing)
+
+
+def test_a_link_stays_a_link_and_both_names_are_one_output(job: Job) -> None:
+    write_rows(job.input, [row("a"), row("b", "engine error")])
+    (job.folder / "elsewhere").mkdir()
+    real, link = job.folder / "elsewhere" / "answers.jsonl", job.output
+    link.symlink_to(real)
+    job.run()
+    assert link.is_symlink()
+    assert job.run(output=str(real)).num_resumed == 2
+    job.run(retry_errors=True)
+    assert link.is_symlink()
+    assert sorted(path.name for path in real.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.manifest.json"]
+
+
+def test_rows_without_a_seed_draw_the_same_whatever_ran_before(job: Job) -> None:
+    write_rows(job.input, [row("a", temperature=1), row("b", temperature=1), row("c", temperature=1, seed=5)])
+    job.run()
+    texts = {
+        item["custom_id"]: item["response"]["body"]["choices"][0]["message"]["content"]
+        for item in read_rows(job.output)
+    }
+    assert texts["c"] == "olleh 5"
+    assert texts["a"] != texts["b"]
+    job.output.write_bytes(job.output.read_bytes().splitlines(keepends=True)[0])
+    job.run()
+    again = {
+        item["custom_id"]: item["response"]["body"]["choices"][0]["message"]["content"]
+        for item in read_rows(job.output)
+    }
+    assert again == texts
+
+
+def test_a_full_device_ends_the_job(job: Job) -> None:
+    write_rows(job.input, [row(f"r{n}") for n in range(3)])
+    with pytest.raises(JobError, match="No space left on device"):
+        job.run(output="/dev/full")
+
+
+def test_expected_answers_are_counted(job: Job) -> None:
+    rows = [("a", "olleh"), ("b", " OLLEH. "), ("c", "other"), ("d", None)]
+    write_rows(job.input, [row(name, metadata={"expected": expected}) for name, expected in rows])
+    answers = job.run().to_json()["expected_answers"]
+    assert answers == {"rows": 3, "as_expected": 2, "accuracy": 0.6667}
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from npu_runner.batch.job import run_batch
+from npu_runner.batch.options import BatchOptions
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import NpuRunnerError
+from tests.batch.scripted import ScriptedEngine
+import time
+
+def announce(engine):
+    if engine.num_steps == 5:
+        print("five steps", file=sys.stderr, flush=True)
+    time.sleep(0.01)
+
+options = BatchOptions(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1, progress="off", ordered=True)
+make = lambda config: ScriptedEngine(config, on_step=announce)
+print("an import that chats", flush=True)
+try:
+    sys.exit(run_batch(RunnerConfig(model=sys.argv[3]), options, make_engine=make).exit_status)
+except NpuRunnerError as error:
+    print(error, file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+def start(job: Job, *, input: str | None = None, output: str | None = None, **settings: Any) -> subprocess.Popen[bytes]:
+    arguments = [input or str(job.input), output or str(job.output), str(job.model)]
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], stderr=subprocess.PIPE, **settings)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_job_in_good_order_and_it_can_be_resumed(job: Job, number: signal.Signals) -> None:
+    write_rows(job.input, [row(f"r{n}", "x" * 20) for n in range(400)])
+    with start(job, stdout=subprocess.DEVNULL) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"five steps\n"
+        process.send_signal(number)
+        errors = process.stderr.read().decode()
+    assert process.returncode == 1, errors
+    assert f"{number.name}: stopping" in errors
+    assert "Traceback" not in errors
+    assert job.files() <= {"out.jsonl", "out.jsonl.manifest.json"}
+    done = len(job.names())
+    assert done < 400
+    assert job.run().num_resumed == done
+    assert sorted(job.names()) == sorted(f"r{n}" for n in range(400))
+
+
+def test_a_second_signal_ends_the_job_at_once(job: Job) -> None:
+    write_rows(job.input, [row(f"r{n}", "x" * 20) for n in range(400)])
+    slow = SCRIPT.replace("time.sleep(0.01)", "time.sleep(0.01 if engine.num_steps < 6 else 3600)")
+    arguments = [str(job.input), str(job.output), str(job.model)]
+    with subprocess.Popen([sys.executable, "-c", slow, *arguments], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"five steps\n"
+        process.send_signal(signal.SIGTERM)
+        assert b"stopping" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert b"ending at once" in process.stderr.read()
+    assert process.returncode == 1
+
+
+def test_a_signal_before_the_first_row_leaves_no_rows(job: Job) -> None:
+    with start(job, input="-", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"an import that chats\n"
+        while "out.jsonl.lock" not in job.files():  # it waits for its input now
+            os.sched_yield()
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read().decode()
+    assert process.returncode == 1
+    assert "interrupted by SIGINT before the first row" in errors
+    assert job.files() <= {"out.jsonl.lock"}, "a lock file that nobody holds locks nobody out"
+
+
+def test_standard_input_and_output_carry_rows_and_nothing_else(job: Job) -> None:
+    write_rows(job.input, [row(f"r{n}", f"text {n}") for n in range(20)])
+    with open(job.input, "rb") as rows:
+        process = start(job, input="-", output="-", stdin=rows, stdout=subprocess.PIPE)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    lines = output.splitlines()
+    # Printed before the job began; what is printed while it runs goes to stderr.
+    assert lines.pop(0) == b"an import that chats"
+    assert [json.loads(line)["custom_id"] for line in lines] == [f"r{n}" for n in range(20)]
+    assert job.files() == set()
+
+
+def test_a_reader_that_goes_away_ends_the_job(job: Job) -> None:
+    write_rows(job.input, [row(f"r{n}", "x" * 20) for n in range(3000)])
+    with start(job, output="-", stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+    assert process.returncode == 1
+    assert "the reader of the answers has gone" in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,95 @@
+"""The manifest and the model's fingerprint: what changed is named, what did not is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from npu_runner.batch.fingerprint import fingerprint_model
+from npu_runner.batch.input_file import InputIdentity
+from npu_runner.batch.manifest import Manifest, differences, manifest_path, start_time
+from npu_runner.errors import ConfigError
+
+MANIFEST = Manifest(
+    created=1,
+    model_name="m",
+    model_files={"config.json": "1 bytes"},
+    settings={"dtype": "float32", "sizes": (1, 2)},
+    input=InputIdentity(3, "abc"),
+)
+
+
+def test_a_saved_manifest_is_read_back(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    assert Manifest.load(output) is None
+    MANIFEST.save(output)
+    loaded = Manifest.load(output)
+    assert loaded is not None
+    assert loaded.input == MANIFEST.input
+    assert differences(loaded.settings, MANIFEST.settings) == []
+    assert loaded.system_fingerprint == MANIFEST.system_fingerprint
+    assert list(tmp_path.iterdir()) == [manifest_path(output)]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"format": 99}', b'{"format": 1, "created": 1}'])
+def test_an_unreadable_manifest_is_a_clear_error(tmp_path: Path, text: bytes) -> None:
+    manifest_path(tmp_path / "out.jsonl").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"out\.jsonl\.manifest\.json: cannot be read"):
+        Manifest.load(tmp_path / "out.jsonl")
+
+
+def test_every_difference_is_named_with_both_values() -> None:
+    before, after = {"dtype": "float32", "gone": 1, "same": [1]}, {"dtype": "bfloat16", "new": None, "same": (1,)}
+    assert differences(before, after) == [
+        'dtype: was "float32", is "bfloat16"',
+        'gone: was 1, is "(not there)"',
+        'new: was "(not there)", is null',
+    ]
+
+
+def test_the_fingerprint_of_answers_follows_model_and_settings() -> None:
+    other_model = {"config.json": "2 bytes"}
+    fingerprints = {
+        MANIFEST.system_fingerprint,
+        Manifest(**{**vars(MANIFEST), "model_files": other_model}).system_fingerprint,
+        Manifest(**{**vars(MANIFEST), "settings": {"dtype": "bfloat16", "sizes": (1, 2)}}).system_fingerprint,
+    }
+    assert len(fingerprints) == 3
+
+
+def test_source_date_epoch_sets_the_time_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    assert start_time() == 1_700_000_000
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
+    with pytest.raises(ConfigError, match="yesterday"):
+        start_time()
+
+
+def write_model(folder: Path, *, seed: int = 0, config: str = "{}", name: str = "w") -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+    (folder / "README.md").write_text(str(seed))
+    weights = np.random.default_rng(seed).standard_normal((2048, 4096), dtype=np.float32)
+    save_file({name: weights}, folder / "model.safetensors")
+    return folder
+
+
+def test_copies_of_a_model_are_one_model_and_changes_are_seen_file_by_file(tmp_path: Path) -> None:
+    one = fingerprint_model(write_model(tmp_path / "one"))
+    assert set(one) == {"config.json", "model.safetensors"}
+    assert fingerprint_model(write_model(tmp_path / "two")) == one
+    tuned = fingerprint_model(write_model(tmp_path / "tuned", seed=1))
+    assert [name for name in one if one[name] != tuned[name]] == ["model.safetensors"]
+    renamed = fingerprint_model(write_model(tmp_path / "renamed", name="v"))
+    assert [name for name in one if one[name] != renamed[name]] == ["model.safetensors"]
+    other = fingerprint_model(write_model(tmp_path / "other", config='{"a": 1}'))
+    assert [name for name in one if one[name] != other[name]] == ["config.json"]
+
+
+def test_a_broken_weight_file_still_has_a_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 5)
+    assert json.dumps(fingerprint_model(tmp_path))

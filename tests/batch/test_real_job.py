@@ -1,0 +1,177 @@
+"""The whole path with the embedded model: rows of a file answer as the Python API does, bad ones harm nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from npu_runner import LLM, SamplingParams, cli
+from npu_runner.assets import SHAPES_VL
+from npu_runner.assets.drawing import TEST_SEEDS, Example, draw_example
+from tests.batch.scripted import read_rows, row, write_rows
+
+EXAMPLES = [draw_example(seed) for seed in TEST_SEEDS[100:112]]
+SMALL = ["--platform", "cpu", "--max-model-len", "1024", "--kv-cache-bytes", "64M", "--progress", "off"]
+
+
+def rows_of(examples: list[Example], folder: Path) -> Iterator[dict[str, Any]]:
+    for number, example in enumerate(examples):
+        messages = []
+        for message in example.conversation():
+            parts = message["content"]
+            if not isinstance(parts, str):
+                parts = [saved(part, folder / f"{number}-{index}.png") for index, part in enumerate(parts)]
+            messages.append({**message, "content": parts})
+        metadata = {"expected": example.answer, "kind": example.kind}
+        yield row(f"good-{number}", messages=messages, max_tokens=96, metadata=metadata)
+
+
+def saved(part: dict[str, Any], path: Path) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    part["image"].save(path)
+    return {"type": "image_url", "image_url": {"url": path.name}}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the command has answered twelve good rows and refused some bad ones."""
+    folder = tmp_path_factory.mktemp("job")
+    good = list(rows_of(EXAMPLES, folder))
+    picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": "0-0.png"}}
+    bad = [
+        b"not json",
+        row("bad-picture", messages=[{"role": "user", "content": [{**picture, "image_url": {"url": "no.png"}}]}]),
+        row("bad-length", "long " * 2000),
+        row("bad-bias", logit_bias={"99999": 1}),
+    ]
+    lines = [item for pair in zip(good, [*bad, *[b""] * len(good)], strict=False) for item in pair]
+    write_rows(folder / "in.jsonl", lines)
+    arguments = ["batch", "-i", "in.jsonl", "-o", "out.jsonl", "--allowed-media-dir", ".", "--report", "report.html"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert cli.main([*arguments, "--summary", "summary.json", *SMALL]) == 3
+        assert cli.main([*arguments, *SMALL]) == 3, "a finished job with failed rows stays one"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(SHAPES_VL, platform="cpu", max_model_len=1024, kv_cache_bytes=64 << 20) as llm:
+        yield llm
+
+
+def answers(folder: Path) -> dict[str, ChatCompletion]:
+    rows = [item for item in read_rows(folder / "out.jsonl") if item["error"] is None]
+    return {item["custom_id"]: ChatCompletion.model_validate(item["response"]["body"], strict=True) for item in rows}
+
+
+def test_the_file_answers_as_the_python_api_does(finished: Path, llm: LLM) -> None:
+    results = llm.chat([example.conversation() for example in EXAMPLES], SamplingParams(temperature=0, max_tokens=96))
+    completions = answers(finished)
+    assert sorted(completions) == sorted(f"good-{number}" for number in range(len(EXAMPLES)))
+    for number, result in enumerate(results):
+        completion = completions[f"good-{number}"]
+        assert completion.choices[0].message.content == result.text
+        assert completion.choices[0].finish_reason == result.finish_reason
+        assert completion.usage is not None
+        assert completion.usage.prompt_tokens == result.num_prompt_tokens
+        assert completion.usage.completion_tokens == len(result.token_ids)
+
+
+def test_bad_rows_fail_by_themselves(finished: Path) -> None:
+    failed = {item["custom_id"]: item for item in read_rows(finished / "out.jsonl") if item["error"] is not None}
+    assert {name: item["error"]["code"] for name, item in failed.items()} == {
+        None: "not_json",
+        "bad-picture": "media_missing",
+        "bad-length": "prompt_too_long",
+        "bad-bias": "invalid_sampling_parameter",
+    }
+    assert {item["response"]["status_code"] for item in failed.values()} == {400}
+
+
+def test_the_summary_counts_what_happened(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    completions = answers(finished)
+    usages = [completion.usage for completion in completions.values() if completion.usage is not None]
+    assert summary["rows"]["answered"] == len(EXAMPLES) == len(usages)
+    assert summary["rows"]["failed"] == summary["rows"]["failed_in_output"] == 4
+    assert summary["tokens"]["prompt"] == sum(usage.prompt_tokens for usage in usages)
+    assert summary["tokens"]["completion"] == sum(usage.completion_tokens for usage in usages)
+    assert summary["vision_cache"]["images_encoded"] == sum(len(example.images) for example in EXAMPLES)
+    assert 0 < summary["kv_cache"]["peak_blocks"] <= summary["kv_cache"]["blocks"]
+    assert summary["exit_status"] == 3
+
+
+def test_the_report_shows_every_row(finished: Path) -> None:
+    page = (finished / "report.html").read_text()
+    assert page.count("<article") == len(EXAMPLES) + 4
+    assert page.count('src="data:image/jpeg;base64,') == sum(len(example.images) for example in EXAMPLES)
+
+
+def test_generate_prints_the_answer_and_nothing_else(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = next(example for example in EXAMPLES if len(example.images) == 1 and not example.question_first)
+    encoded = io.BytesIO()
+    example.images[0].save(encoded, "PNG")
+    (tmp_path / "picture.png").write_bytes(encoded.getvalue())
+    conversation = Example(example.images, example.question, example.answer, example.kind).conversation()
+    (expected,) = llm.chat(conversation, SamplingParams(temperature=0))
+    arguments = [argument for argument in SMALL if argument not in ("--progress", "off")]
+    assert cli.main(["generate", "--image", str(tmp_path / "picture.png"), example.question, *arguments]) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
+
+
+def test_generate_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--image", str(tmp_path / "no.png"), "What?"]) == 2
+    assert "no.png: No such file or directory" in capsys.readouterr().err
+
+
+def broken_model(folder: Path, what: str) -> Path:
+    model = folder / "model"
+    shutil.copytree(SHAPES_VL, model)
+    if what == "no tokenizer":
+        (model / "tokenizer.json").unlink()
+    elif what == "config is not JSON":
+        (model / "config.json").write_text("{")
+    elif what == "unknown model":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "model_type": "perceptron"}))
+    elif what == "no weights":
+        (model / "model.safetensors").unlink()
+    elif what == "cut weights":
+        weights = model / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:100_000])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("no tokenizer", "tokenizer.json"),
+        ("config is not JSON", "config.json"),
+        ("unknown model", "perceptron"),
+        ("no weights", "safetensors"),
+        ("cut weights", "model.safetensors"),
+        ("KV budget too small", "kv_cache_bytes"),
+    ],
+)
+def test_a_job_that_cannot_start_says_why_and_writes_nothing(
+    what: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "in.jsonl", [row("a")])
+    model = broken_model(tmp_path, what)
+    settings = ["--kv-cache-bytes", "1K"] if what == "KV budget too small" else []
+    arguments = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--model", str(model)]
+    assert cli.main(["batch", *arguments, *SMALL, *settings]) == 2
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "model"]

@@ -1,0 +1,166 @@
+"""The pool: every task answered once, in bounded memory, through real processes. Deaths are in tests/faults."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npu_runner.batch.channel import Channel, ChannelClosed
+from npu_runner.batch.worker_pool import Finished, PoolLimits, WorkerPool
+from npu_runner.errors import JobError
+from tests.batch.pool_tasks import Unreadable, modules, picture, square
+
+
+def limits(**changes: Any) -> PoolLimits:
+    return PoolLimits(**{"num_workers": 2, "task_timeout_seconds": 120.0, **changes})
+
+
+def drain(pool: WorkerPool[Any]) -> list[Finished[Any]]:
+    found = []
+    while (item := pool.get(None)) is not None:
+        found.append(item)
+    assert pool.is_over
+    assert pool.get() is None
+    return found
+
+
+def test_every_task_comes_back_once_with_its_result() -> None:
+    with WorkerPool(square, iter(range(200)), limits()) as pool:
+        found = drain(pool)
+    assert sorted((item.task, item.result[0]) for item in found) == [(n, n * n) for n in range(200)]
+    assert os.getpid() not in {item.result[1] for item in found}
+
+
+def test_no_tasks_is_over_at_once() -> None:
+    with WorkerPool(square, iter(()), limits()) as pool:
+        assert drain(pool) == []
+
+
+def test_arrays_arrive_whole_whatever_their_size() -> None:
+    sides = [1, 10, 150, 700, 149, 1000]
+    with WorkerPool(picture, iter(sides), limits()) as pool:
+        for item in drain(pool):
+            assert np.array_equal(item.result, picture(item.task))
+            assert item.num_bytes >= item.result.nbytes
+
+
+def test_workers_import_neither_torch_nor_transformers() -> None:
+    with WorkerPool(modules, iter([0]), limits(num_workers=1)) as pool:
+        (item,) = drain(pool)
+    assert "npu_runner.batch.worker" in item.result or "__main__" in item.result
+    assert not {"torch", "transformers"} & {name.split(".")[0] for name in item.result}
+
+
+class Recorded(Iterator[int]):
+    """Tasks without end that count how many were taken."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def __next__(self) -> int:
+        self.num_taken += 1
+        return 300
+
+
+@pytest.mark.parametrize("bound", [{"max_ready": 3}, {"max_ready_bytes": 600_000}])
+def test_the_pool_runs_ahead_by_its_bounds_and_no_further(bound: dict[str, int]) -> None:
+    tasks = Recorded()
+    with WorkerPool(picture, tasks, limits(**bound)) as pool:
+        for fetched in range(1, 20):
+            assert pool.get(None) is not None
+            # 270,000 bytes each: three fill either bound; two more may be under way when it is reached.
+            assert tasks.num_taken <= fetched + 3 + 2
+
+
+def test_no_more_tasks_start_than_allowed() -> None:
+    tasks = Recorded()
+    with WorkerPool(picture, tasks, limits()) as pool:
+        pool.allow(0)
+        already = tasks.num_taken
+        pool.allow(already + 4)
+        for _ in range(already + 4):
+            assert pool.get(None) is not None
+        assert pool.get(0.2) is None
+        assert tasks.num_taken == already + 4
+
+
+def broken_tasks() -> Iterator[int]:
+    yield 1
+    raise OSError("the input is gone")
+
+
+def test_an_error_in_the_tasks_reaches_the_caller() -> None:
+    with WorkerPool(square, broken_tasks(), limits()) as pool, pytest.raises(OSError, match="the input is gone"):
+        drain(pool)
+
+
+def test_workers_that_never_start_end_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        WorkerPool(Unreadable(), iter([1]), limits(num_workers=1)) as pool,
+        pytest.raises(JobError, match="die before their first row"),
+    ):
+        drain(pool)
+    assert "not a number" in capfd.readouterr().err
+
+
+def test_closing_in_the_middle_leaves_no_process() -> None:
+    pool = WorkerPool(square, itertools.count(), limits())
+    assert pool.get(None) is not None
+    pids = pool.worker_pids()
+    assert len(pids) == 2
+    pool.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_worker_output_does_not_reach_our_stdout(tmp_path: Path) -> None:
+    script = """
+import sys
+from tests.batch.test_worker_pool import drain, limits
+from npu_runner.batch.worker_pool import WorkerPool
+with WorkerPool(print, iter(["among the answers"]), limits(num_workers=1)) as pool:
+    drain(pool)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_the_channel_tells_a_closed_end_from_a_message() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Channel(ours), Channel(theirs)
+    sent = {"array": np.arange(100_000), "small": np.arange(3), "text": "x"}
+    thread = threading.Thread(target=sender.send, args=(sent,))
+    thread.start()
+    received, num_bytes = receiver.receive()
+    thread.join()
+    assert np.array_equal(received["array"], sent["array"])
+    assert np.array_equal(received["small"], sent["small"])
+    assert num_bytes > sent["array"].nbytes
+    received["array"][0] = 5  # writable, and nobody else's
+    assert sent["array"][0] == 0
+    sender.close()
+    with pytest.raises(ChannelClosed):
+        receiver.receive()
+    with pytest.raises(ChannelClosed):
+        receiver.send("x")
+
+
+def test_a_stuck_end_is_given_up_after_the_timeout() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with pytest.raises(ChannelClosed):
+            Channel(ours, timeout_seconds=0.05).send(bytes(50_000_000))
+        theirs.sendall(b"half a header")
+        with pytest.raises(ChannelClosed):
+            Channel(ours, timeout_seconds=0.05).receive()

@@ -1,0 +1,53 @@
+"""The environment variables with which a subprocess runs the real torch_npu on the emulated CANN."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from .setup_site import HERE, SITE, setup
+
+ROOT = HERE.parent.parent
+
+
+def has_real_cann() -> bool:
+    """True on an Ascend host whose toolkit is on the library path: there the real thing is tested."""
+    return ctypes.util.find_library("ascendcl") is not None
+
+
+def environment(num_devices: int = 2, memory_bytes: int = 1 << 30, **switches: object) -> dict[str, str]:
+    """A copy of this process's environment, plus what the emulation needs; on an Ascend host the copy alone.
+
+    num_devices, memory_bytes: devices a process sees and the bytes each of them has.
+    switches: the others by their short names: `environment(fail="aclrtMalloc:3:207001", max_graphs=4)` sets
+    CANN_EMU_FAIL and so on (README.md lists them). A name in capitals is set as it is (TASK_QUEUE_ENABLE="0").
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("CANN_EMU")}
+    if has_real_cann():
+        return env
+    libraries = setup()
+    paths = [str(HERE / "ge"), str(SITE), *filter(None, [env.get("PYTHONPATH")])]
+    env |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(libraries), env.get("LD_LIBRARY_PATH")])),
+        "CANN_EMU": "1",
+        "CANN_EMU_DEVICES": str(num_devices),
+        "CANN_EMU_MEMORY_BYTES": str(memory_bytes),
+    }
+    for name, value in switches.items():
+        text = str(int(value)) if isinstance(value, bool) else str(value)
+        env[name if name.isupper() else f"CANN_EMU_{name.upper()}"] = text
+    return env
+
+
+def run_python(
+    arguments: list[str], *, timeout: float = 300, cwd: Path = ROOT, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """Runs this Python with `arguments` under `environment(**options)`; output is captured."""
+    env = environment(**options)  # type: ignore[arg-type]
+    return subprocess.run(
+        [sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )

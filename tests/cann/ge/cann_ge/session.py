@@ -1,0 +1,106 @@
+"""Stands in for the graph session: load, compile, run. What each operator does is in operators.py and fused.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import fused, operators  # noqa: F401 (fused registers its operators)
+from .graph import Node, const_value, in_order, parse_node
+from .memory import GraphEngineError, count, device_empty, host_view, runtime, to_device, uncounted
+from .operators import REGISTRY, Call
+
+
+def drain() -> None:
+    """Everything that was launched before the graph has run."""
+    with uncounted():
+        torch.npu.current_stream().synchronize()
+
+
+class EmulatedGraph:
+    """Has the methods of torchair's TorchNpuGraph."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.nodes: list[Node] = []
+        self.is_compiled = False
+
+    def load(self, ge_graph: Any, options: dict[str, str] | None = None) -> None:
+        self.nodes = in_order([parse_node(op) for op in ge_graph.op])
+        self.constants = {node.name: const_value(node) for node in self.nodes if node.type == "Const"}
+
+    def compile(self) -> None:
+        """Fails for operators that are not emulated: a graph breaks when it is made, not in the middle of a run."""
+        unknown = sorted({node.type for node in self.nodes} - set(REGISTRY) - {"Data", "RefData", "Const", "NetOutput"})
+        if unknown:
+            raise GraphEngineError(f"graph {self.name}: GE operators that are not emulated: {', '.join(unknown)}")
+        count("ge", "compile")
+        self.is_compiled = True
+
+    def set_hint_shape(self, inputs: object, outputs: object) -> None:
+        """Torchair's hint for scheduling; values do not depend on it."""
+
+    def auto_tune(self, example_inputs: object = (), stream: object = None) -> None:
+        raise GraphEngineError("tuning is not emulated")
+
+    def run(
+        self, inputs: Sequence[Tensor], assigned_outputs: Sequence[Tensor | None] = (), stream: object = None
+    ) -> list[Tensor]:
+        if not self.is_compiled:
+            raise GraphEngineError(f"graph {self.name} runs before it was compiled")
+        if code := runtime.cann_emu_injected_failure(b"GE_run"):
+            raise GraphEngineError(f"graph {self.name} fails with {code} because a test asked for it")
+        drain()
+        count("graphs", "ge_run")
+        values: dict[str, list[Tensor]] = {}
+        outputs: list[Tensor] = []
+        for node in self.nodes:
+            if node.type == "NetOutput":
+                outputs = [values[name][index] for _, name, index in node.inputs]
+            else:
+                values[node.name] = self._results(node, values, inputs)
+        return [
+            self._deliver(value, target)
+            for value, target in zip(outputs, self._targets(assigned_outputs, len(outputs)), strict=True)
+        ]
+
+    def _results(self, node: Node, values: dict[str, list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+        if node.type in ("Data", "RefData"):
+            return [inputs[node.attributes["index"]]]
+        if node.type == "Const":
+            return [self.constants[node.name]]
+        arguments = [(parameter, values[name][index] if name else None) for parameter, name, index in node.inputs]
+        try:
+            results = REGISTRY[node.type](Call(node, arguments))
+        except Exception as error:
+            raise GraphEngineError(f"graph {self.name}, operator {node.name} ({node.type}): {error}") from error
+        count("ge_operators", node.type)
+        return list(results) if isinstance(results, (list, tuple)) else [results]
+
+    @staticmethod
+    def _targets(assigned: Sequence[Tensor | None], num_outputs: int) -> list[Tensor | None]:
+        return list(assigned) if assigned else [None] * num_outputs
+
+    @staticmethod
+    def _deliver(value: Tensor, target: Tensor | None) -> Tensor:
+        """The output in device memory: its own, or the input it was assigned to (a KV cache updated in place)."""
+        if target is None:
+            return value if value.device.type != "cpu" else to_device(value)
+        if target.data_ptr() != value.data_ptr():
+            count("copies", "d2d_operator", target.numel() * target.element_size())
+            host_view(target).copy_(host_view(value).reshape(target.shape))
+        return target
+
+
+def replace_engine(backend: ModuleType) -> None:
+    """Puts the interpreter in the place of GE, in torchair's backend module."""
+    backend.TorchNpuGraph = EmulatedGraph  # type: ignore[attr-defined]
+    backend._torchair.InitializeGraphEngine = lambda options: None  # type: ignore[attr-defined]
+    backend._torchair.FinalizeGraphEngine = lambda: None  # type: ignore[attr-defined]
+
+
+__all__ = ["EmulatedGraph", "device_empty", "replace_engine"]

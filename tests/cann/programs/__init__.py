@@ -1,0 +1,1 @@
+"""Programs that tests run in a subprocess, with the real torch_npu on the emulated CANN."""

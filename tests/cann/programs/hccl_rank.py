@@ -1,0 +1,118 @@
+"""One rank of a group: every collective against what it must be. RANK and WORLD_SIZE say who it is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch_npu  # noqa: F401
+
+from .emulation import calls, reset_counters
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def mine(rank: int, length: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(length) + 10 * rank).to(dtype)
+
+
+def expect(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.cpu(), wanted)
+
+
+def check_reductions() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+        x = mine(RANK, dtype=dtype).npu()
+        dist.all_reduce(x)
+        expect(x, sum(mine(rank, dtype=torch.float32) for rank in range(SIZE)).to(dtype))
+    x = mine(RANK).npu()
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    expect(x, mine(SIZE - 1))
+    large = torch.full((700_001,), float(RANK + 1)).npu()  # more than one round through the shared slot
+    dist.all_reduce(large)
+    expect(large, torch.full((700_001,), SIZE * (SIZE + 1) / 2))
+
+
+def check_gathers_and_scatters() -> None:
+    out = torch.empty(5 * SIZE).npu()
+    dist.all_gather_into_tensor(out, mine(RANK).npu())
+    expect(out, torch.cat([mine(rank) for rank in range(SIZE)]))
+    parts = [torch.empty(5).npu() for _ in range(SIZE)]
+    dist.all_gather(parts, mine(RANK).npu())
+    for rank, part in enumerate(parts):
+        expect(part, mine(rank))
+    share = torch.empty(5).npu()
+    dist.reduce_scatter_tensor(share, mine(RANK, 5 * SIZE).npu())
+    expect(share, sum(mine(rank, 5 * SIZE) for rank in range(SIZE))[5 * RANK : 5 * RANK + 5])
+    x = mine(RANK).npu()
+    dist.broadcast(x, src=SIZE - 1)
+    expect(x, mine(SIZE - 1))
+
+
+def check_messages() -> None:
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    incoming = torch.empty(200_000).npu()
+    outgoing = torch.full((200_000,), float(RANK)).npu()
+    if RANK % 2 == 0:
+        dist.send(outgoing, right)
+        dist.recv(incoming, left)
+    else:
+        dist.recv(incoming, left)
+        dist.send(outgoing, right)
+    expect(incoming, torch.full((200_000,), float(left)))
+
+
+def check_collectives_in_a_graph() -> None:
+    x = torch.zeros(4).npu()
+    source = mine(RANK, 4).npu()
+    dist.all_reduce(source.clone())  # the communicator is made outside
+    torch.npu.synchronize()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        x.copy_(source)
+        dist.all_reduce(x)
+        x.mul_(2)
+    expect(x, torch.zeros(4))
+    for step in (1, 2):
+        source.fill_(step * (RANK + 1))
+        graph.replay()
+        expect(x, torch.full((4,), float(step * SIZE * (SIZE + 1))))
+
+
+def check_barriers_and_counters() -> None:
+    reset_counters()
+    x = torch.ones(3).npu()
+    dist.all_reduce(x)
+    assert calls("launches")["HcclAllReduce"] == 1
+    dist.barrier()
+
+
+def main() -> None:
+    torch.npu.set_device(RANK % torch.npu.device_count())
+    dist.init_process_group("hccl", timeout=timedelta(seconds=120))
+    mode = sys.argv[1]
+    if mode == "absent":  # the last rank never joins the second collective
+        x = torch.ones(2).npu()
+        dist.all_reduce(x)
+        torch.npu.synchronize()
+        if RANK == SIZE - 1:
+            print("ABSENT", flush=True)
+            os._exit(0)
+        dist.all_reduce(x)
+        try:
+            torch.npu.synchronize()
+        except RuntimeError as error:
+            print("TIMED OUT" if "error 507048" in str(error) else f"OTHER {error}", flush=True)
+        os._exit(0)
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            check()
+            print(f"PASSED {name}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Runs every check_* function of a module and prints one line of JSON: the name of each with "ok" or its traceback.
+
+    python -m tests.cann.programs.run_checks tests.cann.programs.fused_operators
+
+Many checks share one process because importing torch_npu takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+
+
+def main(module_name: str) -> None:
+    module = importlib.import_module(module_name)
+    results = {}
+    for name, check in vars(module).items():
+        if not name.startswith("check_"):
+            continue
+        try:
+            check()
+            results[name] = "ok"
+        except Exception:  # noqa: BLE001 (the border where a check becomes a reported result)
+            results[name] = traceback.format_exc()
+    print("RESULTS " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

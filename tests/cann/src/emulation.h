@@ -1,0 +1,75 @@
+// What the files of the emulated CANN share: settings, fault injection, counters, device memory, streams.
+// Knows nothing of tensors or operators; those live in opapi/.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "acl/acl.h"
+#include "acl/acl_op_compiler.h"
+#include "acl/error_codes/rt_error_codes.h"
+
+#define EMU_EXPORT extern "C" __attribute__((visibility("default")))
+
+// First line of every emulated function: lets a test make its nth call fail with a chosen code.
+#define EMU_ENTRY()                                          \
+  do {                                                       \
+    if (int emu_code = emu::injected_failure(__func__)) {    \
+      return static_cast<aclError>(emu_code);                \
+    }                                                        \
+  } while (0)
+
+namespace emu {
+
+// ---- settings (settings.cpp): environment variables, read once
+struct Settings {
+  int num_devices;
+  size_t memory_bytes;
+  std::string soc_name;
+  std::string counters_path;
+  int max_streams;
+  int max_graphs;
+  bool is_lazy;
+  bool is_logging;
+  bool allows_fp32_attention;
+  int sync_timeout_ms;
+  int hccl_timeout_ms;
+};
+const Settings& settings();
+int injected_failure(const char* function);
+void log(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// Remembers the message that aclGetRecentErrMsg hands out, then returns the code.
+aclError refuse(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
+[[noreturn]] void not_emulated(const char* name);
+
+// Thrown by a task while a stream executes it; becomes the stream's error, reported by the next synchronisation.
+struct DeviceError : std::runtime_error {
+  DeviceError(int error_code, const std::string& what) : std::runtime_error(what), code(error_code) {}
+  int code;
+};
+
+// ---- counters (counters.cpp)
+void count(const char* group, const std::string& name, int64_t bytes = 0);
+
+// ---- memory (memory.cpp)
+bool is_device_range(const void* address, size_t bytes);
+bool is_device_pointer(const void* address);
+void poison(void* address, size_t bytes);
+
+// ---- devices and streams (streams.cpp)
+int current_device();  // -1 when this thread has set none
+
+// Queues a task on the stream, or records it when the stream is being captured. A launch is counted by name: under
+// "launches" when it goes to a stream, "captured" when it is recorded, "replayed" each time a graph runs it.
+enum class TaskKind { launch, copy, callback };
+aclError submit(aclrtStream stream, const std::string& name, std::function<void()> task, TaskKind kind = TaskKind::launch);
+aclError synchronize_everything();
+
+}  // namespace emu

@@ -1,0 +1,180 @@
+// What aclnnFusedInferAttentionScore asks of its arguments (documents of versions 3 and 4, Atlas A2 and A3, no quantisation).
+// Arguments outside the documented sets are refused with 161002, lists and shapes that do not fit together with 561002.
+#include "attention.h"
+
+using cpu::Tensor;
+
+namespace opapi {
+namespace {
+
+template <class... Parts>
+void require_tiling(bool holds, const Parts&... parts) {
+  require_code(kInnerTilingError, holds, parts...);
+}
+
+int64_t head_dim_of(const Tensor& x, const std::string& layout, int64_t heads) {
+  return layout == "BSH" ? x.size(-1) / heads : x.size(-1);
+}
+
+void check_types(const AttentionCall& call) {
+  if (call.query.type() == cpu::kFloat) {
+    // EMULATION EXTENSION: no Ascend kernel takes float32 here; tests that compare in float32 switch it on.
+    require(emu::settings().allows_fp32_attention, "query is float32; the kernel takes float16 and bfloat16",
+            " (CANN_EMU_ALLOW_FP32_ATTENTION=1 lets the emulation take it)");
+  } else {
+    require_dtype(call.query, {cpu::kHalf, cpu::kBFloat16}, "query");
+  }
+  for (const Input* tensor : {&call.key, &call.value}) require_same_dtype(call.query, *tensor, "query, key and value");
+  require_same_dtype(call.query, call.out, "query and attentionOut");
+  for (const Input* tensor : {&call.query, &call.key, &call.value}) require_contiguous(*tensor, "query, key or value");
+}
+
+void check_heads(const AttentionCall& call) {
+  require(call.num_heads > 0 && call.num_kv_heads > 0 && call.num_heads % call.num_kv_heads == 0, call.num_heads, " heads, ",
+          call.num_kv_heads, " key heads: not a multiple");
+  require(call.num_heads <= 256 && call.num_heads / call.num_kv_heads <= 64, call.num_heads, " heads, ", call.num_kv_heads,
+          " key heads: at most 256, and 64 for each key head");
+  int64_t axis = call.layout == "TND" ? 1 : call.layout == "BSND" ? 2 : call.layout == "BNSD" ? 1 : -1;
+  if (axis < 0) return;
+  require(call.query.size(axis) == call.num_heads, "query ", call.query.sizes(), " in ", call.layout, ", numHeads ", call.num_heads);
+  require(call.block_table.is_given() || call.key.size(axis) == call.num_kv_heads, "key ", call.key.sizes(), " in ", call.layout,
+          ", numKeyValueHeads ", call.num_kv_heads);
+}
+
+void check_head_dim(const AttentionCall& call) {
+  int64_t q = head_dim_of(call.query, call.layout, call.num_heads);
+  int64_t k = call.key.dim() == 3 && (call.block_table.is_given() || call.layout == "BSH") ? call.key.size(-1) / call.num_kv_heads
+                                                                                             : call.key.size(-1);
+  require_tiling(q == k, "query has head dim ", q, ", key ", k);
+  require_tiling(call.key.sizes() == call.value.sizes(), "key ", call.key.sizes(), ", value ", call.value.sizes());
+  require_tiling(q * call.query.element_size() % 32 == 0, "head dim ", q, " is not aligned to 32 bytes");
+  if (call.layout == "TND") {
+    require_tiling(q <= 256, "head dim ", q, " in TND, at most 256");
+  } else {
+    require_tiling(q <= 512, "head dim ", q, ", at most 512");
+  }
+  require_tiling(call.out.sizes() == call.query.sizes(), "attentionOut ", call.out.sizes(), ", query ", call.query.sizes());
+}
+
+void check_running_totals(const std::vector<int64_t>& totals, int64_t rows, const char* name) {
+  require_tiling(!totals.empty() && totals.size() <= 4096, name, " holds ", totals.size(), " numbers: 1 to 4096");
+  int64_t previous = 0;
+  for (int64_t total : totals) {
+    require_tiling(total >= previous, name, " is not a list of running totals: ", totals);
+    previous = total;
+  }
+  require_tiling(previous == rows, name, " ends with ", previous, ", there are ", rows, " rows");
+}
+
+// One number for every sequence, or one for all of them.
+std::vector<int64_t> lengths_by_batch(const std::optional<std::vector<int64_t>>& given, int64_t batch, int64_t limit, const char* name) {
+  std::vector<int64_t> lengths = given.value_or(std::vector<int64_t>(batch, limit));
+  if (lengths.size() == 1) lengths.assign(batch, lengths.front());
+  require_tiling(static_cast<int64_t>(lengths.size()) >= batch, name, " holds ", lengths.size(), " numbers for ", batch, " sequences");
+  lengths.resize(batch);
+  for (int64_t length : lengths) require_tiling(length >= 0 && length <= limit, name, " holds ", length, ", outside [0, ", limit, "]");
+  return lengths;
+}
+
+void check_paged(const AttentionCall& call) {
+  require_dtype(call.block_table, {cpu::kInt}, "blockTable");
+  require_contiguous(call.block_table, "blockTable");
+  require_tiling(call.block_table.dim() == 2 && call.block_table.size(0) == call.num_sequences, "blockTable ",
+                 call.block_table.sizes(), " for ", call.num_sequences, " sequences");
+  int64_t limit = call.layout == "TND" ? 128 : 512;
+  require_tiling(call.block_size >= 16 && call.block_size <= limit && call.block_size % 16 == 0, "blockSize is ", call.block_size,
+                 ": a multiple of 16 up to ", limit);
+  require_tiling(call.key.dim() == 3 || (call.key.dim() == 4 && (call.layout == "BNSD" || call.layout == "TND")), "key cache ",
+                 call.key.sizes(), ": (blocks, block_size, H), or for BNSD and TND (blocks, heads, block_size, D)");
+  int64_t block_axis = call.key.dim() == 3 ? 1 : 2;
+  require_tiling(call.key.size(block_axis) == call.block_size, "key cache ", call.key.sizes(), ", blockSize ", call.block_size);
+  require_tiling(call.key.dim() == 4 || call.key.size(2) <= 65535, "key cache ", call.key.sizes(), ": H is at most 65535");
+  require_tiling(call.key.dim() == 3 || call.key.size(1) == call.num_kv_heads, "key cache ", call.key.sizes(), ", ", call.num_kv_heads, " key heads");
+  int64_t longest = 0, total = 0;
+  for (int64_t length : call.kv_lengths) {
+    require_tiling(length >= 0, "actualSeqLengthsKv holds ", length);
+    int64_t blocks = (length + call.block_size - 1) / call.block_size;
+    longest = std::max(longest, blocks);
+    total += blocks;
+  }
+  require_tiling(call.block_table.size(1) >= longest, "blockTable has ", call.block_table.size(1), " columns, a sequence needs ", longest);
+}
+
+void check_mask(const AttentionCall& call) {
+  require(call.sparse_mode == 0 || call.sparse_mode == 3, "sparseMode ", call.sparse_mode, " is not emulated");
+  if (call.sparse_mode == 3) {
+    require_tiling(call.mask.is_given() && call.mask.dim() >= 2 && call.mask.numel() == 2048 * 2048 && call.mask.size(-1) == 2048 &&
+                       call.mask.size(-2) == 2048,
+                   "sparseMode 3 needs a mask of 2048 by 2048, not ", describe(call.mask));
+    for (int64_t batch = 0; batch < call.num_sequences; ++batch) {
+      require_tiling(call.query_length(batch) <= call.kv_length(batch), "sparseMode 3: sequence ", batch, " has ",
+                     call.query_length(batch), " queries and ", call.kv_length(batch), " keys");
+    }
+  }
+  if (!call.mask.is_given()) return;
+  require_dtype(call.mask, {cpu::kBool, cpu::kChar, cpu::kByte}, "attenMask");
+  require_contiguous(call.mask, "attenMask");
+  require_tiling(call.sparse_mode == 3 || call.layout != "TND", "TND takes sparseMode 0 without a mask, or 3 with one");
+}
+
+}  // namespace
+
+void refuse_given(std::initializer_list<Input> arguments) {
+  for (const Input& argument : arguments) {
+    require(!argument.is_given(), "quantisation, padding, prefix, pse, rope and sink arguments are not emulated, one is ",
+            describe(argument));
+  }
+}
+
+AttentionCall checked_call(const Input& query, const std::vector<Input>& key, const std::vector<Input>& value, const Input& mask,
+                           const Input& block_table, const std::optional<std::vector<int64_t>>& q_lengths,
+                           const std::optional<std::vector<int64_t>>& kv_lengths, int64_t num_heads, double scale,
+                           const std::string& layout, int64_t num_kv_heads, int64_t sparse_mode, int64_t inner_precise,
+                           int64_t block_size, bool wants_lse, const Output& out, const Output& lse) {
+  require(key.size() == 1 && value.size() == 1, "lists of ", key.size(), " keys and ", value.size(), " values are not emulated");
+  require(layout == "TND" || layout == "BSND" || layout == "BNSD" || layout == "BSH", "inputLayout ", layout, " is not emulated");
+  require_dim(query, layout == "TND" || layout == "BSH" ? 3 : 4, "query");
+  require(inner_precise >= 0 && inner_precise <= 3, "innerPrecise is ", inner_precise);
+  AttentionCall call;
+  call.query = query;
+  call.key = key.front();
+  call.value = value.front();
+  call.mask = mask;
+  call.block_table = block_table;
+  call.out = out;
+  call.lse = lse;
+  call.layout = layout;
+  call.num_heads = num_heads;
+  call.num_kv_heads = num_kv_heads == 0 ? num_heads : num_kv_heads;
+  call.sparse_mode = sparse_mode;
+  call.block_size = block_size;
+  call.scale = scale;
+  call.wants_lse = wants_lse;
+  check_types(call);
+  check_heads(call);
+  check_head_dim(call);
+  require(!block_table.is_given() || kv_lengths.has_value(), "a paged cache needs actualSeqLengthsKv");
+  if (layout == "TND") {
+    require_tiling(q_lengths.has_value() && kv_lengths.has_value(), "TND needs actualSeqLengths and actualSeqLengthsKv");
+    require(call.num_heads == call.num_kv_heads || inner_precise == 0, "TND with grouped heads takes innerPrecise 0, not ", inner_precise);
+    check_running_totals(*q_lengths, query.size(0), "actualSeqLengths");
+    call.num_sequences = static_cast<int64_t>(q_lengths->size());
+    call.q_lengths = *q_lengths;
+    call.kv_lengths = *kv_lengths;
+    require_tiling(call.kv_lengths.size() == q_lengths->size(), "actualSeqLengthsKv holds ", call.kv_lengths.size(), " numbers, actualSeqLengths ",
+                   q_lengths->size());
+    if (call.has_running_kv_totals()) check_running_totals(call.kv_lengths, call.key.size(0), "actualSeqLengthsKv");
+  } else {
+    int64_t axis = layout == "BNSD" ? 2 : 1;
+    call.num_sequences = query.size(0);
+    call.q_lengths = lengths_by_batch(q_lengths, call.num_sequences, query.size(axis), "actualSeqLengths");
+    int64_t limit = block_table.is_given() ? block_table.size(-1) * block_size : call.key.size(axis);
+    require_tiling(block_table.is_given() || call.key.size(0) == call.num_sequences, "query ", query.sizes(), ", key ", call.key.sizes());
+    call.kv_lengths = lengths_by_batch(kv_lengths, call.num_sequences, limit, "actualSeqLengthsKv");
+  }
+  if (block_table.is_given()) check_paged(call);
+  check_mask(call);
+  return call;
+}
+
+}  // namespace opapi

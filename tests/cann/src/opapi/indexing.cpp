@@ -1,0 +1,199 @@
+// Operators that read or write by index. Indices out of range fault when the kernel runs, as on a device.
+#include "op.h"
+
+using opapi::device_check;
+using opapi::device_check_index;
+using opapi::require;
+using opapi::require_dtype;
+
+namespace {
+
+void require_index(const cpu::Tensor& index, const char* name = "index") { require_dtype(index, {cpu::kInt, cpu::kLong}, name); }
+
+// CANN marks a dimension that is not indexed with an empty tensor of shape [0].
+std::vector<cpu::Tensor> index_list(const std::vector<opapi::Input>& indices) {
+  std::vector<cpu::Tensor> list;
+  for (const auto& index : indices) {
+    bool is_absent = !index.is_given() || (index.dim() == 1 && index.size(0) == 0);
+    list.push_back(is_absent ? cpu::Tensor() : index);
+  }
+  return list;
+}
+
+void check_indices(const cpu::Tensor& self, const std::vector<opapi::Input>& indices) {
+  for (size_t dim = 0; dim < indices.size(); ++dim) {
+    if (!indices[dim].is_given() || indices[dim].type() == cpu::kBool) continue;
+    int64_t size = self.size(static_cast<int64_t>(dim));
+    device_check_index(indices[dim], -size, size, "indices");
+  }
+}
+
+}  // namespace
+
+ACLNN(Embedding, In(weight), In(indices), Out(out)) {
+  opapi::require_dim(weight, 2, "weight");
+  require_index(indices, "indices");
+  opapi::require_same_dtype(weight, out, "weight and out");
+  return [=] {
+    device_check_index(indices, 0, weight.size(0), "indices");
+    out.write(cpu::op("embedding", weight, indices));
+  };
+}
+ACLNN(IndexSelect, In(self), Int(dim), In(index), Out(out)) {
+  require_index(index);
+  require(index.dim() <= 1, "index has ", index.dim(), " dimensions");
+  return [=] {
+    device_check_index(index, 0, self.size(dim), "index");
+    out.write(cpu::op("index_select", self, dim, index.reshape({-1})));
+  };
+}
+ACLNN(Index, In(self), Ins(indices), Out(out)) {
+  require(static_cast<int64_t>(indices.size()) <= self.dim(), indices.size(), " indices for ", self.dim(), " dimensions");
+  for (const auto& index : indices) require_dtype(index, {cpu::kInt, cpu::kLong, cpu::kBool}, "indices");
+  return [=] {
+    check_indices(self, indices);
+    out.write(cpu::op("index", self, index_list(indices)));
+  };
+}
+ACLNN(IndexPutImpl, Out(self), Ins(indices), In(values), Flag(accumulate), Flag(is_unsafe)) {
+  require(static_cast<int64_t>(indices.size()) <= self.dim(), indices.size(), " indices for ", self.dim(), " dimensions");
+  opapi::require_same_dtype(self, values, "selfRef and values");
+  return [=] {
+    check_indices(self, indices);
+    self.index_put_(index_list(indices), values, accumulate);
+  };
+}
+ACLNN(Gather, In(self), Int(dim), In(index), Out(out)) {
+  require_index(index);
+  return [=] {
+    device_check_index(index, 0, self.dim() == 0 ? 1 : self.size(dim), "index");
+    out.write(cpu::op("gather", self, dim, index.to(cpu::kLong)));
+  };
+}
+ACLNN(GatherV2, In(self), Int(dim), In(index), Out(out)) {
+  require_index(index);
+  return [=] {
+    device_check_index(index, 0, self.size(dim), "index");
+    cpu::Ints shape = self.sizes(), rows = index.sizes();
+    auto at = shape.erase(shape.begin() + opapi::wrap_dim(dim, self.dim()));
+    shape.insert(at, rows.begin(), rows.end());
+    out.write(cpu::op("index_select", self, dim, index.reshape({-1})).reshape(shape));
+  };
+}
+ACLNN(Take, In(self), In(index), Out(out)) {
+  require_index(index);
+  return [=] { out.write(cpu::op("take", self, index.to(cpu::kLong))); };
+}
+
+// ---- writes: `reduction` is 0 store, 1 add, 2 multiply
+namespace {
+cpu::Tensor scattered(const cpu::Tensor& self, int64_t dim, const cpu::Tensor& index, const cpu::Tensor& source, int64_t reduction) {
+  device_check_index(index, 0, self.dim() == 0 ? 1 : self.size(dim), "index");
+  cpu::Tensor long_index = index.to(cpu::kLong);
+  if (reduction == 0) return cpu::op("scatter.src", self, dim, long_index, source.to(self.type()));
+  return cpu::op("scatter.reduce", self, dim, long_index, source.to(self.type()), std::string(reduction == 1 ? "add" : "multiply"));
+}
+cpu::Tensor scattered(const cpu::Tensor& self, int64_t dim, const cpu::Tensor& index, const cpu::Scalar& value, int64_t reduction) {
+  return scattered(self, dim, index, cpu::full(index.sizes(), value, self.type()), reduction);
+}
+void check_scatter(const cpu::Tensor& index, int64_t reduction) {
+  require_index(index);
+  require(reduction >= 0 && reduction <= 2, "reduction is ", reduction);
+}
+}  // namespace
+ACLNN(Scatter, In(self), Int(dim), In(index), In(source), Int(reduction), Out(out)) {
+  check_scatter(index, reduction);
+  return [=] { out.write(scattered(self, dim, index, source, reduction)); };
+}
+ACLNN(ScatterValue, In(self), Int(dim), In(index), Num(value), Int(reduction), Out(out)) {
+  check_scatter(index, reduction);
+  return [=] { out.write(scattered(self, dim, index, value, reduction)); };
+}
+ACLNN(InplaceScatter, Out(self), Int(dim), In(index), In(source), Int(reduction)) {
+  check_scatter(index, reduction);
+  return [=] { self.write(scattered(self, dim, index, source, reduction)); };
+}
+ACLNN(InplaceScatterValue, Out(self), Int(dim), In(index), Num(value), Int(reduction)) {
+  check_scatter(index, reduction);
+  return [=] { self.write(scattered(self, dim, index, value, reduction)); };
+}
+ACLNN(ScatterAdd, In(self), Int(dim), In(index), In(source), Out(out)) {
+  require_index(index);
+  return [=] { out.write(scattered(self, dim, index, source, 1)); };
+}
+ACLNN(IndexAdd, In(self), Int(dim), In(index), In(source), Num(alpha), Out(out)) {
+  require_index(index);
+  return [=] {
+    device_check_index(index, 0, self.size(dim), "index");
+    out.write(cpu::op("index_add", self, dim, index, source, alpha));
+  };
+}
+ACLNN(IndexCopy, In(self), Int(dim), In(index), In(source), Out(out)) {
+  require_index(index);
+  return [=] {
+    device_check_index(index, 0, self.size(dim), "index");
+    out.write(cpu::op("index_copy", self, dim, index.to(cpu::kLong), source));
+  };
+}
+ACLNN(InplaceIndexCopy, Out(self), Int(dim), In(index), In(source)) {
+  require_index(index);
+  return [=] {
+    device_check_index(index, 0, self.size(dim), "index");
+    cpu::op("index_copy_", self, dim, index.to(cpu::kLong), source);
+  };
+}
+ACLNN(InplaceIndexFill, Out(self), Int(dim), In(index), Num(value)) {
+  require_index(index);
+  return [=] { cpu::op("index_fill_.int_Scalar", self, dim, index.to(cpu::kLong), value); };
+}
+ACLNN(ScatterNdUpdate, Out(self), In(indices), In(updates)) {
+  require_index(indices, "indices");
+  opapi::require_same_dtype(self, updates, "varRef and updates");
+  return [=] {
+    int64_t depth = indices.size(-1);
+    std::vector<cpu::Tensor> list;
+    for (int64_t i = 0; i < depth; ++i) {
+      cpu::Tensor index = indices.select(-1, i).to(cpu::kLong);
+      device_check_index(index, 0, self.size(i), "indices");
+      list.push_back(index);
+    }
+    self.index_put_(list, updates);
+  };
+}
+// Writes `updates` (one row of length updates.size(axis) for each batch) at the start position that `indices` gives.
+ACLNN(InplaceScatterUpdate, Out(self), In(indices), In(updates), Int(axis)) {
+  require_index(indices, "indices");
+  opapi::require_same_dtype(self, updates, "data and updates");
+  return [=] {
+    int64_t dim = opapi::wrap_dim(axis, self.dim()), length = updates.size(dim);
+    for (int64_t row = 0; row < indices.numel(); ++row) {
+      auto start = static_cast<int64_t>(indices.reshape({-1})[row].item());
+      device_check(start >= 0 && start + length <= self.size(dim), "indices holds ", start, ", axis has ", self.size(dim));
+      self.select(0, row).narrow(dim - 1, start, length).copy_(updates.select(0, row));
+    }
+  };
+}
+
+// ---- masks
+ACLNN(InplaceMaskedFillScalar, Out(self), In(mask), Num(value)) {
+  require_dtype(mask, {cpu::kBool}, "mask");
+  return [=] { cpu::op("masked_fill_.Scalar", self, mask, value); };
+}
+ACLNN(InplaceMaskedFillTensor, Out(self), In(mask), In(value)) {
+  require_dtype(mask, {cpu::kBool}, "mask");
+  return [=] { cpu::op("masked_fill_.Tensor", self, mask, value.reshape({})); };
+}
+ACLNN(InplaceMaskedScatter, Out(self), In(mask), In(source)) {
+  require_dtype(mask, {cpu::kBool, cpu::kByte}, "mask");
+  return [=] { cpu::op("masked_scatter_", self, mask.to(cpu::kBool), source); };
+}
+
+// ---- results whose size depends on the values: the program has to wait for them
+ACLNN(Nonzero, In(self), Out(out)) {
+  opapi::require_dtype(out, {cpu::kLong}, "out");
+  return [=] { out.write_and_shrink(cpu::op("nonzero", self)); };
+}
+ACLNN(MaskedSelect, In(self), In(mask), Out(out)) {
+  require_dtype(mask, {cpu::kBool, cpu::kByte}, "mask");
+  return [=] { out.write_and_shrink(cpu::op("masked_select", self, mask.to(cpu::kBool))); };
+}

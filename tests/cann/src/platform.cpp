@@ -1,0 +1,204 @@
+// Questions about the host and the device, limits that may be set and read back, and the old operator route, refused.
+#include <cstring>
+#include <mutex>
+
+#include "emulation.h"
+
+using emu::refuse;
+
+namespace {
+
+constexpr uint32_t kCubeCores = 24;
+constexpr uint32_t kVectorCores = 48;
+
+uint32_t num_cores(aclrtDevResLimitType type) { return type == ACL_RT_DEV_RES_CUBE_CORE ? kCubeCores : kVectorCores; }
+
+std::mutex mutex;
+std::map<int, int64_t> system_options;
+
+}  // namespace
+
+EMU_EXPORT aclError aclInit(const char*) {
+  EMU_ENTRY();
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclFinalize() {
+  EMU_ENTRY();
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT const char* aclrtGetSocName() { return emu::settings().soc_name.c_str(); }
+
+EMU_EXPORT aclError aclsysGetVersionStr(char* package, char* version) {
+  EMU_ENTRY();
+  if (package == nullptr || version == nullptr) return refuse(ACL_ERROR_INVALID_PARAM, "aclsysGetVersionStr");
+  std::strcpy(version, "9.1.0");
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
+  EMU_ENTRY();
+  std::memset(version, 0, sizeof *version);
+  std::strcpy(version->version, "9.1.0");
+  std::strcpy(version->majorVersion, "9");
+  std::strcpy(version->minorVersion, "1");
+  std::strcpy(version->releaseVersion, "0");
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t* value) {
+  EMU_ENTRY();
+  *value = info == ACL_DEVICE_INFO_AI_CORE_NUM ? kCubeCores : info == ACL_DEVICE_INFO_VECTOR_CORE_NUM ? kVectorCores : 192 << 20;
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr attribute, int64_t* value) {
+  EMU_ENTRY();
+  switch (attribute) {
+    case ACL_DEV_ATTR_CUBE_CORE_NUM: *value = kCubeCores; return ACL_SUCCESS;
+    case ACL_DEV_ATTR_VECTOR_CORE_NUM: *value = kVectorCores; return ACL_SUCCESS;
+    default: return refuse(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtGetDeviceInfo: attribute %d is not emulated", attribute);
+  }
+}
+
+EMU_EXPORT aclError aclGetCannAttribute(aclCannAttr attribute, int32_t* value) {
+  EMU_ENTRY();
+  *value = attribute != ACL_CANN_ATTR_JIT_COMPILE;  // inf/nan mode and bfloat16 exist, just-in-time kernels do not
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtDeviceCanAccessPeer(int32_t* can_access, int32_t device, int32_t peer) {
+  EMU_ENTRY();
+  *can_access = device != peer;
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtGetLogicDevIdByUserDevId(const int32_t user, int32_t* const logic) {
+  EMU_ENTRY();
+  *logic = user;
+  return ACL_SUCCESS;
+}
+
+// ---- options: stored, so that what a program sets is what it reads
+
+EMU_EXPORT size_t aclGetCompileoptSize(aclCompileOpt) { return 64; }
+
+// "disable" for just-in-time compilation sends torch_npu down the aclnn route.
+EMU_EXPORT aclError aclGetCompileopt(aclCompileOpt, char* value, size_t length) {
+  EMU_ENTRY();
+  std::strncpy(value, "disable", length);
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclSetCompileopt(aclCompileOpt, const char*) {
+  EMU_ENTRY();
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
+  EMU_ENTRY();
+  std::lock_guard<std::mutex> lock(mutex);
+  system_options[option] = value;
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
+
+EMU_EXPORT aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t* value) {
+  EMU_ENTRY();
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = system_options.find(option);
+  if (found == system_options.end()) return refuse(ACL_ERROR_RT_SYSPARAMOPT_NOT_SET, "aclrtGetSysParamOpt: %d", option);
+  *value = found->second;
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
+  EMU_ENTRY();
+  return mode == ACL_RT_OVERFLOW_MODE_INFNAN || mode == ACL_RT_OVERFLOW_MODE_SATURATION
+             ? ACL_SUCCESS
+             : refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtSetDeviceSatMode: %d", mode);
+}
+
+EMU_EXPORT aclError aclrtGetStreamOverflowSwitch(aclrtStream, uint32_t* flag) {
+  EMU_ENTRY();
+  *flag = 0;
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtSetStreamOverflowSwitch(aclrtStream, uint32_t) { return ACL_SUCCESS; }
+EMU_EXPORT aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
+EMU_EXPORT aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
+
+EMU_EXPORT aclError aclrtSetOpExecuteTimeOutV2(uint64_t timeout, uint64_t* actual) {
+  *actual = timeout;
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStreamAttrValue*) { return ACL_SUCCESS; }
+EMU_EXPORT aclError aclrtGetLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
+EMU_EXPORT aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
+
+EMU_EXPORT aclError aclrtGetErrorVerbose(int32_t, aclrtErrorInfo* info) {
+  std::memset(info, 0, sizeof *info);
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtGetDeviceResLimit(int32_t, aclrtDevResLimitType type, uint32_t* value) {
+  EMU_ENTRY();
+  *value = num_cores(type);
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtGetStreamResLimit(aclrtStream, aclrtDevResLimitType type, uint32_t* value) {
+  EMU_ENTRY();
+  *value = num_cores(type);
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32_t* value) {
+  EMU_ENTRY();
+  *value = num_cores(type);
+  return ACL_SUCCESS;
+}
+
+EMU_EXPORT aclError aclrtSetStreamResLimit(aclrtStream, aclrtDevResLimitType, uint32_t) { return ACL_SUCCESS; }
+EMU_EXPORT aclError aclrtResetStreamResLimit(aclrtStream) { return ACL_SUCCESS; }
+EMU_EXPORT aclError aclrtUseStreamResInCurrentThread(aclrtStream) { return ACL_SUCCESS; }
+EMU_EXPORT aclError aclrtUnuseStreamResInCurrentThread(aclrtStream) { return ACL_SUCCESS; }
+
+// A prefetch into the cache changes no value.
+EMU_EXPORT aclError aclrtCmoAsync(void* source, size_t size, aclrtCmoType, aclrtStream stream) {
+  EMU_ENTRY();
+  if (!emu::is_device_range(source, size)) return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtCmoAsync: %p", source);
+  return emu::submit(stream, "aclrtCmoAsync", [] {});
+}
+
+// ---- the old route: torch_npu falls back to it without a word when an aclnn symbol is missing
+
+EMU_EXPORT aclError aclopCompileAndExecute(const char* type, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
+                                           const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*,
+                                           aclopEngineType, aclopCompileType, const char*, aclrtStream) {
+  return refuse(ACL_ERROR_GE_FAILURE, "operator %s took the aclop route: some aclnn function of it is not emulated", type);
+}
+
+EMU_EXPORT aclError aclopCompileAndExecuteV2(const char* type, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
+                                             aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*,
+                                             aclrtStream) {
+  return refuse(ACL_ERROR_GE_FAILURE, "operator %s took the aclop route: some aclnn function of it is not emulated", type);
+}
+
+// Its helpers must work until the refusal, so that the refusal can name the operator.
+struct aclTensorDesc {};
+struct aclDataBuffer {};
+struct aclopAttr {};
+EMU_EXPORT aclTensorDesc* aclCreateTensorDesc(aclDataType, int, const int64_t*, aclFormat) { return new aclTensorDesc; }
+EMU_EXPORT void aclDestroyTensorDesc(const aclTensorDesc* description) { delete description; }
+EMU_EXPORT aclDataBuffer* aclCreateDataBuffer(void*, size_t) { return new aclDataBuffer; }
+EMU_EXPORT aclError aclDestroyDataBuffer(const aclDataBuffer* buffer) {
+  delete buffer;
+  return ACL_SUCCESS;
+}
+EMU_EXPORT aclopAttr* aclopCreateAttr() { return new aclopAttr; }
+EMU_EXPORT void aclopDestroyAttr(const aclopAttr* attributes) { delete attributes; }

@@ -1,0 +1,43 @@
+"""Options and fixtures that every test shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--platform", default="cpu", help="platform the oracle tests run on: cpu (default), cuda or npu")
+
+
+@pytest.fixture(scope="session")
+def platform_name(request: pytest.FixtureRequest) -> str:
+    """The platform under test; tests that need it are skipped, with the reason, where it cannot be used."""
+    from npu_runner.errors import ConfigError
+    from npu_runner.platforms import pick_platform
+
+    name = str(request.config.getoption("--platform"))
+    try:
+        pick_platform(name)
+    except ConfigError as reason:
+        pytest.skip(str(reason))
+    return name
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make(model_type, **changes) -> folder of a tiny random checkpoint, made once per set of changes."""
+    from tests.oracle.tiny_checkpoints import make_checkpoint
+
+    made: dict[str, Path] = {}
+
+    def make(model_type: str, **changes: Any) -> Path:
+        key = repr((model_type, sorted(changes.items())))
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp(model_type), model_type, **changes)
+        return made[key]
+
+    return make

@@ -1,0 +1,64 @@
+"""The laws of the layout: a layer imports only what stands below it, and the scheduling core knows no tensors."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Packages and modules, lowest first; those of one line do not import each other.
+LAYERS = [
+    {"errors"}, {"sampling_params", "outputs"}, {"config"}, {"model_config", "checkpoint", "assets"}, {"multimodal"},
+    {"core", "platforms"}, {"layers"}, {"weights"}, {"models"}, {"strategies"}, {"runner"}, {"engine"}, {"llm"},
+    {"batch"}, {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def layer_of(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] == "strategies":
+        return "strategies"
+    return parts[1].split("_arguments")[0] if parts[0] == "npu_runner" and len(parts) > 1 else None
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def sources() -> list[Path]:
+    found = [*(ROOT / "npu_runner").rglob("*.py"), *(ROOT / "strategies").rglob("*.py")]
+    return [path for path in found if path.parent.name != "npu_runner" or path.stem not in ("__init__", "__main__")]
+
+
+def module_layer(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = "strategies" if parts[0] == "strategies" else parts[1]
+    return "cli" if name.startswith("cli") else name
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_layer_imports_only_what_stands_below_it(path: Path) -> None:
+    own = module_layer(path)
+    for module in imports(path):
+        layer = layer_of(module)
+        if layer is not None and not (layer.startswith("cli") and own == "cli") and layer != own:
+            assert LEVEL[layer] < LEVEL[own], f"{path.relative_to(ROOT)} ({own}) imports {module} ({layer})"
+
+
+def test_the_core_imports_no_torch() -> None:
+    for path in (ROOT / "npu_runner" / "core").glob("*.py"):
+        assert not any(module.split(".")[0] == "torch" for module in imports(path)), path.name
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    long = {str(path.relative_to(ROOT)): count for path in sources()
+            if (count := len(path.read_text().splitlines())) > 500}
+    assert not long

@@ -1,0 +1,24 @@
+"""The README names every option, so that none is added, renamed or dropped in silence."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from npu_runner.batch.options import BatchOptions
+from npu_runner.config import RunnerConfig
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+@pytest.mark.parametrize("settings", [BatchOptions, RunnerConfig])
+def test_the_readme_explains_every_option_and_no_other(settings: type) -> None:
+    flags = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(settings)}
+    table = set(re.findall(r"^\| `(--[a-z-]+)` \|", README, flags=re.MULTILINE))
+    assert flags <= table
+    every = {"--" + field.name.replace("_", "-") for kind in (BatchOptions, RunnerConfig) for field in
+             dataclasses.fields(kind)}
+    assert table <= every

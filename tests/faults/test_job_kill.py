@@ -1,0 +1,145 @@
+"""kill -9 of the job at thirty random moments: resumed each time, every row is there once, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from tests.batch.scripted import row, write_rows
+
+NUM_KILLS = 30
+NUM_PICTURES = 24
+SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off",
+         "--preprocessing-workers", "1", "--allowed-media-dir", "."]  # fmt: skip
+
+
+class Zygote:
+    """Starts jobs and says how they ended."""
+
+    def __init__(self, folder: Path):
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("job_zygote.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+
+    def start(self, arguments: list[str]) -> int:
+        return self._ask(json.dumps(arguments))
+
+    def exit_status(self) -> int:
+        return self._ask("")
+
+    def _ask(self, line: str) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def requests(folder: Path) -> Iterator[dict[str, Any] | bytes]:
+    """Pictures and text, greedy and drawn with a seed and without, several completions, and rows that fail.
+
+    No logprobs: their last digits depend on who else is in the batch, as sums of floats do.
+    """
+    for number in range(NUM_PICTURES):
+        example = draw_example(TEST_SEEDS[200 + number])
+        parts: list[dict[str, Any]] = [{"type": "text", "text": example.question}]
+        for index, image in enumerate(example.images):
+            image.save(folder / f"{number}-{index}.png")
+            parts.append({"type": "image_url", "image_url": {"url": f"{number}-{index}.png"}})
+        yield row(f"picture {number}", messages=[{"role": "user", "content": parts}], max_tokens=48)
+        yield row(f"text {number}", "Hello!", temperature=number % 3, n=1 + number % 2, max_tokens=24)
+    yield b"not json"
+    yield row(
+        "missing", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "no.png"}}]}]
+    )
+    yield row("seeded", "Who are you?", temperature=1.5, seed=7, max_tokens=24)
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    data = path.read_bytes() if path.exists() else b""
+    return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
+def wait_until_workers_are_gone(job: int) -> None:
+    """A worker's command line ends with its parent's pid. The test's own timeout ends this if one stays."""
+    while any(is_worker_of(job, path) for path in Path("/proc").glob("[0-9]*")):
+        time.sleep(0.01)
+
+
+def is_worker_of(job: int, process: Path) -> bool:
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"npu_runner.batch.worker" in words and str(job).encode() in words
+
+
+@pytest.mark.slow
+def test_killed_at_thirty_random_moments_every_row_is_there_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    write_rows(tmp_path / "in.jsonl", requests(tmp_path))
+    undisturbed = tmp_path / "undisturbed.jsonl"
+    command = ["batch", "-i", "in.jsonl", *SMALL, "-o"]
+    done = subprocess.run([sys.executable, "-m", "npu_runner", *command, undisturbed.name, "--ordered"], cwd=tmp_path)
+    assert done.returncode == 3
+    expected = whole_lines(undisturbed)
+    assert len(expected) == 2 * NUM_PICTURES + 3
+
+    rng, num_kills, num_jobs = random.Random(2), 0, 0
+    with Zygote(tmp_path) as zygote:
+        started = time.monotonic()
+        zygote.start([*command, "measured.jsonl"])
+        assert zygote.exit_status() == 3
+        whole_seconds = time.monotonic() - started
+        while num_kills < NUM_KILLS:
+            # When a job was finished before it could be killed, the next one begins; every other one is ordered.
+            output = tmp_path / f"out-{num_jobs}.jsonl"
+            is_ordered = num_jobs % 2 == 1
+            arguments = [*command, output.name, *(["--ordered"] if is_ordered else [])]
+            pid = zygote.start(arguments)
+            time.sleep(rng.uniform(0, whole_seconds))
+            os.kill(pid, signal.SIGKILL)
+            status = zygote.exit_status()
+            wait_until_workers_are_gone(pid)
+            if status == -signal.SIGKILL:
+                num_kills += 1
+                assert set(whole_lines(output)) <= set(expected)
+            else:
+                assert_finished(status, output, expected, is_ordered)
+                num_jobs += 1
+        zygote.start(arguments)
+        assert_finished(zygote.exit_status(), output, expected, is_ordered)
+    print(f"{num_kills} kills over {num_jobs + 1} jobs of {whole_seconds:.1f} s")
+
+
+def assert_finished(status: int, output: Path, expected: list[bytes], is_ordered: bool) -> None:
+    assert status == 3
+    found = whole_lines(output)
+    assert output.read_bytes() == b"".join(found)
+    assert (found if is_ordered else sorted(found)) == (expected if is_ordered else sorted(expected))
+    names = {path.name for path in output.parent.iterdir() if output.name in path.name}
+    assert names == {output.name, f"{output.name}.manifest.json"}

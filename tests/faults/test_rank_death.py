@@ -1,0 +1,90 @@
+"""A rank that dies, stops or fails ends the job soon, by name, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner import LLM, SamplingParams
+from npu_runner.engine.executors import shared_memory
+from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
+from npu_runner.errors import EngineDeadError, OutOfMemoryError
+
+SETTINGS: dict[str, Any] = {"platform": "cpu", "tensor_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 4}
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+def executor_of(llm: LLM) -> SharedMemoryExecutor:
+    executor = llm.engine._executor
+    assert isinstance(executor, SharedMemoryExecutor)
+    return executor
+
+
+def run_to_end(llm: LLM) -> None:
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+
+
+def assert_gone(process_ids: list[int]) -> None:
+    for process_id in process_ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process_id, 0)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_and_the_others_end(victim: int, checkpoint: Any) -> None:
+    segments = set(os.listdir("/dev/shm"))
+    llm = LLM(checkpoint("qwen3"), **SETTINGS)
+    process_ids = executor_of(llm).process_ids()
+    prompt = llm.engine.processor.from_text("which picture")
+    llm.engine.add_request("r", prompt, LONG)
+    for _ in range(3):
+        llm.engine.step()
+    os.kill(process_ids[victim], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=f"rank {victim} died .killed by SIGKILL"):
+        run_to_end(llm)
+    assert_gone(process_ids)
+    assert set(os.listdir("/dev/shm")) <= segments
+    llm.close()
+
+
+def test_a_stopped_rank_is_noticed_by_its_silence(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(checkpoint("qwen3"), **SETTINGS)
+    monkeypatch.setattr(shared_memory, "SILENCE_SECONDS", 4.0)
+    process_ids = executor_of(llm).process_ids()
+    os.kill(process_ids[1], signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="rank 1 has been silent"):
+        llm.generate(["which picture"], LONG)
+    assert_gone(process_ids)
+
+
+def test_a_refusal_in_the_ranks_is_the_same_error_as_in_one_process(checkpoint: Any) -> None:
+    with pytest.raises(OutOfMemoryError, match="raise kv_cache_bytes"):
+        LLM(checkpoint("qwen3"), **SETTINGS, kv_cache_bytes=4096)
+
+
+def test_ranks_end_when_the_engine_is_killed(checkpoint: Any) -> None:
+    script = (
+        "import sys, time\n"
+        "from npu_runner import LLM\n"
+        f"llm = LLM(sys.argv[1], **{SETTINGS!r})\n"
+        "print(*llm.engine._executor.process_ids(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(checkpoint("qwen3"))], stdout=subprocess.PIPE,
+                          text=True) as engine:
+        assert engine.stdout is not None
+        process_ids = [int(word) for word in engine.stdout.readline().split()]
+        assert len(process_ids) == 2
+        engine.kill()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{process_id}").exists() for process_id in process_ids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert_gone(process_ids)

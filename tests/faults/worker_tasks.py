@@ -1,0 +1,34 @@
+"""Tasks that misbehave in a worker process. Imports next to nothing, because every replaced worker imports it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+class DieAt:
+    """Kills its own process at the given tasks: `once` leaves a mark, so that the next process survives."""
+
+    def __init__(self, marks: Path, always: set[int], once: set[int]):
+        self.marks, self.always, self.once = marks, always, once
+
+    def __call__(self, task: int) -> int:
+        if task in self.always:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        mark = self.marks / str(task)
+        if task in self.once and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task + 1000
+
+
+class HangAt:
+    def __init__(self, tasks: set[int]):
+        self.tasks = tasks
+
+    def __call__(self, task: int) -> int:
+        if task in self.tasks:
+            time.sleep(3600)
+        return task

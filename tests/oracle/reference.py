@@ -1,0 +1,59 @@
+"""The oracle: Hugging Face transformers in float32 on the CPU, given the same files, pictures and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+
+@lru_cache(maxsize=8)
+def load_model(path: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen3VLForConditionalGeneration
+
+    is_vision = AutoConfig.from_pretrained(path).model_type == "qwen3_vl"
+    model_class = Qwen3VLForConditionalGeneration if is_vision else AutoModelForCausalLM
+    return model_class.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@lru_cache(maxsize=8)
+def load_image_processor(path: Path) -> Any:
+    from transformers import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil.from_pretrained(path)
+
+
+def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Image.Image] = ()) -> dict[str, torch.Tensor]:
+    """What transformers' forward takes for one prompt whose image placeholders are already expanded."""
+    config = load_model(path).config
+    ids = torch.tensor([list(token_ids)])
+    inputs = {"input_ids": ids}
+    if config.model_type == "qwen3_vl":
+        inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
+        if images:
+            features = load_image_processor(path)(list(images), return_tensors="pt")
+            inputs["pixel_values"] = features["pixel_values"]
+            inputs["image_grid_thw"] = features["image_grid_thw"]
+    return inputs
+
+
+@torch.inference_mode()
+def generate(path: Path, token_ids: Sequence[int], images: Sequence[Image.Image] = (), *,
+             max_new_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens, past any EOS, and the (max_new_tokens, V) logits that each was taken from."""
+    output = load_model(path).generate(
+        **model_inputs(path, token_ids, images), max_new_tokens=max_new_tokens, min_new_tokens=max_new_tokens,
+        do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
+    )
+    return output.sequences[0, len(token_ids):].tolist(), torch.cat(output.logits).float()
+
+
+def random_image(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+    """Blocks of random colours: every patch differs, and resizing has something to smooth."""
+    coarse = rng.integers(0, 256, (max(1, height // 9), max(1, width // 9), 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.NEAREST)

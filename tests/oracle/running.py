@@ -1,0 +1,69 @@
+"""Runs our side of an oracle comparison: greedy tokens and the logits behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_runner import LLM, SamplingParams
+from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.runner.model_runner import ModelRunner
+from tests.oracle import reference
+
+MAX_NEW_TOKENS = 12
+LOGITS_TOLERANCE = 1e-4
+SMALL = {"max_num_seqs": 8, "max_model_len": 1024, "dtype": "float32"}
+
+
+def greedy(count: int = MAX_NEW_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    """The rank that lives in this process."""
+    return llm.engine._executor._runner  # type: ignore[attr-defined,return-value]
+
+
+@contextmanager
+def recorded_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
+    """The logits (B, V) that every step inside samples from, in order, whether a graph made them or not."""
+    steps: list[torch.Tensor] = []
+    runner: Any = runner_of(llm)
+    sample = runner._sample
+
+    def record(batch: Any, logits_BV: torch.Tensor, inputs: Any) -> Any:
+        steps.append(logits_BV.float().cpu().clone())
+        return sample(batch, logits_BV, inputs)
+
+    runner._sample = record
+    try:
+        yield steps
+    finally:
+        del runner._sample
+
+
+def assert_equals_reference(path: Path, llm: LLM, prompts: Sequence[PromptInputs],
+                            images: Sequence[Sequence[Any]] | None = None) -> None:
+    """All prompts together give, each, the tokens that transformers gives it alone; and alone, the same logits."""
+    images = images or [[] for _ in prompts]
+    expected = [reference.generate(path, prompt.token_ids, pictures, max_new_tokens=MAX_NEW_TOKENS)
+                for prompt, pictures in zip(prompts, images, strict=True)]
+    together = llm.generate(prompts, greedy())
+    for index, (output, (tokens, _)) in enumerate(zip(together, expected, strict=True)):
+        assert output.token_ids == tokens, f"prompt {index} of {len(prompts)}"
+        assert output.finish_reason == "length"
+    assert_logits_equal(llm, prompts[-1], *expected[-1])
+
+
+def assert_logits_equal(llm: LLM, prompt: PromptInputs, tokens: list[int], logits: torch.Tensor) -> None:
+    with recorded_logits(llm) as steps:
+        (alone,) = llm.generate([prompt], greedy())
+    assert alone.token_ids == tokens
+    ours = torch.cat([step for step in steps if len(step)])
+    assert ours.shape == logits.shape
+    worst = (ours - logits).abs().max().item()
+    assert worst < LOGITS_TOLERANCE, f"logits differ by {worst:.2e}"

@@ -1,0 +1,71 @@
+"""Qwen3-VL against transformers: pictures at any place, of any size, several times, and none at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npu_runner import LLM
+from tests.oracle.reference import random_image
+from tests.oracle.running import SMALL, assert_equals_reference
+
+SIZES = [(70, 45), (200, 33), (31, 190), (128, 128), (250, 251), (8, 8)]
+# t: a stretch of text; digits: the picture of that number
+LAYOUTS = ["t", "0t", "t1", "t2t", "t01t", "3t4", "0t1t2t3", "t44t4", "5t", "012t345"]
+
+
+def conversation(layout: str, pictures: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    parts: list[dict[str, Any]] = []
+    used = []
+    for mark in layout:
+        if mark == "t":
+            parts.append({"type": "text", "text": "which picture shows a circle " * len(parts or "x")})
+        else:
+            parts.append({"type": "image", "image": pictures[int(mark)]})
+            used.append(pictures[int(mark)])
+    return [{"role": "user", "content": parts}], used
+
+
+def make_prompts(llm: LLM, layouts: list[str]) -> tuple[list[Any], list[list[Any]]]:
+    rng = np.random.default_rng(7)
+    pictures = [random_image(rng, *size) for size in SIZES]
+    built = [conversation(layout, pictures) for layout in layouts]
+    return [llm.engine.processor(messages) for messages, _ in built], [used for _, used in built]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied, one kv head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "tower of heads of 24, three levels": {
+        "vision": {"hidden_size": 48, "num_heads": 2, "depth": 5, "deepstack_visual_indexes": [0, 2, 4]}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_tokens_and_logits_equal_transformers(name: str, checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint("qwen3_vl", **VARIANTS[name])
+    with LLM(path, platform=platform_name, **SMALL) as llm:
+        prompts, images = make_prompts(llm, LAYOUTS)
+        assert_equals_reference(path, llm, prompts, images)
+        assert llm.stats().num_images_encoded == len(SIZES), "the tower runs once for each distinct picture"
+
+
+@pytest.mark.parametrize("num_tokens", [5, 16, 37])
+def test_chunks_may_cut_a_picture(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint("qwen3_vl")
+    with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
+        prompts, images = make_prompts(llm, LAYOUTS)
+        assert_equals_reference(path, llm, prompts, images)
+        assert llm.stats().num_images_encoded == len(SIZES)
+
+
+def test_without_a_vision_cache_a_cut_picture_is_still_encoded_once(checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint("qwen3_vl")
+    with LLM(path, platform=platform_name, max_num_batched_tokens=16, vision_cache_bytes=0,
+             enable_prefix_caching=False, **SMALL) as llm:
+        prompts, images = make_prompts(llm, ["t4t"])
+        assert_equals_reference(path, llm, prompts, images)
+        assert llm.stats().num_images_encoded == 2, "once for each of the two runs of the prompt"

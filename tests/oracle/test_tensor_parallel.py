@@ -1,0 +1,34 @@
+"""Two ranks in processes of their own give what one gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner import LLM
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy
+from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
+from tests.oracle.test_scheduling_changes_nothing import text_prompts
+
+CASES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"num_key_value_heads": 1},  # fewer kv heads than ranks: both hold it
+    "qwen3": {"vocab_size": 321},  # a vocabulary that does not divide
+    "qwen3_vl": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_two_ranks_equal_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint(model_type, **CASES[model_type])
+
+    def run(ranks: int) -> list[list[int]]:
+        with LLM(path, platform=platform_name, tensor_parallel_size=ranks, max_num_batched_tokens=48, **SMALL) as llm:
+            prompts = make_prompts(llm, LAYOUTS[:7])[0] if model_type == "qwen3_vl" else text_prompts(llm)
+            return [output.token_ids for output in llm.generate(prompts, greedy())]
+
+    alone = run(1)
+    assert run(2) == alone
+    assert all(len(tokens) == MAX_NEW_TOKENS for tokens in alone)

@@ -1,0 +1,100 @@
+"""Tiny random checkpoints, made by transformers in its own format: the oracle's models and ours are the same files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+                  "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+VOCAB_SIZE = 320
+IMAGE_SIZES = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
+
+
+def make_checkpoint(path: Path, model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32,
+                    max_shard_size: str = "5GB", **changes: Any) -> Path:
+    """A random checkpoint of `model_type` in `path`. `changes` go into the text config; `vision=...` into the tower's.
+
+    Weights are scaled up so that greedy tokens vary and errors show.
+    """
+    from transformers import (
+        AutoModelForCausalLM,
+        LlamaConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+    )
+
+    tokenizer_ids = write_tokenizer(path)
+    text: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    }
+    vision = changes.pop("vision", {})
+    text.update(changes)
+    torch.manual_seed(seed)
+    eos = tokenizer_ids["<|im_end|>"]
+    if model_type == "qwen3_vl":
+        tie = text.pop("tie_word_embeddings")
+        text.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]})
+        tower = {"depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+                 "num_position_embeddings": 64, "deepstack_visual_indexes": [1, 2], "patch_size": 16, **vision}
+        tower["out_hidden_size"] = text["hidden_size"]
+        config = Qwen3VLConfig(
+            text_config=text, vision_config=tower, tie_word_embeddings=tie, eos_token_id=eos,
+            image_token_id=tokenizer_ids["<|image_pad|>"], video_token_id=tokenizer_ids["<|video_pad|>"],
+            vision_start_token_id=tokenizer_ids["<|vision_start|>"],
+            vision_end_token_id=tokenizer_ids["<|vision_end|>"],
+        )
+        model = Qwen3VLForConditionalGeneration(config)
+        write_preprocessor(path)
+    else:
+        config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[model_type]
+        if model_type == "qwen2":
+            text.pop("head_dim")
+        model = AutoModelForCausalLM.from_config(config_class(**text, eos_token_id=eos))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.15)
+    model.generation_config.eos_token_id = eos
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def write_tokenizer(path: Path) -> dict[str, int]:
+    """A byte-level BPE tokenizer with Qwen's special tokens and a chat template; returns the special tokens' ids."""
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS), special_tokens=[],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(["what colour is the picture, and which of the two shows a circle?"] * 4, trainer)
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+                "chat_template": TEMPLATE, "clean_up_tokenization_spaces": False}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+
+
+def write_preprocessor(path: Path) -> None:
+    settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "temporal_patch_size": 2,
+                "merge_size": 2, "size": IMAGE_SIZES, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    (path / "preprocessor_config.json").write_text(json.dumps(settings))

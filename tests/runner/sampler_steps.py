@@ -1,0 +1,90 @@
+"""Drives a Sampler on the CPU the way the model runner does. Shared by the sampler's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_runner.layers.sampler import Sampler, SamplerOutput
+from npu_runner.sampling_params import SamplingParams
+
+EOS = 2
+
+
+def make_sampler(vocab_size: int, max_num_seqs: int = 8,
+                 encode: Callable[[str], list[int]] | None = None) -> Sampler:
+    return Sampler(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=[EOS], device=torch.device("cpu"),
+                   encode=encode)
+
+
+def step(sampler: Sampler, logits_BV: Tensor, slots: Sequence[int],
+         uniforms: Sequence[float] | None = None) -> SamplerOutput:
+    """One step of the sequences in `slots`, with the sampler's own uniforms unless others are given."""
+    host_slots = np.asarray(slots, dtype=np.int32)
+    uniforms_B = sampler.host_inputs(host_slots) if uniforms is None else np.asarray(uniforms, dtype=np.float32)
+    assert uniforms_B.dtype == np.float32
+    return sampler(logits_BV, torch.from_numpy(host_slots), torch.from_numpy(uniforms_B), host_slots)
+
+
+def sample_one(params: SamplingParams, logits_V: Tensor, *, prompt: Sequence[int] = (), output: Sequence[int] = (),
+               seed: int = 0, encode: Callable[[str], list[int]] | None = None) -> int:
+    """The token that follows `output`, alone in a fresh sampler."""
+    sampler = make_sampler(len(logits_V), encode=encode)
+    sampler.add(0, params, prompt, output, seed=seed)
+    return int(step(sampler, logits_V[None], [0]).token_ids_B)
+
+
+def draw_many(params: SamplingParams, logits_V: Tensor, *, num_seqs: int = 500, num_steps: int = 40) -> np.ndarray:
+    """Counts by token of num_seqs * num_steps draws from the same logits."""
+    sampler = make_sampler(len(logits_V), num_seqs)
+    for slot in range(num_seqs):
+        sampler.add(slot, params, [0], seed=slot)
+    logits_BV = logits_V.expand(num_seqs, -1)
+    tokens = [step(sampler, logits_BV, range(num_seqs)).token_ids_B for _ in range(num_steps)]
+    return torch.bincount(torch.cat(tokens), minlength=len(logits_V)).numpy()
+
+
+def tokens_over_unit_interval(params: SamplingParams, logits_V: Tensor, num_rows: int = 1024) -> np.ndarray:
+    """The token at each of `num_rows` evenly spaced uniforms, the ends included: the whole support, in CDF order."""
+    sampler = make_sampler(len(logits_V), num_rows)
+    for slot in range(num_rows):
+        sampler.add(slot, params, [0], seed=0)
+    uniforms = np.linspace(0.0, 1.0 - 2.0**-24, num_rows)
+    return step(sampler, logits_V.expand(num_rows, -1), range(num_rows), uniforms).token_ids_B.numpy()
+
+
+@dataclass
+class Conversation:
+    """One sequence whose logits follow from a fixed table and its last token, as those of a language model would."""
+
+    params: SamplingParams
+    prompt: list[int]
+    seed: int
+    output: list[int] = field(default_factory=list)
+
+    def logits(self, table_VV: Tensor) -> Tensor:
+        last = (self.prompt + self.output)[-1]
+        return table_VV[last] + 0.1 * len(self.output)
+
+
+def run_together(sampler: Sampler, table_VV: Tensor, at_slots: Mapping[int, Conversation], num_steps: int) -> None:
+    """Generate `num_steps` tokens for registered conversations, all in one batch per step."""
+    slots = list(at_slots)
+    for _ in range(num_steps):
+        logits_BV = torch.stack([at_slots[slot].logits(table_VV) for slot in slots])
+        for slot, token in zip(slots, step(sampler, logits_BV, slots).token_ids_B.tolist(), strict=True):
+            assert token >= 0
+            at_slots[slot].output.append(token)
+
+
+def generate(table_VV: Tensor, conversation: Conversation, num_steps: int, *, slot: int = 0,
+             encode: Callable[[str], list[int]] | None = None) -> list[int]:
+    """The conversation's tokens when it runs alone."""
+    sampler = make_sampler(len(table_VV), slot + 1, encode)
+    sampler.add(slot, conversation.params, conversation.prompt, seed=conversation.seed)
+    run_together(sampler, table_VV, {slot: conversation}, num_steps)
+    return conversation.output
