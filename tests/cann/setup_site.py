@@ -92,7 +92,7 @@ def compile_all(torch: Path, jobs: int) -> tuple[list[Path], list[Path]]:
     """Objects of the runtime and of the operators."""
     source = HERE / "src"
     vendor = SITE / "torch_npu/include/third_party"
-    folders = [vendor / "acl/inc", vendor / "hccl/inc", torch / "include"]
+    folders = [vendor / "acl/inc", vendor / "hccl/inc", vendor.parent, torch / "include"]
     # -O0 for the operators: their time goes into ATen, which is optimised already, and they compile three times faster.
     common = [
         "g++",
@@ -169,7 +169,7 @@ def stub_source(names: list[str]) -> str:
 
 
 def link_library(path: Path, objects: list[Path], *options: str) -> None:
-    name = [f"-Wl,-soname,{path.name}", f"-L{LIBRARIES}"]
+    name = [f"-Wl,-soname,{path.name}", "-Wl,--no-undefined", f"-L{LIBRARIES}"]
     run(["g++", "-shared", "-o", str(path), *map(str, objects), *name, *options])
 
 

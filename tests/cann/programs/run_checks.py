@@ -19,6 +19,7 @@ def main(module_name: str) -> None:
     for name, check in vars(module).items():
         if not name.startswith("check_"):
             continue
+        print(f"running {name}", file=sys.stderr, flush=True)  # the last one is to blame if the process dies
         try:
             check()
             results[name] = "ok"

@@ -25,6 +25,8 @@
     }                                                        \
   } while (0)
 
+// The operators live in a library of their own and call these.
+#pragma GCC visibility push(default)
 namespace emu {
 
 // ---- settings (settings.cpp): environment variables, read once
@@ -73,3 +75,4 @@ aclError submit(aclrtStream stream, const std::string& name, std::function<void(
 aclError synchronize_everything();
 
 }  // namespace emu
+#pragma GCC visibility pop

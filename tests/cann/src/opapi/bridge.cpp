@@ -18,9 +18,10 @@ struct Handle {
 namespace {
 
 // CPU kernels only: whatever modes the calling program has switched on (tracing, dispatch modes, autocast) stay outside.
+// BackendSelect is included as it is by default: it finds the kernel of calls without a tensor, such as empty().
 struct PlainDispatch {
   c10::impl::ForceDispatchKeyGuard guard{
-      c10::DispatchKeySet(), c10::DispatchKeySet(c10::DispatchKeySet::FULL) - c10::DispatchKeySet(c10::DispatchKey::CPU) -
+      c10::DispatchKeySet(c10::DispatchKey::BackendSelect), c10::DispatchKeySet(c10::DispatchKeySet::FULL) - c10::DispatchKeySet(c10::DispatchKey::CPU) -
                                  c10::DispatchKeySet(c10::DispatchKey::BackendSelect)};
 };
 

@@ -15,7 +15,7 @@ std::vector<cpu::Tensor> index_list(const std::vector<opapi::Input>& indices) {
   std::vector<cpu::Tensor> list;
   for (const auto& index : indices) {
     bool is_absent = !index.is_given() || (index.dim() == 1 && index.size(0) == 0);
-    list.push_back(is_absent ? cpu::Tensor() : index);
+    list.push_back(is_absent ? cpu::Tensor() : static_cast<const cpu::Tensor&>(index));
   }
   return list;
 }

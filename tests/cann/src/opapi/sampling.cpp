@@ -38,7 +38,7 @@ ACLNN(ApplyTopKTopP, In(logits), Opt(p), Opt(k), Out(out)) {
   opapi::require_dim(logits, 2, "logits");
   opapi::require_same_dtype(logits, out, "logits and out");
   opapi::require_same_shape(logits, out, "logits and out");
-  require_code(opapi::kParamNull, p.is_given() || k.is_given(), "p and k are both null");
+  require_code(kParamNull, p.is_given() || k.is_given(), "p and k are both null");
   if (p.is_given()) {
     opapi::require_same_dtype(logits, p, "logits and p");
     require(p.sizes() == cpu::Ints{logits.size(0)}, "p ", p.sizes(), ", logits ", logits.sizes());
