@@ -50,6 +50,8 @@ def run(command: list[str], **options: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
     if done.returncode != 0:
         raise BuildError(f"{' '.join(command[:3])} ... failed:\n{(done.stdout + done.stderr)[-6000:]}")
+    if done.stderr:
+        print(done.stderr, end="", file=sys.stderr)  # warnings
     return str(done.stdout)
 
 

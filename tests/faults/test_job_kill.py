@@ -20,7 +20,7 @@ from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from tests.batch.scripted import row, write_rows
 
 NUM_KILLS = 30
-NUM_PICTURES = 24
+NUM_PICTURES = 12
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off",
          "--preprocessing-workers", "1", "--allowed-media-dir", "."]  # fmt: skip
 
@@ -101,6 +101,7 @@ def is_worker_of(job: int, process: Path) -> bool:
 @pytest.mark.slow
 def test_killed_at_thirty_random_moments_every_row_is_there_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_rows(tmp_path / "in.jsonl", requests(tmp_path))
     undisturbed = tmp_path / "undisturbed.jsonl"
     command = ["batch", "-i", "in.jsonl", *SMALL, "-o"]

@@ -163,7 +163,9 @@ class _Rank:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "npu_runner.engine.executors.worker", *arguments],
             pass_fds=(theirs.fileno(), area.fd, lifeline_fd),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            # Ranks share the host's cores: a thread that spins while it waits would keep another rank from working.
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ,
+                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         theirs.close()
         self.connection: Connection = Connection(ours.detach())

@@ -16,7 +16,7 @@ import traceback
 def main(module_name: str) -> None:
     module = importlib.import_module(module_name)
     results = {}
-    for name, check in vars(module).items():
+    for name, check in list(vars(module).items()):
         if not name.startswith("check_"):
             continue
         print(f"running {name}", file=sys.stderr, flush=True)  # the last one is to blame if the process dies

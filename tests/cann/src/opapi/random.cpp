@@ -17,7 +17,7 @@ struct Source {
   opapi::Philox engine(int64_t element) const { return opapi::Philox(seed, static_cast<uint64_t>(element), offset); }
 };
 
-Source source_of(int64_t seed, int64_t offset) { return source_of(seed, offset); }
+Source source_of(int64_t seed, int64_t offset) { return {static_cast<uint64_t>(seed), static_cast<uint64_t>(offset)}; }
 
 Source source_in(const Tensor& seed, const Tensor& offset, int64_t offset_in_graph) {
   auto first = [](const Tensor& x) { return *static_cast<const int64_t*>(x.to(cpu::kLong).data()); };
@@ -136,14 +136,10 @@ ACLNN(InplaceRandomWithoutFromTo, Out(self), Int(seed), Int(offset)) {
 }
 ACLNN(InplaceBernoulli, Out(self), Num(probability), Int(seed), Int(offset)) {
   require(probability.to_double() >= 0 && probability.to_double() <= 1, "prob is ", probability.to_double());
-  return [=] {
-    self.write(cpu::op("lt", uniform(self.sizes(), source_of(seed, offset)), probability));
-  };
+  return [=] { self.write(cpu::op("lt", uniform(self.sizes(), source_of(seed, offset)), probability)); };
 }
 ACLNN(InplaceBernoulliTensor, Out(self), In(probability), Int(seed), Int(offset)) {
-  return [=] {
-    self.write(uniform(self.sizes(), source_of(seed, offset)) < probability.to(cpu::kDouble));
-  };
+  return [=] { self.write(uniform(self.sizes(), source_of(seed, offset)) < probability.to(cpu::kDouble)); };
 }
 ACLNN(Randperm, Int(n), Int(seed), Int(offset), Out(out)) {
   require(n >= 0 && out.dim() == 1 && out.size(0) == n, "n is ", n, ", out ", out.sizes());
@@ -151,9 +147,7 @@ ACLNN(Randperm, Int(n), Int(seed), Int(offset), Out(out)) {
 }
 ACLNN(Multinomial, In(self), Int(num_samples), Flag(replacement), Int(seed), Int(offset), Out(out)) {
   check_multinomial(self, num_samples, replacement, out);
-  return [=] {
-    out.write(multinomial(self, num_samples, replacement, source_of(seed, offset)));
-  };
+  return [=] { out.write(multinomial(self, num_samples, replacement, source_of(seed, offset))); };
 }
 ACLNN(MultinomialTensor, In(self), Int(num_samples), Flag(replacement), In(seed), In(offset), Int(offset_in_graph), Out(out)) {
   check_multinomial(self, num_samples, replacement, out);
