@@ -31,10 +31,24 @@ struct Found {
 
 Found find(const char* function, aclrtStream stream, aclrtEvent event) {
   Found found{scheduler().find(stream), scheduler().find_event(event)};
+  log("%s: stream %d, event %p%s", function, found.stream == nullptr ? -1 : found.stream->id, event,
+      found.event != nullptr && found.event->is_external() ? " (external)" : "");
   if (found.stream == nullptr || found.event == nullptr) {
     found.code = refuse(ACL_ERROR_RT_PARAM_INVALID, "%s: stream %p, event %p", function, stream, event);
   }
   return found;
+}
+
+// The modes of aclrtValueWait.
+constexpr uint32_t kWaitAtLeast = 0, kWaitEqual = 1, kWaitAnd = 2, kWaitNor = 3;
+
+bool holds(uint64_t actual, uint64_t value, uint32_t flag) {
+  switch (flag) {
+    case kWaitAtLeast: return static_cast<int64_t>(actual - value) >= 0;
+    case kWaitEqual: return actual == value;
+    case kWaitAnd: return (actual & value) != 0;
+    default: return ~(actual | value) != 0;
+  }
 }
 
 aclError status_of(aclrtEvent handle, const char* function, bool* is_complete) {
@@ -155,6 +169,38 @@ EMU_EXPORT aclError aclrtResetEvent(aclrtEvent event_handle, aclrtStream stream_
   }
   Task task;
   task.node = node;
+  scheduler().enqueue(*stream, std::move(task));
+  return ACL_SUCCESS;
+}
+
+// ---- words of device memory that one stream writes and another waits for; torch_npu's external events are made of them
+
+EMU_EXPORT aclError aclrtValueWrite(void* address, uint64_t value, uint32_t flag, aclrtStream stream) {
+  EMU_ENTRY();
+  if (flag != 0 || !emu::is_device_range(address, sizeof value) || reinterpret_cast<uintptr_t>(address) % sizeof value != 0) {
+    return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtValueWrite: %p, flag %u", address, flag);
+  }
+  return emu::submit(stream, "value_write", [=] { *static_cast<uint64_t*>(address) = value; }, emu::TaskKind::copy);
+}
+
+EMU_EXPORT aclError aclrtValueWait(void* address, uint64_t value, uint32_t flag, aclrtStream handle) {
+  EMU_ENTRY();
+  if (flag > emu::kWaitNor || !emu::is_device_range(address, sizeof value) || reinterpret_cast<uintptr_t>(address) % sizeof value != 0) {
+    return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtValueWait: %p, flag %u", address, flag);
+  }
+  Lock lock(scheduler().mutex);
+  emu::Stream* stream = scheduler().find(handle);
+  if (stream == nullptr) return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtValueWait: %p is not a stream", handle);
+  auto node = std::make_shared<Node>();
+  node->kind = Node::Kind::wait_value;
+  node->name = "value_wait";
+  node->is_ready = [=] { return emu::holds(*static_cast<uint64_t*>(address), value, flag); };
+  if (stream->capture) {
+    stream->capture->graph->nodes.push_back(node);
+    return ACL_SUCCESS;
+  }
+  Task task;
+  task.node = std::move(node);
   scheduler().enqueue(*stream, std::move(task));
   return ACL_SUCCESS;
 }

@@ -57,7 +57,9 @@ bool is_blocked(const Stream& stream) {
   const Task& head = stream.queue.front();
   if (stream.error != 0 && stream.stops_on_failure) return false;
   if (head.kind == Task::Kind::wait_ticket) return head.event->done < head.ticket;
-  return head.kind == Task::Kind::node && head.node->kind == Node::Kind::wait_event && !head.node->event->is_set;
+  if (head.kind != Task::Kind::node) return false;
+  if (head.node->kind == Node::Kind::wait_value) return !head.node->is_ready();
+  return head.node->kind == Node::Kind::wait_event && !head.node->event->is_set;
 }
 
 void run_head(Stream& stream) {
@@ -78,7 +80,8 @@ void run_head(Stream& stream) {
     case Node::Kind::work: return run_work(stream, task);
     case Node::Kind::record_event: return record(*task.node->event, ++task.node->event->issued);
     case Node::Kind::reset_event: task.node->event->is_set = false; return;
-    case Node::Kind::wait_event: return;
+    case Node::Kind::wait_event:
+    case Node::Kind::wait_value: return;
   }
 }
 

@@ -28,9 +28,10 @@ struct Event {
 
 // One recorded task of a graph. A task-group update replaces `run`, also while the graph waits for an event.
 struct Node {
-  enum class Kind { work, wait_event, record_event, reset_event } kind = Kind::work;
+  enum class Kind { work, wait_event, record_event, reset_event, wait_value } kind = Kind::work;
   std::string name;
   std::function<void()> run;
+  std::function<bool()> is_ready;  // wait_value only
   std::shared_ptr<Event> event;
   TaskKind task_kind = TaskKind::launch;
 };

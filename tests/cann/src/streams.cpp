@@ -228,10 +228,13 @@ EMU_EXPORT aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
 
 EMU_EXPORT aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }
 
-// Tests only: a stopped stream accepts work again, so that one process can provoke many errors.
+// Tests only: a stopped stream accepts work again, and a refused update is closed, so that one process can provoke many errors.
 EMU_EXPORT void cann_emu_clear_errors() {
   Lock lock(scheduler().mutex);
-  for (auto& [handle, stream] : scheduler().streams) stream->error = 0;
+  for (auto& [handle, stream] : scheduler().streams) {
+    stream->error = 0;
+    stream->updated_group = nullptr;
+  }
 }
 
 // ---- host callbacks

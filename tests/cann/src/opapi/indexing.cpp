@@ -10,19 +10,25 @@ namespace {
 
 void require_index(const cpu::Tensor& index, const char* name = "index") { require_dtype(index, {cpu::kInt, cpu::kLong}, name); }
 
-// CANN marks a dimension that is not indexed with an empty tensor of shape [0].
+// CANN marks a dimension that is not indexed with an empty tensor of shape [0], whatever its type.
+bool is_absent(const opapi::Input& index) { return !index.is_given() || (index.dim() == 1 && index.size(0) == 0); }
+
 std::vector<cpu::Tensor> index_list(const std::vector<opapi::Input>& indices) {
   std::vector<cpu::Tensor> list;
-  for (const auto& index : indices) {
-    bool is_absent = !index.is_given() || (index.dim() == 1 && index.size(0) == 0);
-    list.push_back(is_absent ? cpu::Tensor() : static_cast<const cpu::Tensor&>(index));
-  }
+  for (const auto& index : indices) list.push_back(is_absent(index) ? cpu::Tensor() : static_cast<const cpu::Tensor&>(index));
   return list;
+}
+
+void require_indices(const cpu::Tensor& self, const std::vector<opapi::Input>& indices) {
+  require(static_cast<int64_t>(indices.size()) <= self.dim(), indices.size(), " indices for ", self.dim(), " dimensions");
+  for (const auto& index : indices) {
+    if (!is_absent(index)) require_dtype(index, {cpu::kInt, cpu::kLong, cpu::kBool}, "indices");
+  }
 }
 
 void check_indices(const cpu::Tensor& self, const std::vector<opapi::Input>& indices) {
   for (size_t dim = 0; dim < indices.size(); ++dim) {
-    if (!indices[dim].is_given() || indices[dim].type() == cpu::kBool) continue;
+    if (is_absent(indices[dim]) || indices[dim].type() == cpu::kBool) continue;
     int64_t size = self.size(static_cast<int64_t>(dim));
     device_check_index(indices[dim], -size, size, "indices");
   }
@@ -48,15 +54,14 @@ ACLNN(IndexSelect, In(self), Int(dim), In(index), Out(out)) {
   };
 }
 ACLNN(Index, In(self), Ins(indices), Out(out)) {
-  require(static_cast<int64_t>(indices.size()) <= self.dim(), indices.size(), " indices for ", self.dim(), " dimensions");
-  for (const auto& index : indices) require_dtype(index, {cpu::kInt, cpu::kLong, cpu::kBool}, "indices");
+  require_indices(self, indices);
   return [=] {
     check_indices(self, indices);
     out.write(cpu::op("index", self, index_list(indices)));
   };
 }
 ACLNN(IndexPutImpl, Out(self), Ins(indices), In(values), Flag(accumulate), Flag(is_unsafe)) {
-  require(static_cast<int64_t>(indices.size()) <= self.dim(), indices.size(), " indices for ", self.dim(), " dimensions");
+  require_indices(self, indices);
   opapi::require_same_dtype(self, values, "selfRef and values");
   return [=] {
     check_indices(self, indices);
