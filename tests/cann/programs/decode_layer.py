@@ -60,7 +60,8 @@ class DecodeLayer(torch.nn.Module):
         slots: Tensor,
         table: Tensor,
         mask: Tensor,
-        cache: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
         q_lengths: list[int] | Tensor,
         kv_lengths: list[int] | Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -72,11 +73,11 @@ class DecodeLayer(torch.nn.Module):
             torch_npu.npu_rms_norm(k, self.k_norm, s.epsilon)[0],
         )
         q, k = torch_npu.npu_apply_rotary_pos_emb(q, k, cos.unsqueeze(1), sin.unsqueeze(1), layout="TND")
-        torch_npu.npu_scatter_pa_kv_cache(k, v.contiguous(), cache[0], cache[1], slots, cache_mode="Norm")
+        torch_npu.npu_scatter_pa_kv_cache(k, v.contiguous(), key_cache, value_cache, slots, cache_mode="Norm")
         attended = self.attention(
             q,
-            cache[0].flatten(2),
-            cache[1].flatten(2),
+            key_cache.flatten(2),
+            value_cache.flatten(2),
             atten_mask=mask,
             block_table=table,
             input_layout="TND",

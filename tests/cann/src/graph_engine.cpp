@@ -1,8 +1,9 @@
 // The few functions of GE that torch_npu reaches outside a graph session: strings, and whether an operator exists.
-// Graph sessions themselves are replaced in Python (hooks/ and ge/); every other GE symbol stops the program by name.
+// Graph sessions themselves are replaced in Python (ge/); every other GE symbol stops the program by name.
 #include <cstdlib>
 
 #include "emulation.h"
+#pragma GCC visibility push(default)  // GE's headers do not say that their classes are exported
 #include "graph/ascend_string.h"
 #include "graph/operator_factory.h"
 
@@ -20,3 +21,4 @@ bool AscendString::operator==(const AscendString& other) const { return std::str
 bool OperatorFactory::IsExistOp(const char_t* const) { return true; }
 
 }  // namespace ge
+#pragma GCC visibility pop
