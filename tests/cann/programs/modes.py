@@ -211,7 +211,8 @@ def check_torchair_max_autotune() -> None:
 
 def check_cached_graph() -> None:
     """Compiles or loads from CACHE_DIR, which of the two is the test's business."""
-    from torch_npu.dynamo import torchair
+    import torch_npu.dynamo.torchair  # noqa: F401 (makes the name torchair importable)
+    import torchair
 
     case = Case()
     torch._dynamo.reset()

@@ -101,6 +101,8 @@ def replace_engine(backend: ModuleType) -> None:
     backend.TorchNpuGraph = EmulatedGraph  # type: ignore[attr-defined]
     backend._torchair.InitializeGraphEngine = lambda options: None  # type: ignore[attr-defined]
     backend._torchair.FinalizeGraphEngine = lambda: None  # type: ignore[attr-defined]
+    # "Does this CANN know the operator and these optional arguments?" A current one does; compile() refuses the others.
+    backend._torchair.check_cann_compat = lambda operator, inputs, attributes: ""  # type: ignore[attr-defined]
 
 
 __all__ = ["EmulatedGraph", "device_empty", "replace_engine"]
