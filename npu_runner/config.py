@@ -11,7 +11,7 @@ from npu_runner.errors import ConfigError
 
 GIB = 1 << 30
 MIB = 1 << 20
-PLATFORMS = ("auto", "cuda", "cpu")
+PLATFORMS = ("auto", "npu", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
 LOAD_FORMATS = ("safetensors", "dummy")
@@ -26,7 +26,7 @@ class RunnerConfig:
     revision: str | None = None
     """Branch, tag or commit when `model` is a hub id."""
     platform: str = "auto"
-    """cuda or cpu; auto takes the first that is usable, in that order. npu comes with the next version."""
+    """npu, cuda or cpu; auto takes the first that is usable, in that order."""
     dtype: str = "auto"
     """auto: the checkpoint's own, except on the cpu platform, which computes in float32."""
     load_format: str = "safetensors"
@@ -62,6 +62,10 @@ class RunnerConfig:
     """Same as graph_mode="eager"."""
     graph_batch_sizes: tuple[int, ...] | None = None
     """Decode buckets; None: 1, 2, 4, 8, then multiples of 16 up to max_num_seqs."""
+    use_graph_cache: bool | None = None
+    """Keep compiled decode graphs for the next start (npu with graph_mode max-autotune); None: where they can be."""
+    graph_cache_dir: str = "~/.cache/npu_runner/graphs"
+    """Where compiled graphs are kept; a folder for each combination of model, settings, code and versions."""
     attention_backend: str = "auto"
     """Which attention kernels to use where a platform offers several."""
     step_timeout_seconds: float = 600.0

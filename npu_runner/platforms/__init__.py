@@ -8,6 +8,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms.base import Platform
 
 _HOMES = {
+    "npu": "npu_runner.platforms.npu.platform:NpuPlatform",
     "cuda": "npu_runner.platforms.cuda.platform:CudaPlatform",
     "cpu": "npu_runner.platforms.cpu.platform:CpuPlatform",
 }

@@ -9,8 +9,9 @@ W blocks per sequence, S block size, NB blocks of the cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,8 +110,24 @@ class AttentionBackend(ABC):
         """Full attention within each of consecutive segments of `lengths` rows, (T, N, H)."""
 
 
-DecodeForward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW) -> logits (B, vocab)."""
+DecodeForward = Callable[..., Tensor]
+"""(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW, plan=None) -> logits (B, vocab).
+
+What is compiled is the bound method of an nn.Module that holds the model; compiled callables take no plan.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSettings:
+    """What a graph compiler is made for.
+
+    `identity` holds whatever of the runner's shapes a graph; `cache_dir` is where compiled graphs are kept from one
+    run to the next, None where they are not.
+    """
+
+    mode: str
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    cache_dir: Path | None = None
 
 
 class GraphCompiler(ABC):
@@ -120,8 +137,16 @@ class GraphCompiler(ABC):
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
         """A callable for exactly this batch size and its static buffers, compiled or captured on its first call.
 
-        Raises GraphResourceError when the device has no resources left for another graph.
+        That first call raises GraphResourceError when the device has no resources left for another graph.
         """
+
+    def was_loaded(self, batch_size: int) -> bool:
+        """Whether the graph of this batch size came from an earlier run: its answers are then to be compared."""
+        return False
+
+    def discard(self, batch_size: int) -> None:
+        """Forget the kept graph of this batch size, because it gives other answers."""
+        return None
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
         """Give a captured graph what it takes from the host each step; most platforms have nothing to do."""
@@ -141,6 +166,8 @@ class Platform(ABC):
     supported_block_sizes: tuple[int, ...] | None = None
     """None: any."""
     graph_modes: tuple[str, ...] = ("eager", "reduce-overhead", "max-autotune")
+    keeps_graphs: tuple[str, ...] = ()
+    """The graph modes whose compiled graphs can be kept from one run to the next."""
 
     @classmethod
     @abstractmethod
@@ -168,8 +195,8 @@ class Platform(ABC):
         """The backend called `name` ("auto": the best here), for this rank's head counts."""
 
     @abstractmethod
-    def make_graph_compiler(self, mode: str) -> GraphCompiler:
-        """A compiler for `mode`, one of `graph_modes` other than eager."""
+    def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
+        """A compiler for `settings.mode`, one of `graph_modes` other than eager."""
 
     @abstractmethod
     def memory_info(self) -> MemoryInfo | None:
@@ -189,9 +216,12 @@ class Platform(ABC):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error` says that device memory ran out."""
 
-    def pin(self, tensor: Tensor) -> Tensor:
-        """`tensor` in memory from which copies to the device are asynchronous, where there is such a thing."""
-        return tensor
+    def host_buffer(self, num_elements: int) -> Tensor:
+        """Uninitialised int32 host memory; copies from it to the device are asynchronous where there is such a thing.
+
+        It is not handed out again before the copies from it are done.
+        """
+        return torch.empty(num_elements, dtype=torch.int32)
 
     def describe(self) -> dict[str, str]:
         """Names and versions that shape numbers, for manifests and reports."""

@@ -7,14 +7,15 @@ import types
 from npu_runner.platforms.base import DecodeForward
 
 
-def own_code(forward: DecodeForward) -> DecodeForward:
-    """The same function over a fresh code object.
+def own_code(forward: DecodeForward, name: str | None = None) -> DecodeForward:
+    """The same function over a fresh code object, called `name` if one is given.
 
     dynamo counts recompilations per code object and falls back to eager after 8 without a word: every bucket gets its
-    own.
+    own. Code objects of different names are also unequal, which matters to those who look them up.
     """
     function = forward.__func__ if isinstance(forward, types.MethodType) else forward
     assert isinstance(function, types.FunctionType), f"{forward!r} is not a Python function"
-    code, defaults = function.__code__.replace(), function.__defaults__
-    fresh = types.FunctionType(code, function.__globals__, function.__name__, defaults, function.__closure__)
+    name = name or function.__name__
+    code, defaults = function.__code__.replace(co_name=name), function.__defaults__
+    fresh = types.FunctionType(code, function.__globals__, name, defaults, function.__closure__)
     return types.MethodType(fresh, forward.__self__) if isinstance(forward, types.MethodType) else fresh

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
-from npu_runner.runner.inputs import HostStaging, Layout, device_views, plan_layout
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, Platform
+from npu_runner.runner.inputs import Layout, device_views, pack, plan_layout
 
 # B bucket's batch size, W blocks of the longest sequence allowed
 
@@ -56,8 +56,10 @@ class DecodeBuckets:
         self._told: set[int] = set()
 
     def compile_all(self, compiler: GraphCompiler, forward: DecodeForward,
-                    warm_up: Callable[[int], None]) -> None:
+                    warm_up: Callable[[int], None], agrees: Callable[[Bucket], bool] = lambda bucket: True) -> None:
         """Compile every bucket, largest first; `warm_up(batch_size)` runs it until nothing is compiled any more.
+
+        A graph kept from an earlier run must agree with `forward` (`agrees(bucket)`), or it is compiled anew.
 
         When the device has no resources for one more graph, what fits is kept and the rest runs eagerly.
         """
@@ -66,6 +68,11 @@ class DecodeBuckets:
             self._buckets[size] = bucket
             try:
                 warm_up(size)
+                if compiler.was_loaded(size) and not agrees(bucket):
+                    logger.warning("the kept graph of batch size %d gives other answers; it is compiled anew", size)
+                    compiler.discard(size)
+                    bucket.forward = compiler.compile(forward, size)
+                    warm_up(size)
             except GraphResourceError as full:
                 del self._buckets[size]
                 self._refused = (size, str(full))
@@ -101,13 +108,16 @@ class DecodeBuckets:
         return Bucket(size, layout, num_elements, buffer, device_views(buffer, layout), forward)
 
 
-def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], staging: HostStaging) -> None:
+def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform, block_size: int) -> None:
     """Fill the bucket's buffers with a smaller batch: padded rows have context length 1 in the null block."""
     padded = {}
     for name, (_, shape, is_float) in bucket.layout.items():
-        fill = PADDED_CONTEXT_LEN if name == "context_lens" else 0
-        target = np.full(shape, fill, dtype=np.float32 if is_float else np.int32)
+        target = np.full(shape, PADDED_CONTEXT_LEN if name == "context_lens" else 0,
+                         dtype=np.float32 if is_float else np.int32)
+        if name == "slot_mapping":
+            # Not all the same: kernels promise nothing for a slot that is written twice.
+            target[:] = np.arange(bucket.batch_size) % block_size
         source = arrays[name]
         target[tuple(slice(0, extent) for extent in source.shape)] = source
         padded[name] = target
-    bucket.buffer.copy_(staging.pack(padded, bucket.layout, bucket.num_elements), non_blocking=True)
+    bucket.buffer.copy_(pack(platform, padded, bucket.layout, bucket.num_elements), non_blocking=True)

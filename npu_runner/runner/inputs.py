@@ -1,6 +1,7 @@
 """Carries one step's host arrays to the device in a single copy. Knows nothing of what they mean.
 
-All arrays are 4 bytes an element, laid out one after the other in one pinned buffer; floats travel as their bits.
+All arrays are 4 bytes an element, laid out one after the other in one pinned buffer; floats travel as their bits. Every
+step has a buffer of its own: a step that samples nothing is not waited for, and the next must not overwrite its inputs.
 """
 
 from __future__ import annotations
@@ -41,30 +42,21 @@ def device_views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
     return views
 
 
-class HostStaging:
-    """A pinned buffer that grows as needed. Refilled only after the step that read it has finished."""
-
-    def __init__(self, platform: Platform):
-        self._platform = platform
-        self._buffer = platform.pin(torch.zeros(1 << 16, dtype=torch.int32))
-
-    def pack(self, arrays: Mapping[str, np.ndarray], layout: Layout, num_elements: int) -> Tensor:
-        """Write `arrays` by `layout`; returns the host buffer's first `num_elements` elements."""
-        if num_elements > len(self._buffer):
-            self._buffer = self._platform.pin(torch.zeros(2 * num_elements, dtype=torch.int32))
-        host = self._buffer.numpy()
-        for name, (start, shape, is_float) in layout.items():
-            size = int(np.prod(shape, dtype=np.int64))
-            target = host[start : start + size]
-            (target.view(np.float32) if is_float else target)[:] = arrays[name].reshape(-1)
-        return self._buffer[:num_elements]
+def pack(platform: Platform, arrays: Mapping[str, np.ndarray], layout: Layout, num_elements: int) -> Tensor:
+    """`arrays` laid out in host memory of their own, int32 (num_elements,)."""
+    buffer = platform.host_buffer(num_elements)
+    host = buffer.numpy()
+    for name, (start, shape, is_float) in layout.items():
+        size = int(np.prod(shape, dtype=np.int64))
+        target = host[start : start + size]
+        (target.view(np.float32) if is_float else target)[:] = arrays[name].reshape(-1)
+    return buffer
 
 
-def to_device(staging: HostStaging, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+def to_device(platform: Platform, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """All of `arrays` (4-byte integers or float32) on the device, through one copy."""
     floats = frozenset(name for name, array in arrays.items() if array.dtype == np.float32)
     layout, num_elements = plan_layout({name: array.shape for name, array in arrays.items()}, floats)
-    host = staging.pack(arrays, layout, num_elements)
     buffer = torch.empty(num_elements, dtype=torch.int32, device=device)
-    buffer.copy_(host, non_blocking=True)
+    buffer.copy_(pack(platform, arrays, layout, num_elements), non_blocking=True)
     return device_views(buffer, layout)

@@ -25,11 +25,13 @@ from npu_runner.models.decoder import CausalLM
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import AttentionMetadata
+from npu_runner.platforms.base import AttentionMetadata, GraphSettings
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, TokenLogprobs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes, pad_into
+from npu_runner.runner.decode_step import DecodeStep
 from npu_runner.runner.dummy import dummy_decode, dummy_prefill
-from npu_runner.runner.inputs import HostStaging, to_device
+from npu_runner.runner.inputs import to_device
+from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
 from npu_runner.runner.kv_cache import KVCacheShape, plan_kv_cache
 from npu_runner.runner.settings import resolve_settings
 from npu_runner.weights.loader import fill_with_random_weights
@@ -58,7 +60,6 @@ class ModelRunner(ModelRunnerBase):
         self.config = config
         self.settings = resolve_settings(config, self.model_config, self.platform)
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
-        self.staging = HostStaging(self.platform)
         self.processor = self.strategy.processor(self.config)
         self.largest_image = self.processor.largest_image() if self.strategy.is_multimodal else None
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
@@ -97,6 +98,7 @@ class ModelRunner(ModelRunnerBase):
             with CheckpointReader(self.model_path) as reader:
                 self.strategy.load_weights(self.model, reader, self.model_config)
         self.model.requires_grad_(False).eval()
+        self.decode_step = DecodeStep(self._causal_lm)
         self._weights_bytes = sum(t.numel() * t.element_size() for t in (*self.model.parameters(),
                                                                         *self.model.buffers()))
         logger.info("weights loaded in %.1f s", time.perf_counter() - started)
@@ -148,15 +150,33 @@ class ModelRunner(ModelRunnerBase):
         """Compile the decode forward for every bucket, largest first."""
         sizes = self.config.graph_batch_sizes or bucket_sizes(self.settings.max_num_seqs)
         self.buckets = DecodeBuckets(sizes, -(-self.max_model_len // self.settings.block_size), self.device)
-        self.compiler = self.platform.make_graph_compiler(self.settings.graph_mode)
+        self.compiler = self.platform.make_graph_compiler(self._graph_settings())
 
         def warm_up(batch_size: int) -> None:
             self._progress(f"compiling bucket {batch_size}")
             # The first call compiles or captures, the second proves that it stays compiled.
             self.dummy_run(batch_size, batch_size, expected_decode_len=2, in_capturing=True)
 
-        self.buckets.compile_all(self.compiler, self.decode_forward, warm_up)
+        def agrees(bucket: Bucket) -> bool:
+            self._progress(f"comparing the kept graph of bucket {bucket.batch_size}")
+            return agrees_with_eager(
+                bucket.forward, self.decode_step.forward, bucket.inputs, self.attention, num_blocks=self.num_blocks,
+                block_size=self.settings.block_size, vocab_size=self.model_config.vocab_size, dtype=self.dtype,
+            )
+
+        self.buckets.compile_all(self.compiler, self.decode_step.forward, warm_up, agrees)
+        self.kv_cache.zero_()
         self.platform.synchronize()
+
+    def _graph_settings(self) -> GraphSettings:
+        """With whatever shapes a decode graph, short of the vendor's own versions."""
+        identity = {
+            "model_config": repr(self.model_config), "source": source_fingerprint(self.model),
+            "settings": repr(self.settings), "num_blocks": self.num_blocks, "max_model_len": self.max_model_len,
+            "rank": self.tp.rank, "num_ranks": self.tp.size, "torch": torch.__version__,
+        }
+        folder = self.settings.graph_cache_dir
+        return GraphSettings(mode=self.settings.graph_mode, identity=identity, cache_dir=folder)
 
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
@@ -243,15 +263,15 @@ class ModelRunner(ModelRunnerBase):
             "uniforms": uniforms_B,
             "image_rows": np.concatenate(image_rows).astype(np.int32) if image_rows else np.zeros(0, dtype=np.int32),
         }
-        return to_device(self.staging, arrays, self.device)
+        return to_device(self.platform, arrays, self.device)
 
     def prepare_decode(self, batch: ScheduledBatch, uniforms_B: np.ndarray) -> dict[str, Tensor]:
-        return to_device(self.staging, self._decode_arrays(batch, uniforms_B), self.device)
+        return to_device(self.platform, self._decode_arrays(batch, uniforms_B), self.device)
 
     def prepare_decode_padded(self, batch: ScheduledBatch, uniforms_B: np.ndarray, bucket: Bucket) -> None:
         """Fill the bucket's static buffers, through one copy."""
         arrays = self._decode_arrays(batch, uniforms_B)
-        pad_into(bucket, arrays, self.staging)
+        pad_into(bucket, arrays, self.platform, self.settings.block_size)
         self.compiler.before_replay(bucket.batch_size, batch.context_lens_B.tolist())
 
     def prepare_block_tables(self, batch: ScheduledBatch) -> np.ndarray:
@@ -261,8 +281,8 @@ class ModelRunner(ModelRunnerBase):
         """Logits (B, V) of the rows that sample, eagerly."""
         if not batch.is_prefill:
             plan = self.attention.plan_decode(batch.context_lens_B.tolist(), self.device)
-            return self.decode_forward(inputs["input_ids"], inputs["positions"], inputs["slot_mapping"],
-                                       inputs["context_lens"], inputs["block_tables"], plan)
+            return self.decode_step(inputs["input_ids"], inputs["positions"], inputs["slot_mapping"],
+                                    inputs["context_lens"], inputs["block_tables"], plan)
         model = self._causal_lm
         plan = self.attention.plan_prefill(batch.query_lens_B.tolist(), batch.context_lens_B.tolist(), self.device)
         metadata = AttentionMetadata(
@@ -274,13 +294,6 @@ class ModelRunner(ModelRunnerBase):
             x_TD, deepstack = self._show_images(batch, x_TD, inputs["image_rows"])
         hidden_TD = model(x_TD, inputs["positions"], metadata, deepstack)
         return model.compute_logits(hidden_TD[inputs["last_rows"]])
-
-    def decode_forward(self, input_ids_B: Tensor, positions_B: Tensor, slot_mapping_B: Tensor, context_lens_B: Tensor,
-                       block_tables_BW: Tensor, plan: object = None) -> Tensor:
-        """Logits (B, V) of one decode step: what graphs are made of."""
-        model = self._causal_lm
-        metadata = AttentionMetadata(False, slot_mapping_B, context_lens_B, block_tables_BW, plan)
-        return model.compute_logits(model(model.embed(input_ids_B), positions_B, metadata))
 
     # -- pictures --------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
@@ -24,6 +25,8 @@ class Settings:
     max_num_batched_tokens: int
     block_size: int
     graph_mode: str
+    graph_cache_dir: Path | None
+    """None: compiled graphs are not kept."""
 
 
 def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: Platform) -> Settings:
@@ -52,7 +55,19 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         max_num_batched_tokens=config.max_num_batched_tokens or defaults.max_num_batched_tokens,
         block_size=block_size,
         graph_mode=graph_mode,
+        graph_cache_dir=_graph_cache_dir(config, platform, graph_mode),
     )
+
+
+def _graph_cache_dir(config: RunnerConfig, platform: Platform, graph_mode: str) -> Path | None:
+    keeps = graph_mode in platform.keeps_graphs
+    if config.use_graph_cache and not keeps:
+        modes = ", ".join(platform.keeps_graphs) or "none"
+        raise ConfigError(f"use_graph_cache: platform {platform.name} keeps no graphs in graph_mode {graph_mode} "
+                          f"(modes that do: {modes})")
+    if not keeps or config.use_graph_cache is False:
+        return None
+    return Path(config.graph_cache_dir).expanduser().resolve()
 
 
 def _max_model_len(config: RunnerConfig, model_config: ModelConfig) -> int:

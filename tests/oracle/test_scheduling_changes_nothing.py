@@ -92,7 +92,7 @@ def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monk
         pytest.skip("elsewhere the graphs themselves are compared")
     from npu_runner.platforms.cpu.platform import CpuPlatform
 
-    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, mode: UncompiledGraphs())
+    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: UncompiledGraphs())
     path: Path = checkpoint("qwen3_vl")
     with LLM(path, platform=platform_name, graph_mode="reduce-overhead", graph_batch_sizes=(2, 5), **SMALL) as llm:
         prompts, images = make_prompts(llm, LAYOUTS)

@@ -8,7 +8,15 @@ import sys
 import torch
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import AttentionBackend, GraphCompiler, MemoryInfo, Ops, Platform, PlatformDefaults
+from npu_runner.platforms.base import (
+    AttentionBackend,
+    GraphCompiler,
+    GraphSettings,
+    MemoryInfo,
+    Ops,
+    Platform,
+    PlatformDefaults,
+)
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.graphs import InductorCompiler
 from npu_runner.platforms.torch_ops import TorchOps
@@ -49,8 +57,8 @@ class CpuPlatform(Platform):
             raise ConfigError(f"attention_backend {name!r}: cpu has torch")
         return CpuAttention(num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
 
-    def make_graph_compiler(self, mode: str) -> GraphCompiler:
-        return InductorCompiler(mode)
+    def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
+        return InductorCompiler(settings.mode)
 
     def memory_info(self) -> MemoryInfo | None:
         return None

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import AttentionBackend, GraphCompiler, MemoryInfo, Ops, Platform, PlatformDefaults
+from npu_runner.platforms.base import (
+    AttentionBackend,
+    GraphCompiler,
+    GraphSettings,
+    MemoryInfo,
+    Ops,
+    Platform,
+    PlatformDefaults,
+)
 
 
 class CudaPlatform(Platform):
@@ -54,10 +62,10 @@ class CudaPlatform(Platform):
         return TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                                block_size=block_size)
 
-    def make_graph_compiler(self, mode: str) -> GraphCompiler:
+    def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
 
-        return CudaGraphCompiler(with_inductor=mode == "max-autotune")
+        return CudaGraphCompiler(with_inductor=settings.mode == "max-autotune")
 
     def memory_info(self) -> MemoryInfo | None:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
@@ -75,8 +83,8 @@ class CudaPlatform(Platform):
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError)
 
-    def pin(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory()
+    def host_buffer(self, num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
 
     def describe(self) -> dict[str, str]:
         import triton

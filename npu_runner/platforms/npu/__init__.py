@@ -1,0 +1,1 @@
+"""Ascend NPUs through torch_npu, HCCL and torchair: what the project exists for."""

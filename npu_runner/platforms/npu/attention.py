@@ -1,0 +1,110 @@
+"""Paged attention through npu_fused_infer_attention_score (FIA). Knows nothing of models or requests.
+
+T tokens, B sequences, N query heads, K kv heads, H head dim, NB blocks, S block size.
+
+FIA wants the lengths of a step where the kernel's tiling is computed: on the host. There are three ways, by the kind of
+`AttentionMetadata.plan`:
+- eager and captured (aclgraph): lists of Python integers, `HostLengths`; a captured graph takes new ones at replay.
+- the graph engine (GE): int64 tensors on the device, `DeviceLengths`, since GE computes the tiling itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch_npu
+from torch import Tensor
+
+from npu_runner.platforms.base import AttentionBackend, AttentionMetadata
+
+_MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
+_CAUSAL, _FULL = 3, 0
+# Head dims that the kernel takes without a cache; the tower's 72 is padded to the next of them.
+_VISION_HEAD_DIMS = (64, 128, 256)
+
+
+class HostLengths(NamedTuple):
+    """Running totals of the query lengths, and each sequence's context length."""
+
+    query_totals: list[int]
+    context_lens: list[int]
+
+
+class DeviceLengths(NamedTuple):
+    """The same, as int64 tensors on the device."""
+
+    query_totals_B: Tensor
+    context_lens_B: Tensor
+
+
+class NpuAttention(AttentionBackend):
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device):
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.mask = torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool).triu(1).to(device)
+
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int],
+                     device: torch.device) -> HostLengths:
+        return HostLengths(list(accumulate(query_lens_B)), list(context_lens_B))
+
+    def plan_decode(self, context_lens_B: Sequence[int], device: torch.device) -> HostLengths:
+        return HostLengths(list(range(1, len(context_lens_B) + 1)), list(context_lens_B))
+
+    def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
+        # The kernel takes no strided input: v is a slice of the qkv product and costs a copy.
+        torch_npu.npu_scatter_pa_kv_cache(
+            k_TKH.contiguous(), v_TKH.contiguous(), self._by_head(k_cache), self._by_head(v_cache), slot_mapping_T,
+            cache_mode="Norm",
+        )
+
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
+                scale: float) -> Tensor:
+        return self._attend(q_TNH, k_cache, v_cache, metadata, scale)
+
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
+               scale: float) -> Tensor:
+        return self._attend(q_BNH, k_cache, v_cache, metadata, scale)
+
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+        head_dim = q_TNH.shape[-1]
+        padding = next((dim - head_dim for dim in _VISION_HEAD_DIMS if dim >= head_dim), 0)
+        # Zeros in the padded dims change no product of q and k, and give zeros that are cut off.
+        q, k, v = (F.pad(x, (0, padding)) if padding else x.contiguous() for x in (q_TNH, k_TNH, v_TNH))
+        totals = list(accumulate(lengths))
+        out_TNH = torch_npu.npu_fused_infer_attention_score(
+            q, k, v, input_layout="TND", actual_seq_lengths=totals, actual_seq_lengths_kv=totals,
+            num_heads=q.shape[1], num_key_value_heads=k.shape[1], scale=scale, sparse_mode=_FULL,
+        )[0]
+        return out_TNH[..., :head_dim]
+
+    def _attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
+                scale: float) -> Tensor:
+        plan = metadata.plan
+        kernel: Any = torch_npu.npu_fused_infer_attention_score
+        if isinstance(plan, DeviceLengths):
+            kernel = _graph_engine_kernel()
+            query_totals, context_lens = plan.query_totals_B, plan.context_lens_B
+        else:
+            query_totals, context_lens = plan.query_totals, plan.context_lens
+        return kernel(
+            q_TNH.contiguous(), k_cache, v_cache, atten_mask=self.mask, block_table=metadata.block_tables_BW,
+            input_layout="TND", block_size=self.block_size, actual_seq_lengths=query_totals,
+            actual_seq_lengths_kv=context_lens, num_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
+            scale=scale, sparse_mode=_CAUSAL,
+        )[0]
+
+    def _by_head(self, cache: Tensor) -> Tensor:
+        """(NB, S, K, H) of (NB, S, K*H)."""
+        return cache.unflatten(-1, (self.num_kv_heads, self.head_dim))
+
+
+def _graph_engine_kernel() -> Any:
+    import torchair
+
+    return torchair.ops.npu_fused_infer_attention_score

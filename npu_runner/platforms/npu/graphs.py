@@ -1,0 +1,177 @@
+"""Decode graphs on Ascend: captured graphs (aclgraph) and graphs of the graph engine (GE). Knows nothing of models.
+
+Context lengths change every step, and the attention kernel wants them on the host (see attention.py):
+- aclgraph: they are symbolic integers of one trace. torchair captures one graph with them and gives the attention of
+  every layer its new lengths at each replay, without recompiling or recapturing.
+- GE: they are a tensor on the device, an input like the others.
+docs/ascend.md says what else was weighed.
+
+B sequences of the step, W blocks per sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
+from npu_runner.platforms.dynamo import own_code
+from npu_runner.platforms.npu import torchair
+from npu_runner.platforms.npu.attention import DeviceLengths, HostLengths
+
+logger = logging.getLogger(__name__)
+
+# The trace takes 0 and 1 for constants: shorter contexts than this would be traced again. A decoding sequence has a
+# prompt and a new token, so only padding is shorter, and the null block holds more than it reads.
+_LEAST_TRACED = 2
+# Stream exhaustion, resource allocation failure, and what the driver says when its queues run out.
+_RESOURCE_WORDS = ("207005", "207008", "sq cq", "out of memory")
+
+
+class AclGraphCompiler(GraphCompiler):
+    """One captured graph per bucket, all in one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.npu.graph_pool_handle()
+        self._graphs: dict[int, _AclGraph] = {}
+
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        self._graphs[batch_size] = _AclGraph(forward, batch_size, self._backend(batch_size))
+        return self._graphs[batch_size]
+
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
+        self._graphs[batch_size].set_context_lens(context_lens_B)
+
+    def _backend(self, batch_size: int) -> Callable[..., Any]:
+        if torchair.has_npugraph_ex():
+            torchair.load("npugraph_ex")
+            # Inputs are the bucket's own buffers, weights stay where they are, and the cache is written in place.
+            options = {"use_graph_pool": self._pool, "reuse_graph_pool_in_same_fx": False, "clone_input": False,
+                       "frozen_parameter": True}
+            backend: Any = torch._dynamo.lookup_backend("npugraph_ex")
+            return _Counted(lambda graph, inputs: backend(graph, inputs, options=options), batch_size)
+        module = torchair.load("torchair")
+        config = module.CompilerConfig()
+        config.mode = "reduce-overhead"
+        config.debug.aclgraph.clone_input = False
+        config.experimental_config.frozen_parameter = True
+        config.aclgraph_config.use_custom_pool = self._pool
+        return _Counted(module.get_npu_backend(compiler_config=config), batch_size)
+
+
+class _AclGraph:
+    """Captures on the first call, replays on the others; always over the same input tensors."""
+
+    def __init__(self, forward: DecodeForward, batch_size: int, backend: Callable[..., Any]):
+        totals = list(range(1, batch_size + 1))
+        self._context_lens = [_LEAST_TRACED] * batch_size
+
+        def decode(input_ids_B: Tensor, positions_B: Tensor, slot_mapping_B: Tensor, context_lens_B: Tensor,
+                   block_tables_BW: Tensor, host_lengths: list[int]) -> Tensor:
+            return forward(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW,
+                           HostLengths(totals, host_lengths))
+
+        self._decode = torch.compile(own_code(decode, f"decode_{batch_size}"), backend=backend, dynamic=True,
+                                     fullgraph=True)
+        self._is_captured = False
+
+    def set_context_lens(self, context_lens_B: Sequence[int]) -> None:
+        padding = [_LEAST_TRACED] * (len(self._context_lens) - len(context_lens_B))
+        self._context_lens = [max(_LEAST_TRACED, length) for length in context_lens_B] + padding
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if self._is_captured:
+            return self._decode(*inputs, self._context_lens)
+        # Everything but the lengths is of one size for good; lengths that happen to be equal now are not one symbol.
+        for tensor in inputs:
+            torch._dynamo.mark_static(tensor)
+        with _ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False):
+            output = self._decode(*inputs, self._context_lens)
+            torch.npu.synchronize()
+        self._is_captured = True
+        return output
+
+
+class GraphEngineCompiler(GraphCompiler):
+    """One GE graph of static shape per bucket."""
+
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        backend = torchair.load("torchair").get_npu_backend(compiler_config=graph_engine_config())
+        module = GraphEngineDecode(forward, batch_size)
+        decode = torch.compile(own_code(module.decode, f"decode_{batch_size}"), dynamic=False, fullgraph=True,
+                               backend=_Counted(backend, batch_size))
+        return _FirstCall(decode)
+
+
+class GraphEngineDecode(torch.nn.Module):
+    """The decode step as GE takes it: lengths as tensors."""
+
+    def __init__(self, forward: DecodeForward, batch_size: int):
+        super().__init__()
+        self.step = forward.__self__  # type: ignore[attr-defined]
+        totals_B = torch.arange(1, batch_size + 1, dtype=torch.int64)
+        self.register_buffer("query_totals_B", totals_B.npu(), persistent=False)
+
+    def decode(self, input_ids_B: Tensor, positions_B: Tensor, slot_mapping_B: Tensor, context_lens_B: Tensor,
+               block_tables_BW: Tensor) -> Tensor:
+        """Logits (B, vocabulary)."""
+        lengths = DeviceLengths(self.query_totals_B, context_lens_B.to(torch.int64))
+        return self.step(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW, lengths)
+
+
+def graph_engine_config() -> Any:
+    """torchair's settings for GE."""
+    config = torchair.load("torchair").CompilerConfig()
+    config.mode = "max-autotune"
+    config.experimental_config.frozen_parameter = True
+    return config
+
+
+class _FirstCall:
+    """Turns what the first call, which compiles, says about resources into GraphResourceError."""
+
+    def __init__(self, decode: DecodeForward):
+        self._decode = decode
+        self._is_compiled = False
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if self._is_compiled:
+            return self._decode(*inputs)
+        with _ResourceErrors():
+            output = self._decode(*inputs)
+            torch.npu.synchronize()
+        self._is_compiled = True
+        return output
+
+
+class _Counted:
+    """A backend that says so when a bucket is traced more than once: that costs seconds in the middle of serving."""
+
+    def __init__(self, backend: Callable[..., Any], batch_size: int):
+        self._backend = backend
+        self._batch_size = batch_size
+        self._count = 0
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        self._count += 1
+        if self._count > 1:
+            logger.warning("the decode graph of batch size %d is compiled again (%d times now); TORCH_LOGS=recompiles "
+                           "says why", self._batch_size, self._count)
+        return self._backend(graph, inputs, **options)
+
+
+class _ResourceErrors:
+    """A failure for want of device resources becomes GraphResourceError; every other one passes."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            text = str(error)
+            if any(word in text.lower() for word in _RESOURCE_WORDS):
+                raise GraphResourceError(text.strip().partition("\n")[0]) from error

@@ -1,0 +1,109 @@
+"""Ascend NPUs as a platform: HCCL ranks, fused operators, captured and compiled graphs. Knows nothing of models."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from npu_runner.errors import ConfigError
+from npu_runner.platforms.base import (
+    AttentionBackend,
+    GraphCompiler,
+    GraphSettings,
+    MemoryInfo,
+    Ops,
+    Platform,
+    PlatformDefaults,
+)
+
+
+class NpuPlatform(Platform):
+    name = "npu"
+    distributed_backend = "hccl"
+    # Blocks of 128: the only size that every document of the attention kernel allows for prefill and decode.
+    defaults = PlatformDefaults(block_size=128, max_num_seqs=128, max_num_batched_tokens=8192,
+                                graph_mode="reduce-overhead")
+    supported_block_sizes = (128,)
+    keeps_graphs = ("max-autotune",)
+
+    @classmethod
+    def why_unavailable(cls) -> str | None:
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed"
+        # Segments that grow lose less memory to pictures of ever different sizes. Read when the allocator starts.
+        os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
+        try:
+            import torch_npu  # noqa: F401
+        except (ImportError, OSError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            return f"torch_npu does not load ({reason}); npu-runner doctor says what to do"
+        return None if torch.npu.is_available() else "no NPU is visible; npu-runner doctor says what to do"
+
+    def prepare_process(self, rank: int, num_ranks: int) -> None:
+        self.set_device(rank)
+
+    def set_device(self, local_rank: int) -> torch.device:
+        if local_rank >= self.device_count():
+            raise ConfigError(f"rank {local_rank} needs an NPU of its own, {self.device_count()} are visible; lower "
+                              "tensor_parallel_size or check ASCEND_RT_VISIBLE_DEVICES")
+        torch.npu.set_device(local_rank)
+        # Operators from the installed binaries, weights in plain layout: what graphs and fused kernels here expect.
+        torch.npu.set_compile_mode(jit_compile=False)
+        torch.npu.config.allow_internal_format = False
+        return torch.device("npu", local_rank)
+
+    def device_count(self) -> int:
+        return torch.npu.device_count()
+
+    def make_ops(self) -> Ops:
+        from npu_runner.platforms.npu.ops import NpuOps
+
+        return NpuOps()
+
+    def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+                       dtype: torch.dtype) -> AttentionBackend:
+        from npu_runner.platforms.npu.attention import NpuAttention
+
+        if name not in ("auto", "fused"):
+            raise ConfigError(f"attention_backend {name!r}: npu has fused")
+        if name == "auto" and dtype == torch.float32:
+            raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16")
+        return NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+                            device=torch.device("npu", torch.npu.current_device()))
+
+    def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
+        from npu_runner.platforms.npu.graphs import AclGraphCompiler, GraphEngineCompiler
+
+        if settings.mode == "reduce-overhead":
+            return AclGraphCompiler()
+        return GraphEngineCompiler()
+
+    def memory_info(self) -> MemoryInfo | None:
+        free_bytes, total_bytes = torch.npu.mem_get_info()
+        return MemoryInfo(free_bytes, total_bytes, torch.npu.memory_allocated(), torch.npu.max_memory_allocated())
+
+    def reset_peak_memory(self) -> None:
+        torch.npu.reset_peak_memory_stats()
+
+    def empty_cache(self) -> None:
+        torch.npu.empty_cache()
+
+    def synchronize(self) -> None:
+        torch.npu.synchronize()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError) or "NPU out of memory" in str(error)
+
+    def host_buffer(self, num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
+
+    def describe(self) -> dict[str, str]:
+        import torch_npu
+
+        from npu_runner.platforms.npu.versions import cann_version, soc_name
+
+        return {**super().describe(), "torch_npu": torch_npu.__version__, "cann": cann_version() or "unknown",
+                "device": soc_name()}

@@ -1,0 +1,47 @@
+"""The one place that imports torchair, the compiler inside torch_npu. Knows nothing of models.
+
+Importing torchair (or its sibling npugraph_ex) takes SIGINT and SIGTERM away from whoever had them; here they are given
+back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import threading
+from typing import Any
+
+# Writing into the paged cache is missing from torchair's list of operators that may stay in place: as shipped it copies
+# the whole cache out and in again, for every layer of every step. The numbers are the arguments that are written.
+_WRITES_IN_PLACE = ("npu_scatter_pa_kv_cache_functional", "npu_scatter_pa_kv_cache", [2, 3])
+
+
+def load(name: str) -> Any:
+    """The module `torchair` or `npugraph_ex`, told which operators write in place."""
+    module = _import(name)
+    passes = _import(f"{name}._acl_concrete_graph.graph_pass")
+    functional, in_place, arguments = _WRITES_IN_PLACE
+    passes.register_inplaceable_npu_op(functional, in_place, mutated_arg=arguments)
+    return module
+
+
+def has_npugraph_ex() -> bool:
+    """Whether this torch_npu has the backend that follows torchair's reduce-overhead mode."""
+    try:
+        _import("npugraph_ex")
+    except ImportError:
+        return False
+    return True
+
+
+def _import(name: str) -> Any:
+    import torch_npu.dynamo  # noqa: F401 - makes `torchair` and `npugraph_ex` importable by these names
+
+    if threading.current_thread() is not threading.main_thread():
+        return importlib.import_module(name)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return importlib.import_module(name)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
