@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from npu_runner.batch import serving
 from npu_runner.batch.destination import Destination, open_destination
 from npu_runner.batch.durable import clear_file_errors, replacing
 from npu_runner.batch.fingerprint import fingerprint_model
-from npu_runner.batch.input_file import STANDARD_STREAM, InputFile, InputScan
+from npu_runner.batch.input_file import STANDARD_STREAM, InputFile, InputRow, InputScan
 from npu_runner.batch.manifest import Manifest, differences, start_time
+from npu_runner.batch.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.openai_response import JobStamp
 from npu_runner.batch.options import BatchOptions
 from npu_runner.batch.preprocessing import RowPreprocessor
@@ -52,18 +53,18 @@ def run_batch(
     config: RunnerConfig,
     options: BatchOptions,
     *,
-    make_engine: Callable[[RunnerConfig], AbstractContextManager[Any]] | None = None,
+    open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide,
 ) -> JobSummary:
     """Answer every row of the input that has no answer yet. Returns what was done, also when a signal cut it short.
 
     Raises ConfigError for what has to be changed before it can work, JobError and EngineDeadError when the same
-    command may simply be run again. `make_engine` stands in for LLMEngine.
+    command may simply be run again. `open_model` stands in for a checkpoint and LLMEngine.
     """
     progress = Progress(options.progress)
     _check_names(options)
     with StopSignals() as signals:
         try:
-            job = _Job(config, options, progress, signals, make_engine or _load_engine)
+            job = _Job(config, options, progress, signals, open_model)
             with open_destination(
                 options.output, overwrite=options.overwrite, retry_errors=options.retry_errors
             ) as destination:
@@ -86,13 +87,13 @@ class _Job:
         options: BatchOptions,
         progress: Progress,
         signals: StopSignals,
-        make_engine: Callable[[RunnerConfig], AbstractContextManager[Any]],
+        open_model: Callable[[RunnerConfig], ModelSide],
     ):
         self._config = config
         self._options = options
         self._progress = progress
         self._signals = signals
-        self._make_engine = make_engine
+        self._open_model = open_model
         self._tally = Tally()
 
     def run(self, destination: Destination) -> JobSummary:
@@ -129,25 +130,28 @@ class _Job:
         num_before = work.rows.num_rows - int(work.wanted.sum())
         if num_before:
             self._progress.say(f"resuming: {num_before} of {work.rows.num_rows} rows are finished")
-        with self._make_engine(self._config) as engine:
-            manifest = self._manifest(engine, work, destination)
+        # The folder that was looked at, whatever a hub id stands for a moment later.
+        model = self._open_model(self._config.replace(model=str(work.model_folder), revision=None))
+        # Workers prepare the first rows while the model loads.
+        with self._start_pool(model, file.rows(work.wanted)) as pool, model.load() as engine:
+            pool.raise_failure()
+            manifest = self._manifest(model, engine, work, destination)
             # From here on a signal lets the step under way end, and then the job.
             self._signals.defer()
             writer = destination.begin(manifest)
             ready = time.monotonic()
             try:
-                with WorkerPool(self._preprocessor(engine), file.rows(work.wanted), self._pool_limits()) as pool:
-                    self._progress.start(work.rows.num_rows, num_before)
-                    ServingLoop(
-                        engine,
-                        pool,
-                        writer.put,
-                        stamp=self._stamp(manifest),
-                        tally=self._tally,
-                        progress=self._progress,
-                        should_stop=lambda: self._signals.is_requested,
-                        is_ordered=self._options.ordered,
-                    ).run()
+                self._progress.start(work.rows.num_rows, num_before)
+                ServingLoop(
+                    engine,
+                    pool,
+                    writer.put,
+                    stamp=self._stamp(manifest),
+                    tally=self._tally,
+                    progress=self._progress,
+                    should_stop=lambda: self._signals.is_requested,
+                    is_ordered=self._options.ordered,
+                ).run()
             finally:
                 writer.close()
                 self._progress.close()
@@ -157,12 +161,12 @@ class _Job:
             num_replaced=pool.num_replaced,
         )  # fmt: skip
 
-    def _manifest(self, engine: Any, work: _Work, destination: Destination) -> Manifest:
+    def _manifest(self, model: ModelSide, engine: Any, work: _Work, destination: Destination) -> Manifest:
         """The manifest of this output: the earlier one, if nothing that shapes answers has changed since."""
         settings = {
             **engine.describe(),
-            **{f"prompts.{name}": value for name, value in engine.processor.identity().items()},
-            **{f"generation_defaults.{name}": value for name, value in engine.generation_defaults.items()},
+            **{f"prompts.{name}": value for name, value in model.processor.identity().items()},
+            **{f"generation_defaults.{name}": value for name, value in model.generation_defaults.items()},
         }
         if destination.earlier is not None:
             _refuse_changes(destination, "settings", differences(destination.earlier.settings, settings))
@@ -183,19 +187,20 @@ class _Job:
             with_cached_tokens=self._options.cached_tokens,
         )
 
-    def _preprocessor(self, engine: Any) -> RowPreprocessor:
+    def _start_pool(self, model: ModelSide, rows: Iterator[InputRow]) -> WorkerPool[InputRow]:
         folder = self._options.allowed_media_dir
-        return RowPreprocessor(
-            processor=engine.processor,
+        preprocessor = RowPreprocessor(
+            processor=model.processor,
             allowed_media_dir=None if folder is None else folder.resolve(),
-            generation_defaults=dict(engine.generation_defaults),
+            generation_defaults=dict(model.generation_defaults),
             seed=self._config.seed,
         )
-
-    def _pool_limits(self) -> PoolLimits:
-        return PoolLimits(
-            num_workers=self._options.num_workers, task_timeout_seconds=self._options.preprocessing_timeout
+        limits = PoolLimits(
+            num_workers=self._options.num_workers,
+            task_timeout_seconds=self._options.preprocessing_timeout,
+            max_tasks=serving.MAX_ROWS_OUT_OF_ORDER if self._options.ordered else float("inf"),
         )
+        return WorkerPool(preprocessor, rows, limits)
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> JobSummary:
         self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
@@ -229,12 +234,6 @@ class _Job:
             allowed_media_dir=self._options.allowed_media_dir, max_rows=self._options.report_rows,
         )  # fmt: skip
         self._progress.say(f"report    {self._options.report}")
-
-
-def _load_engine(config: RunnerConfig) -> AbstractContextManager[Any]:
-    from npu_runner.engine.llm_engine import LLMEngine  # torch comes with it: not before everything else is checked
-
-    return LLMEngine(config)
 
 
 def _refuse_changes(destination: Destination, what: str, changes: list[str]) -> None:

@@ -60,9 +60,9 @@ class JobSummary:
     tally: Tally
     stats: EngineStats
     start_seconds: float
-    """Reading the input and loading the model."""
+    """Reading the input and loading the model, while preprocessing begins."""
     serve_seconds: float
-    """From the first row to the last."""
+    """From when the model stood ready to the last row."""
     num_workers: int
     num_workers_replaced: int
     is_interrupted: bool = False

@@ -62,6 +62,8 @@ class PoolLimits:
     """Most results that wait to be fetched."""
     max_ready_bytes: int = 1 << 29
     """No new task starts while the waiting results are larger than this."""
+    max_tasks: float = float("inf")
+    """Most tasks that start in all, until `allow` says otherwise."""
 
 
 @dataclass
@@ -88,7 +90,8 @@ class WorkerPool(Generic[Task]):
         self._num_ready = 0
         self._ready_bytes = 0
         self._num_started = 0
-        self._task_allowance = float("inf")
+        self._task_allowance = limits.max_tasks
+        self._failure: Exception | None = None
         self._num_failed_starts = 0
         self._tasks_are_read = False
         self._is_over = False
@@ -127,6 +130,11 @@ class WorkerPool(Generic[Task]):
     def is_over(self) -> bool:
         """All tasks are read and all results fetched."""
         return self._is_over
+
+    def raise_failure(self) -> None:
+        """Raise what `get` would raise in the end, if it is known already."""
+        if self._failure is not None:
+            raise self._failure
 
     def allow(self, num_tasks: float) -> None:
         """Start no more than this many tasks in all. For callers that must keep results in order."""
@@ -167,6 +175,7 @@ class WorkerPool(Generic[Task]):
                     self._serve_events(selector)
             self._results.put(None)
         except Exception as error:  # noqa: BLE001 - the border: raised again in the caller's thread by get()
+            self._failure = error
             self._results.put(error)
         finally:
             for worker in self._workers:

@@ -20,6 +20,7 @@ from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.outputs import (
     CompletionOutput,
     EngineStats,
@@ -54,12 +55,13 @@ class _Request:
 class LLMEngine:
     """Continuous batching over one model. Not thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, config: RunnerConfig):
+    def __init__(self, config: RunnerConfig, *, processor: ChatProcessor | None = None):
+        """`processor`: the one that the checkpoint's strategy makes for `config`, if the caller has it already."""
         self.config = config
         self.model_path = resolve_checkpoint(config.model, config.revision)
         strategy = pick_strategy(self.model_path)
         self.model_config = strategy.read_config()
-        self.processor = strategy.processor(config)
+        self.processor = processor or strategy.processor(config)
         self.generation_defaults = dict(self.model_config.generation_defaults)
         self._executor = make_executor(config, self.model_path)
         self.info = info = self._executor.info

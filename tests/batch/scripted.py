@@ -55,8 +55,6 @@ class ScriptedEngine:
     """Answers a prompt with itself, reversed, after as many steps as it has tokens; `latency` decides otherwise."""
 
     config: RunnerConfig
-    processor: Any = field(default_factory=ScriptedProcessor)
-    generation_defaults: dict[str, Any] = field(default_factory=dict)
     latency: Callable[[str], int] = lambda text: len(text)
     on_step: Callable[[ScriptedEngine], None] = lambda engine: None
     max_running: int = 8
@@ -108,6 +106,32 @@ class ScriptedEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.running.clear()
+
+
+@dataclass
+class ScriptedModel:
+    """What stands where a checkpoint would: the engine is made when the job loads it."""
+
+    config: RunnerConfig
+    make_engine: Callable[[RunnerConfig], ScriptedEngine] = ScriptedEngine
+    processor: Any = field(default_factory=ScriptedProcessor)
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+
+    def load(self) -> ScriptedEngine:
+        return self.make_engine(self.config)
+
+
+def workers_of(job: int) -> list[int]:
+    """Preprocessing workers of a process; their command line ends with its pid."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"npu_runner.batch.worker" in words and str(job).encode() in words:
+            found.append(int(process.name))
+    return found
 
 
 def row(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:

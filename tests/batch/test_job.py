@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,15 @@ from npu_runner.batch.options import BatchOptions
 from npu_runner.batch.tally import JobSummary
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError, ModelError
-from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
+from tests.batch.scripted import (
+    ScriptedEngine,
+    ScriptedModel,
+    ScriptedProcessor,
+    read_rows,
+    row,
+    workers_of,
+    write_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
@@ -42,16 +52,22 @@ class Job:
         self.engines: list[ScriptedEngine] = []
 
     def run(
-        self, engine: Callable[[RunnerConfig], ScriptedEngine] = ScriptedEngine, seed: int = 0, **options: Any
+        self,
+        engine: Callable[[RunnerConfig], ScriptedEngine] = ScriptedEngine,
+        seed: int = 0,
+        processor: Any = None,
+        **options: Any,
     ) -> JobSummary:
         def make(config: RunnerConfig) -> ScriptedEngine:
             self.engines.append(engine(config))
             return self.engines[-1]
 
+        def open_model(config: RunnerConfig) -> ScriptedModel:
+            return ScriptedModel(config, make, processor or ScriptedProcessor())
+
         defaults = {"input": str(self.input), "output": str(self.output), "preprocessing_workers": 1, "progress": "off"}
-        return run_batch(
-            RunnerConfig(model=str(self.model), seed=seed), BatchOptions(**{**defaults, **options}), make_engine=make
-        )
+        config = RunnerConfig(model=str(self.model), seed=seed)
+        return run_batch(config, BatchOptions(**{**defaults, **options}), open_model=open_model)
 
     def names(self) -> list[str]:
         return [item["custom_id"] for item in read_rows(self.output)]
@@ -263,6 +279,65 @@ def test_overwriting_waits_until_the_model_stands_ready(job: Job) -> None:
     assert job.run().num_resumed == 1
 
 
+def test_rows_are_prepared_while_the_model_loads(job: Job) -> None:
+    write_rows(job.input, [row(f"r{n}", f"text {n}") for n in range(100)])
+    begun = job.folder / "begun.txt"
+
+    def loads_slowly(config: RunnerConfig) -> ScriptedEngine:
+        while not begun.exists() or len(begun.read_bytes().splitlines()) < 64:
+            time.sleep(0.01)  # for ever, if nothing is prepared before the engine stands
+        assert not job.output.exists()
+        return ScriptedEngine(config)
+
+    assert job.run(loads_slowly, processor=ScriptedProcessor(str(begun))).tally.num_answered == 100
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_workers(job: Job) -> None:
+    write_rows(job.input, [row("a", "hang"), row("b")])
+
+    def broken(config: RunnerConfig) -> ScriptedEngine:
+        while not workers_of(os.getpid()):
+            time.sleep(0.01)
+        raise ModelError("model.safetensors: a tensor is missing")
+
+    with pytest.raises(ModelError):
+        job.run(broken)
+    assert workers_of(os.getpid()) == []
+    assert job.files() == set()
+
+
+class BrokenProcessor(ScriptedProcessor):
+    """No worker can read it back: each dies before its first row."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+def test_workers_that_cannot_start_close_the_model_and_change_nothing(job: Job) -> None:
+    write_rows(job.input, [row("a")])
+    job.run()
+    before = job.output.read_bytes()
+    closed = []
+
+    class Loads(ScriptedEngine):
+        def __enter__(self) -> ScriptedEngine:
+            while not any(thread.name == "preprocessing-pool" for thread in threading.enumerate()):
+                time.sleep(0.01)
+            for thread in threading.enumerate():
+                if thread.name == "preprocessing-pool":
+                    thread.join()
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            closed.append(self)
+
+    with pytest.raises(JobError, match="die before their first row"):
+        job.run(Loads, processor=BrokenProcessor(), overwrite=True)
+    assert len(closed) == 1
+    assert job.output.read_bytes() == before
+    assert json.loads((job.folder / "out.jsonl.manifest.json").read_text())["input"]["num_bytes"] > 0
+
+
 def test_duplicates_are_refused_before_any_work(job: Job) -> None:
     write_rows(job.input, [row("a"), row("b"), row("a")])
     refused(job, r"'a' \(lines 1 and 3\)")
@@ -336,7 +411,7 @@ from npu_runner.batch.job import run_batch
 from npu_runner.batch.options import BatchOptions
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import NpuRunnerError
-from tests.batch.scripted import ScriptedEngine
+from tests.batch.scripted import ScriptedEngine, ScriptedModel
 import time
 
 def announce(engine):
@@ -345,13 +420,25 @@ def announce(engine):
     time.sleep(0.01)
 
 options = BatchOptions(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1, progress="off", ordered=True)
-make = lambda config: ScriptedEngine(config, on_step=announce)
+model = lambda config: ScriptedModel(config, lambda config: ScriptedEngine(config, on_step=announce))
 print("an import that chats", flush=True)
 try:
-    sys.exit(run_batch(RunnerConfig(model=sys.argv[3]), options, make_engine=make).exit_status)
+    sys.exit(run_batch(RunnerConfig(model=sys.argv[3]), options, open_model=model).exit_status)
 except NpuRunnerError as error:
     print(error, file=sys.stderr)
     sys.exit(1)
+"""
+
+
+LOADS_FOR_EVER = """
+def loads_for_ever(config):
+    import os
+    from tests.batch.scripted import workers_of
+    while not workers_of(os.getpid()):
+        time.sleep(0.01)
+    print("loading", file=sys.stderr, flush=True)
+    time.sleep(3600)
+
 """
 
 
@@ -376,6 +463,26 @@ def test_a_signal_stops_the_job_in_good_order_and_it_can_be_resumed(job: Job, nu
     assert done < 400
     assert job.run().num_resumed == done
     assert sorted(job.names()) == sorted(f"r{n}" for n in range(400))
+
+
+def test_a_signal_while_the_model_loads_ends_the_workers_too(job: Job) -> None:
+    write_rows(job.input, [row("a", "hang"), row("b", "x" * 20)])
+    loading = SCRIPT.replace("lambda config: ScriptedEngine(config, on_step=announce)", "loads_for_ever").replace(
+        "options =", LOADS_FOR_EVER + "options ="
+    )
+    arguments = [str(job.input), str(job.output), str(job.model)]
+    with subprocess.Popen([sys.executable, "-c", loading, *arguments], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"loading\n"
+        workers = workers_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read().decode()
+    assert process.returncode == 1
+    assert len(workers) == 1
+    assert "interrupted by SIGINT before the first row" in errors
+    assert "Traceback" not in errors
+    assert workers_of(process.pid) == []
+    assert job.files() == set()
 
 
 def test_a_second_signal_ends_the_job_at_once(job: Job) -> None:

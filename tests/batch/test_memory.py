@@ -12,7 +12,7 @@ import json, resource, sys
 from npu_runner.batch.job import run_batch
 from npu_runner.batch.options import BatchOptions
 from npu_runner.config import RunnerConfig
-from tests.batch.scripted import ScriptedEngine
+from tests.batch.scripted import ScriptedEngine, ScriptedModel
 
 engines = []
 
@@ -21,7 +21,7 @@ def make(config):
     return engines[-1]
 
 options = BatchOptions(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1, progress="off")
-summary = run_batch(RunnerConfig(model=sys.argv[3]), options, make_engine=make)
+summary = run_batch(RunnerConfig(model=sys.argv[3]), options, open_model=lambda config: ScriptedModel(config, make))
 print(json.dumps({
     "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     "answered": summary.tally.num_answered,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from npu_runner.assets.drawing import TEST_SEEDS, draw_example
-from tests.batch.scripted import row, write_rows
+from tests.batch.scripted import row, workers_of, write_rows
 
 NUM_KILLS = 30
 NUM_PICTURES = 12
@@ -85,17 +85,9 @@ def whole_lines(path: Path) -> list[bytes]:
 
 
 def wait_until_workers_are_gone(job: int) -> None:
-    """A worker's command line ends with its parent's pid. The test's own timeout ends this if one stays."""
-    while any(is_worker_of(job, path) for path in Path("/proc").glob("[0-9]*")):
+    """The test's own timeout ends this if one stays."""
+    while workers_of(job):
         time.sleep(0.01)
-
-
-def is_worker_of(job: int, process: Path) -> bool:
-    try:
-        words = (process / "cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"npu_runner.batch.worker" in words and str(job).encode() in words
 
 
 @pytest.mark.slow

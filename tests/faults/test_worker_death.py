@@ -15,7 +15,7 @@ from npu_runner.batch.job import run_batch
 from npu_runner.batch.options import BatchOptions
 from npu_runner.batch.worker_pool import PoolLimits, WorkerFailure, WorkerPool
 from npu_runner.config import RunnerConfig
-from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, read_rows, row, write_rows
+from tests.batch.scripted import ScriptedModel, ScriptedProcessor, read_rows, row, write_rows
 from tests.faults.worker_tasks import DieAt, HangAt
 
 
@@ -87,7 +87,7 @@ def test_the_job_writes_a_row_for_every_fate(tmp_path: Path) -> None:
             preprocessing_timeout=2.0,
             progress="off",
         ),
-        make_engine=lambda config: ScriptedEngine(config, ScriptedProcessor(str(log))),
+        open_model=lambda config: ScriptedModel(config, processor=ScriptedProcessor(str(log))),
     )
     rows = {item["custom_id"]: item for item in read_rows(tmp_path / "out.jsonl")}
     assert sorted(rows) == sorted(texts)
