@@ -110,7 +110,7 @@ class _Job:
                 )
             folder = resolve_checkpoint(self._config.model, self._config.revision)
             files = fingerprint_model(folder)
-            if earlier is not None:
+            if earlier is not None and earlier.has_served:
                 _refuse_changes(destination, "model", differences(earlier.model_files, files))
             wanted = ~destination.finished(rows)
             work = _Work(rows=rows, wanted=wanted, model_folder=folder, model_files=files, started=started)
@@ -168,16 +168,11 @@ class _Job:
             **{f"prompts.{name}": value for name, value in model.processor.identity().items()},
             **{f"generation_defaults.{name}": value for name, value in model.generation_defaults.items()},
         }
-        if destination.earlier is not None:
-            _refuse_changes(destination, "settings", differences(destination.earlier.settings, settings))
-            return destination.earlier.with_input(work.rows.identity)
-        return Manifest(
-            created=start_time(),
-            model_name=work.model_folder.name,
-            model_files=work.model_files,
-            settings=json.loads(json.dumps(settings)),
-            input=work.rows.identity,
-        )
+        earlier = destination.earlier
+        if earlier is None or not earlier.has_served:
+            return _first_manifest(work, json.loads(json.dumps(settings)))
+        _refuse_changes(destination, "settings", differences(earlier.settings, settings))
+        return earlier.with_input(work.rows.identity)
 
     def _stamp(self, manifest: Manifest) -> JobStamp:
         return JobStamp(
@@ -204,6 +199,13 @@ class _Job:
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> JobSummary:
         self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
+        self._signals.defer()
+        earlier = destination.earlier
+        manifest = _first_manifest(work, settings={})
+        if earlier is not None and earlier.has_served:
+            manifest = earlier.with_input(work.rows.identity)
+        # No row is added, but the file is repaired, or made for an input that is empty so far.
+        destination.begin(manifest).close()
         seconds = time.monotonic() - work.started
         return self._summary(work, destination, EngineStats(), start_seconds=seconds, serve_seconds=0, num_replaced=0)
 
@@ -234,6 +236,16 @@ class _Job:
             allowed_media_dir=self._options.allowed_media_dir, max_rows=self._options.report_rows,
         )  # fmt: skip
         self._progress.say(f"report    {self._options.report}")
+
+
+def _first_manifest(work: _Work, settings: dict[str, Any]) -> Manifest:
+    return Manifest(
+        created=start_time(),
+        model_name=work.model_folder.name,
+        model_files=work.model_files,
+        settings=settings,
+        input=work.rows.identity,
+    )
 
 
 def _refuse_changes(destination: Destination, what: str, changes: list[str]) -> None:

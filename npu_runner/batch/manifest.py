@@ -34,6 +34,11 @@ class Manifest:
     input: InputIdentity
 
     @property
+    def has_served(self) -> bool:
+        """False when the input had no row yet: then no model was loaded, and any may follow."""
+        return bool(self.settings)
+
+    @property
     def system_fingerprint(self) -> str:
         """Names model and settings in every answer."""
         settings = {name: json.dumps(value, sort_keys=True) for name, value in self.settings.items()}

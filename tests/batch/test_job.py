@@ -171,10 +171,38 @@ def test_a_finished_job_loads_no_model(job: Job) -> None:
     assert len(job.engines) == 1
 
 
-def test_an_empty_input_is_a_finished_job(job: Job) -> None:
+def test_a_finished_output_is_repaired_without_a_model(job: Job) -> None:
+    write_rows(job.input, [row("a"), row("b", "bad"), row("c")])
+    job.run()
+    whole = job.output.read_bytes()
+    first, *others = whole.splitlines(keepends=True)
+    for broken in (whole + b'{"id":"torn', whole + first, first + b"\n" + b"".join(others), first + first + whole):
+        job.output.write_bytes(broken)
+        assert job.run().exit_status == 3
+        assert job.output.read_bytes() == whole
+    assert len(job.engines) == 1
+
+
+def test_an_empty_input_leaves_an_empty_output_that_can_grow(job: Job) -> None:
     write_rows(job.input, [])
-    assert job.run().exit_status == 0
-    assert job.engines == []
+    for _ in range(2):
+        assert job.run().exit_status == 0
+        assert job.files() == {"out.jsonl", "out.jsonl.manifest.json"}
+        assert job.output.read_bytes() == b""
+    assert job.engines == [], "no model is needed"
+    (job.model / "config.json").write_text('{"changed": true}')
+    write_rows(job.input, [row("a"), row("b", "engine error")])
+    assert job.run(seed=4).tally.num_answered == 1
+    refused(job, r'another settings.*seed: was "4", is "5"', retry_errors=True, seed=5)
+
+
+def test_overwriting_with_an_empty_input_empties_the_output(job: Job) -> None:
+    write_rows(job.input, [row("a")])
+    job.run()
+    write_rows(job.input, [])
+    assert job.run(overwrite=True).exit_status == 0
+    assert job.output.read_bytes() == b""
+    assert job.run().num_rows == 0
 
 
 def test_failed_rows_are_tried_again_only_when_asked_for(job: Job) -> None:
