@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError, ModelError
@@ -38,9 +39,8 @@ class RotaryTable(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, (T, H) each, for positions (T,) or, with M-RoPE, (3, T): time, height, width."""
-        if positions.dim() == 1:
-            return self.cos_PH[positions], self.sin_PH[positions]
-        return self._interleave(self.cos_PH[positions]), self._interleave(self.sin_PH[positions])
+        cos, sin = F.embedding(positions, self.cos_PH), F.embedding(positions, self.sin_PH)
+        return (cos, sin) if positions.dim() == 1 else (self._interleave(cos), self._interleave(sin))
 
     def _interleave(self, x_3TH: Tensor) -> Tensor:
         return torch.where(self.is_height_H, x_3TH[1], torch.where(self.is_width_H, x_3TH[2], x_3TH[0]))

@@ -88,7 +88,7 @@ class NpuAttention(AttentionBackend):
         plan = metadata.plan
         kernel: Any = torch_npu.npu_fused_infer_attention_score
         if isinstance(plan, DeviceLengths):
-            kernel = _graph_engine_kernel()
+            kernel = torch.ops.air.npu_fused_infer_attention_score  # torchair registers it; graphs.py loads that
             query_totals, context_lens = plan.query_totals_B, plan.context_lens_B
         else:
             query_totals, context_lens = plan.query_totals, plan.context_lens
@@ -102,9 +102,3 @@ class NpuAttention(AttentionBackend):
     def _by_head(self, cache: Tensor) -> Tensor:
         """(NB, S, K, H) of (NB, S, K*H)."""
         return cache.unflatten(-1, (self.num_kv_heads, self.head_dim))
-
-
-def _graph_engine_kernel() -> Any:
-    import torchair
-
-    return torchair.ops.npu_fused_infer_attention_score

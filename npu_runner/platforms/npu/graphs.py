@@ -40,43 +40,43 @@ class AclGraphCompiler(GraphCompiler):
         self._graphs: dict[int, _AclGraph] = {}
 
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
-        self._graphs[batch_size] = _AclGraph(forward, batch_size, self._backend(batch_size))
+        self._graphs[batch_size] = _AclGraph(forward, batch_size, self._backend())
         return self._graphs[batch_size]
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
         self._graphs[batch_size].set_context_lens(context_lens_B)
 
-    def _backend(self, batch_size: int) -> Callable[..., Any]:
+    def _backend(self) -> Callable[..., Any]:
         if torchair.has_npugraph_ex():
             torchair.load("npugraph_ex")
             # Inputs are the bucket's own buffers, weights stay where they are, and the cache is written in place.
             options = {"use_graph_pool": self._pool, "reuse_graph_pool_in_same_fx": False, "clone_input": False,
                        "frozen_parameter": True}
             backend: Any = torch._dynamo.lookup_backend("npugraph_ex")
-            return _Counted(lambda graph, inputs: backend(graph, inputs, options=options), batch_size)
+            return lambda graph, inputs: backend(graph, inputs, options=options)
         module = torchair.load("torchair")
         config = module.CompilerConfig()
         config.mode = "reduce-overhead"
         config.debug.aclgraph.clone_input = False
         config.experimental_config.frozen_parameter = True
         config.aclgraph_config.use_custom_pool = self._pool
-        return _Counted(module.get_npu_backend(compiler_config=config), batch_size)
+        return module.get_npu_backend(compiler_config=config)
 
 
 class _AclGraph:
     """Captures on the first call, replays on the others; always over the same input tensors."""
 
     def __init__(self, forward: DecodeForward, batch_size: int, backend: Callable[..., Any]):
-        totals = list(range(1, batch_size + 1))
         self._context_lens = [_LEAST_TRACED] * batch_size
 
         def decode(input_ids_B: Tensor, positions_B: Tensor, slot_mapping_B: Tensor, context_lens_B: Tensor,
                    block_tables_BW: Tensor, host_lengths: list[int]) -> Tensor:
             return forward(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW,
-                           HostLengths(totals, host_lengths))
+                           HostLengths(list(range(1, batch_size + 1)), host_lengths))
 
-        self._decode = torch.compile(own_code(decode, f"decode_{batch_size}"), backend=backend, dynamic=True,
-                                     fullgraph=True)
+        # The first trace only shows dynamo which integers change; nothing is compiled or captured from it.
+        self._decode = torch.compile(own_code(decode, f"decode_{batch_size}"), fullgraph=True,
+                                     backend=_Counted(backend, batch_size, num_rehearsals=1))
         self._is_captured = False
 
     def set_context_lens(self, context_lens_B: Sequence[int]) -> None:
@@ -84,16 +84,18 @@ class _AclGraph:
         self._context_lens = [max(_LEAST_TRACED, length) for length in context_lens_B] + padding
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        if self._is_captured:
-            return self._decode(*inputs, self._context_lens)
-        # Everything but the lengths is of one size for good; lengths that happen to be equal now are not one symbol.
-        for tensor in inputs:
-            torch._dynamo.mark_static(tensor)
+        if not self._is_captured:
+            self._capture(inputs)
+        return self._decode(*inputs, self._context_lens)
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        num_rows = len(self._context_lens)
+        # Lengths that happen to be equal while they are traced must not become one symbol.
         with _ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False):
-            output = self._decode(*inputs, self._context_lens)
-            torch.npu.synchronize()
+            for length in (_LEAST_TRACED, _LEAST_TRACED + 1):
+                self._decode(*inputs, [length] * num_rows)
+                torch.npu.synchronize()
         self._is_captured = True
-        return output
 
 
 class GraphEngineCompiler(GraphCompiler):
@@ -149,19 +151,26 @@ class _FirstCall:
 
 
 class _Counted:
-    """A backend that says so when a bucket is traced more than once: that costs seconds in the middle of serving."""
+    """A backend that says so when a bucket is traced more often than planned: that costs seconds while serving.
 
-    def __init__(self, backend: Callable[..., Any], batch_size: int):
+    The first `num_rehearsals` traces run as they are.
+    """
+
+    def __init__(self, backend: Callable[..., Any], batch_size: int, num_rehearsals: int = 0):
         self._backend = backend
         self._batch_size = batch_size
-        self._count = 0
+        self._num_left = num_rehearsals
+        self._num_compiled = 0
 
-    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
-        self._count += 1
-        if self._count > 1:
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        if self._num_left:
+            self._num_left -= 1
+            return graph.forward
+        self._num_compiled += 1
+        if self._num_compiled > 1:
             logger.warning("the decode graph of batch size %d is compiled again (%d times now); TORCH_LOGS=recompiles "
-                           "says why", self._batch_size, self._count)
-        return self._backend(graph, inputs, **options)
+                           "says why", self._batch_size, self._num_compiled)
+        return self._backend(graph, inputs)
 
 
 class _ResourceErrors:

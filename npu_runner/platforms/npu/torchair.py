@@ -19,6 +19,10 @@ _WRITES_IN_PLACE = ("npu_scatter_pa_kv_cache_functional", "npu_scatter_pa_kv_cac
 def load(name: str) -> Any:
     """The module `torchair` or `npugraph_ex`, told which operators write in place."""
     module = _import(name)
+    if name == "torchair":
+        # Registers torch.ops.air.npu_fused_infer_attention_score, whose lengths are tensors. torchair itself imports it
+        # when its wrapper is called, which is too late: that is inside a trace.
+        _import("torchair.ops._npu_fused_infer_attention_score")
     passes = _import(f"{name}._acl_concrete_graph.graph_pass")
     functional, in_place, arguments = _WRITES_IN_PLACE
     passes.register_inplaceable_npu_op(functional, in_place, mutated_arg=arguments)
