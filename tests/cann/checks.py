@@ -16,17 +16,26 @@ def check_names(program: str) -> list[str]:
 
 
 @functools.cache
-def _results(program: str, options: str) -> dict[str, str] | str:
-    """What each check says, or how the program died."""
+def _run(program: str, options: str) -> tuple[dict[str, str], list[str]] | str:
+    """What each check says and which operators ran, or how the program died."""
     done = run_python(["-m", "tests.cann.programs.run_checks", f"tests.cann.programs.{program}"], **json.loads(options))
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULTS "):
-            result: dict[str, str] = json.loads(line.removeprefix("RESULTS "))
-            return result
-    return f"{program} died with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("RESULTS ", "OPERATORS ")))
+    if len(lines) < 2:
+        return f"{program} died with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return json.loads(lines["RESULTS"]), json.loads(lines["OPERATORS"])
+
+
+def _outcome(program: str, options: dict[str, object]) -> tuple[dict[str, str], list[str]]:
+    outcome = _run(program, json.dumps(options, sort_keys=True))
+    assert not isinstance(outcome, str), outcome
+    return outcome
 
 
 def assert_check(program: str, name: str, **options: object) -> None:
-    results = _results(program, json.dumps(options, sort_keys=True))
-    result = results if isinstance(results, str) else results[name]
+    result = _outcome(program, options)[0][name]
     assert result == "ok", result
+
+
+def operators_of(program: str, **options: object) -> set[str]:
+    """Names of the operators that the checks of the program launched or captured."""
+    return set(_outcome(program, options)[1])

@@ -1,4 +1,6 @@
-"""Runs every check_* function of a module and prints one line of JSON: the name of each with "ok" or its traceback.
+"""Runs every check_* function of a module and prints a line of JSON: the name of each with "ok" or its traceback.
+
+A second line names the operators that were launched or captured since the counters were last reset.
 
     python -m tests.cann.programs.run_checks tests.cann.programs.fused_operators
 
@@ -11,6 +13,8 @@ import importlib
 import json
 import sys
 import traceback
+
+from .emulation import calls
 
 
 def main(module_name: str) -> None:
@@ -26,6 +30,7 @@ def main(module_name: str) -> None:
         except Exception:  # noqa: BLE001 (the border where a check becomes a reported result)
             results[name] = traceback.format_exc()
     print("RESULTS " + json.dumps(results), flush=True)
+    print("OPERATORS " + json.dumps(sorted(calls("launches").keys() | calls("captured").keys())), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def swiglu(call: Call) -> Tensor:
 def rotary_mul(call: Call) -> Tensor:
     x, cos, sin = (on_device(value) for _, value in call.arguments[:3] if value is not None)
     out = device_empty(x.shape, x.dtype)
-    call_aclnn("RotaryPositionEmbedding", x, cos, sin, int(call.attribute("mode", 0)), out)
+    call_aclnn("RotaryPositionEmbeddingV2", x, cos, sin, int(call.attribute("mode", 0)), None, out)
     return out
 
 

@@ -1,4 +1,4 @@
-// aclnnFusedInferAttentionScore, versions 2 to 4: prefill and decode, plain and paged, on layouts TND, BSND, BNSD and BSH.
+// aclnnFusedInferAttentionScore, versions 3 and 4 (torch_npu's v1 and v2): prefill and decode, plain and paged, on layouts TND, BSND, BNSD and BSH.
 // What the documents ask of the arguments is checked in attention_checks.cpp; here is the mathematics, in float32.
 #include "attention.h"
 
@@ -140,7 +140,6 @@ using opapi::AttentionCall;
   opapi::request_workspace(opapi::kAttentionWorkspaceBytes);                                                                   \
   return [call] { opapi::run_attention(call); };
 
-ACLNN(FusedInferAttentionScoreV2, ATTENTION_HEAD, ATTENTION_TAIL, Out(out), Out(lse)) { ATTENTION_PLAN() }
 ACLNN(FusedInferAttentionScoreV3, ATTENTION_HEAD, Opt(query_rope), Opt(key_rope), Opt(key_rope_scale), ATTENTION_TAIL, Out(out),
       Out(lse)) {
   ATTENTION_PLAN(query_rope, key_rope, key_rope_scale)

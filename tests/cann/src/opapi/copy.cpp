@@ -20,13 +20,6 @@ ACLNN(Cast, In(self), Type(dtype), Out(out)) {
   opapi::require_same_shape(self, out, "self and out");
   return [=] { out.write(self.to(dtype)); };
 }
-ACLNN(Identity, In(self), Out(out)) {
-  opapi::require_same_shape(self, out, "self and out");
-  return [=] {
-    count_copy("aclnnIdentity", out);
-    out.write(self);
-  };
-}
 
 // ---- constants
 ACLNN(InplaceZero, Out(self)) {
@@ -84,22 +77,8 @@ ACLNN(Stack, Ins(tensors), Int(dim), Out(out)) {
     out.write(cpu::op("stack", parts, dim));
   };
 }
-ACLNN(SplitWithSize, In(self), Ints(sizes), Int(dim), Outs(out)) {
-  opapi::require(sizes.size() == out.size(), sizes.size(), " sizes, ", out.size(), " outputs");
-  return [=] {
-    std::vector<cpu::Tensor> parts = cpu::ops("split_with_sizes", self, sizes, dim);
-    for (size_t i = 0; i < parts.size(); ++i) out[i].write(parts[i]);
-  };
-}
-ACLNN(Permute, In(self), Ints(dims), Out(out)) {
-  opapi::require(static_cast<int64_t>(dims.size()) == self.dim(), dims.size(), " dims for ", self.dim());
-  return [=] { out.write(self.permute(dims)); };
-}
 ACLNN(Repeat, In(self), Ints(repeats), Out(out)) {
   return [=] { out.write(cpu::op("repeat", self, repeats)); };
-}
-ACLNN(Expand, In(self), Ints(size), Out(out)) {
-  return [=] { out.write(self.expand(size)); };
 }
 ACLNN(Flip, In(self), Ints(dims), Out(out)) {
   return [=] { out.write(cpu::op("flip", self, dims)); };

@@ -30,9 +30,9 @@ UNARY_AND_INPLACE(Log10, cpu::op("log10", self))
 UNARY_AND_INPLACE(Log1p, cpu::op("log1p", self))
 UNARY_AND_INPLACE(Log2, cpu::op("log2", self))
 UNARY_AND_INPLACE(LogicalNot, cpu::op("logical_not", self))
-UNARY_AND_INPLACE(Neg, cpu::op("neg", self))
+UNARY(Neg, cpu::op("neg", self))
 UNARY_AND_INPLACE(Reciprocal, cpu::op("reciprocal", self))
-UNARY_AND_INPLACE(Round, cpu::op("round", self))
+UNARY(Round, cpu::op("round", self))
 UNARY_AND_INPLACE(Rsqrt, cpu::op("rsqrt", self))
 UNARY_AND_INPLACE(Sigmoid, cpu::op("sigmoid", self))
 UNARY_AND_INPLACE(Sin, cpu::op("sin", self))
@@ -40,11 +40,10 @@ UNARY_AND_INPLACE(Sinh, cpu::op("sinh", self))
 UNARY_AND_INPLACE(Sqrt, cpu::op("sqrt", self))
 UNARY_AND_INPLACE(Tan, cpu::op("tan", self))
 UNARY_AND_INPLACE(Tanh, cpu::op("tanh", self))
-UNARY_AND_INPLACE(Trunc, cpu::op("trunc", self))
+UNARY(Trunc, cpu::op("trunc", self))
 UNARY_AND_INPLACE(Relu, cpu::op("relu", self))
 UNARY(BitwiseNot, cpu::op("bitwise_not", self))
 UNARY(IsFinite, cpu::op("isfinite", self))
-UNARY(IsInf, cpu::op("isinf", self))
 UNARY(IsNegInf, cpu::op("isneginf", self))
 UNARY(IsPosInf, cpu::op("isposinf", self))
 UNARY(Sign, cpu::op("sign", self))
@@ -95,7 +94,8 @@ BINARY_ALL(GeTensor, GeScalar, cpu::op("ge", self, other))
 BINARY_ALL(LtTensor, LtScalar, cpu::op("lt", self, other))
 BINARY_ALL(LeTensor, LeScalar, cpu::op("le", self, other))
 BINARY_ALL(BitwiseAndTensor, BitwiseAndScalar, cpu::op("bitwise_and", self, other))
-BINARY_ALL(BitwiseOrTensor, BitwiseOrScalar, cpu::op("bitwise_or", self, other))
+BINARY(BitwiseOrTensor, cpu::op("bitwise_or", self, other))
+BINARY_SCALAR(BitwiseOrScalar, cpu::op("bitwise_or", self, other))
 BINARY_ALL(BitwiseXorTensor, BitwiseXorScalar, cpu::op("bitwise_xor", self, other))
 BINARY_ALL(RemainderTensorTensor, RemainderTensorScalar, cpu::op("remainder", self, other))
 BINARY_ALL(FmodTensor, FmodScalar, cpu::op("fmod", self, other))
@@ -207,9 +207,6 @@ ACLNN(ClampMinTensor, In(self), In(low), Out(out)) {
 }
 ACLNN(ClampMaxTensor, In(self), In(high), Out(out)) {
   return [=] { out.write(cpu::op("clamp_max", self, high)); };
-}
-ACLNN(InplaceClampMin, Out(self), Num(low)) {
-  return [=] { self.write(cpu::op("clamp_min", self, low)); };
 }
 ACLNN(InplaceClampMax, Out(self), Num(high)) {
   return [=] { self.write(cpu::op("clamp_max", self, high)); };

@@ -75,16 +75,6 @@ ACLNN(Gather, In(self), Int(dim), In(index), Out(out)) {
     out.write(cpu::op("gather", self, dim, index.to(cpu::kLong)));
   };
 }
-ACLNN(GatherV2, In(self), Int(dim), In(index), Out(out)) {
-  require_index(index);
-  return [=] {
-    device_check_index(index, 0, self.size(dim), "index");
-    cpu::Ints shape = self.sizes(), rows = index.sizes();
-    auto at = shape.erase(shape.begin() + opapi::wrap_dim(dim, self.dim()));
-    shape.insert(at, rows.begin(), rows.end());
-    out.write(cpu::op("index_select", self, dim, index.reshape({-1})).reshape(shape));
-  };
-}
 ACLNN(Take, In(self), In(index), Out(out)) {
   require_index(index);
   return [=] { out.write(cpu::op("take", self, index.to(cpu::kLong))); };

@@ -1,7 +1,6 @@
 // Random numbers: Philox 4x32, as on the device, one stream for each element, from the (seed, offset) that torch_npu hands over.
 // The variants that end in Tensor read seed and offset from device memory: graphs draw anew at each replay.
 #include <cmath>
-#include <limits>
 
 #include "op.h"
 #include "philox.h"
@@ -61,21 +60,6 @@ void write_integers(const opapi::Output& self, int64_t from, int64_t to, const S
   self.write(values);
 }
 
-int64_t largest(cpu::Type type) {
-  switch (type) {
-    case cpu::kBool: return 2;
-    case cpu::kByte: return 256;
-    case cpu::kChar: return 128;
-    case cpu::kShort: return 1 << 15;
-    case cpu::kInt: return 1LL << 31;
-    case cpu::kHalf: return (1 << 11) + 1;
-    case cpu::kBFloat16: return (1 << 8) + 1;
-    case cpu::kFloat: return (1 << 24) + 1;
-    case cpu::kDouble: return (1LL << 53) + 1;
-    default: return std::numeric_limits<int64_t>::max();
-  }
-}
-
 // Rows of weights that need not sum to 1. Without replacement: the largest of weight / exponential, as torch does.
 Tensor multinomial(const Tensor& weights, int64_t num_samples, bool replacement, const Source& source) {
   Tensor wide = (weights.dim() == 1 ? weights.unsqueeze(0) : weights).to(cpu::kDouble);
@@ -130,9 +114,6 @@ ACLNN(InplaceRandom, Out(self), Int(from), Int(to), Int(seed), Int(offset)) {
 ACLNN(InplaceRandomTensor, Out(self), Int(from), Int(to), In(seed), In(offset), Int(offset_in_graph)) {
   require(from < to, "from ", from, ", to ", to);
   return [=] { write_integers(self, from, to, source_in(seed, offset, offset_in_graph)); };
-}
-ACLNN(InplaceRandomWithoutFromTo, Out(self), Int(seed), Int(offset)) {
-  return [=] { write_integers(self, 0, largest(self.type()), source_of(seed, offset)); };
 }
 ACLNN(InplaceBernoulli, Out(self), Num(probability), Int(seed), Int(offset)) {
   require(probability.to_double() >= 0 && probability.to_double() <= 1, "prob is ", probability.to_double());

@@ -123,9 +123,6 @@ ACLNN(Sort, In(self), Flag(is_stable), Int(dim), Flag(descending), Out(values), 
     indices.write(both[1]);
   };
 }
-ACLNN(Argsort, In(self), Int(dim), Flag(descending), Out(out)) {
-  return [=] { out.write(cpu::op("argsort.stable", self, true, dim, descending)); };
-}
 ACLNN(Topk, In(self), Int(k), Int(dim), Flag(largest), Flag(is_sorted), Out(values), Out(indices)) {
   require(self.dim() == 0 || (k >= 0 && k <= self.size(dim)), "k is ", k, ", the dimension has ", self.sizes());
   opapi::require_dtype(indices, {cpu::kLong}, "indices");

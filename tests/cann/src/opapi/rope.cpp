@@ -56,9 +56,6 @@ opapi::Run apply_rotary(const opapi::Output& query, const opapi::Output& key, co
 }
 }  // namespace
 
-ACLNN(ApplyRotaryPosEmb, Out(query), Out(key), In(cos), In(sin), Int(layout)) {
-  return apply_rotary(query, key, cos, sin, layout, "half");
-}
 ACLNN(ApplyRotaryPosEmbV2, Out(query), Out(key), In(cos), In(sin), Int(layout), Text(rotary_mode)) {
   return apply_rotary(query, key, cos, sin, layout, rotary_mode);
 }
@@ -84,6 +81,7 @@ void check_rotary_mul(const Tensor& x, const Tensor& cos, const Tensor& sin, int
   }
 }
 }  // namespace
+// torch_npu calls version 2, but only where version 1 exists too.
 ACLNN(RotaryPositionEmbedding, In(x), In(cos), In(sin), Int(mode), Out(out)) {
   check_rotary_mul(x, cos, sin, mode, out);
   return [=] { out.write(opapi::rope(x, cos, sin, mode == 1)); };
@@ -157,10 +155,6 @@ opapi::Run rope_with_cache(const opapi::Input& positions, const opapi::Input& qu
   };
 }
 }  // namespace
-ACLNN(RopeWithSinCosCache, In(positions), In(query), In(key), In(cache), OptInts(sections), Int(head_size), Flag(is_neox),
-      Out(query_out), Out(key_out)) {
-  return rope_with_cache(positions, query, key, cache, sections.value_or(std::vector<int64_t>{}), head_size, is_neox, 0, query_out, key_out);
-}
 ACLNN(RopeWithSinCosCacheV2, In(positions), In(query), In(key), In(cache), OptInts(sections), Int(head_size), Flag(is_neox),
       Int(cache_mode), Out(query_out), Out(key_out)) {
   return rope_with_cache(positions, query, key, cache, sections.value_or(std::vector<int64_t>{}), head_size, is_neox, cache_mode, query_out,
