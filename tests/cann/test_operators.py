@@ -17,7 +17,9 @@ COMPARING: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize(("program", "name"), [(program, name) for program in COMPARING for name in check_names(program)])
+@pytest.mark.parametrize(
+    ("program", "name"), [(program, name) for program in COMPARING for name in check_names(program)]
+)
 def test_operator(program: str, name: str) -> None:
     assert_check(program, name, **COMPARING[program])
 

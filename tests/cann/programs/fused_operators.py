@@ -187,12 +187,12 @@ def check_qkv_rms_norm_rope_cache_equals_its_parts() -> None:
 
 def check_top_k_top_p() -> None:
     logits = draw(4, 50)
-    p, k = torch.tensor([1.0, 0.5, 0.9, 0.1]), torch.tensor([5, 50, 3, 0], dtype=torch.int32)
+    p, k = torch.tensor([1.0, 0.5, 0.9, 0.1]), torch.tensor([5, 50, 3, 1], dtype=torch.int32)
     out = torch_npu.npu_top_k_top_p(logits.npu(), p.npu(), k.npu()).cpu()
     for row in range(4):
         kept = torch.isfinite(out[row])
         order = logits[row].argsort(descending=True)
-        top = order[: int(k[row]) or 50]
+        top = order[: int(k[row])]
         share = logits[row][top].softmax(0)
         nucleus = top[(share.cumsum(0) - share) < p[row]]
         assert set(kept.nonzero().flatten().tolist()) == set(nucleus.tolist()), row

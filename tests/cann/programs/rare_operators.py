@@ -1,4 +1,4 @@
-"""The siblings of the common operators, which torch_npu picks by argument: in place, by scalar, by tensor, in a graph."""
+"""Siblings of the common operators, which torch_npu picks by argument: in place, by scalar, by tensor, in a graph."""
 
 from __future__ import annotations
 

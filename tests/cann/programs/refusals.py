@@ -158,6 +158,115 @@ def check_rotary_refusals() -> None:
         torch_npu.npu_rotary_mul(x, x[:, :, :1], x[:, :, :1])
 
 
+def check_rotary_mul_refusals() -> None:
+    def call(x: Tensor, cos: Tensor, mode: str = "half") -> None:
+        torch_npu.npu_rotary_mul(x.npu(), cos.npu(), cos.npu(), mode)
+
+    x = draw(2, 3, 5, 32)
+    call(x, draw(1, 1, 5, 32))
+    call(x, draw(2, 3, 1, 32))
+    with refused(PARAMETER, "layout"):
+        call(x, draw(1, 1, 1, 32))
+    with refused(PARAMETER, "layout"):
+        call(x, draw(1, 3, 5, 32))
+    with refused(PARAMETER, "layout"):
+        call(x, draw(2, 1, 5, 32), "interleave")
+    with refused(PARAMETER, "layout"):
+        call(draw(40, 3, 30, 32), draw(1, 3, 1, 32), "interleave")
+    with refused(PARAMETER, "head dim"):
+        call(draw(1, 1, 5, 31), draw(1, 1, 5, 31))
+    with refused(PARAMETER, "cos"):
+        call(x, draw(1, 1, 5, 16))
+
+
+def check_mrope_refusals() -> None:
+    def call(**changes: Any) -> None:
+        arguments: dict[str, Any] = dict(
+            positions=torch.arange(3).repeat(3, 1).npu(),
+            query=draw(3, 128).npu(),
+            key=draw(3, 64).npu(),
+            cos_sin_cache=draw(8, 64).npu(),
+            head_size=64,
+            mrope_section=[16, 8, 8],
+        )
+        torch_npu.npu_mrope(**(arguments | changes))
+
+    call()
+    with refused(PARAMETER, "mropeSection"):
+        call(mrope_section=[16, 8, 4])
+    with refused(PARAMETER, "rotaryDim"):
+        call(cos_sin_cache=draw(8, 72).npu())
+    with refused(PARAMETER, "headSize"):
+        call(query=draw(3, 100).npu())
+    with refused(PARAMETER, "cosSinCache"):
+        call(cos_sin_cache=draw(8, 64).half().npu())
+    with refused(KERNEL, "positions"):
+        call(positions=torch.full((3, 3), 8).npu())
+
+
+def qkv_cache(**changes: Any) -> None:
+    half = torch.float16
+    arguments: dict[str, Any] = dict(
+        qkv=draw(2, 4 * 128, dtype=half).npu(),
+        q_gamma=draw(128, dtype=half).npu(),
+        k_gamma=draw(128, dtype=half).npu(),
+        cos=draw(2, 128, dtype=half).npu(),
+        sin=draw(2, 128, dtype=half).npu(),
+        index=torch.tensor([3, -1]).npu(),
+        q_out=torch.zeros(2, 256, dtype=half).npu(),
+        k_cache=torch.zeros(2, 8, 16, 16, dtype=half).npu(),
+        v_cache=torch.zeros(2, 8, 16, 16, dtype=half).npu(),
+        qkv_size=[2, 1, 4, 128],
+        head_nums=[2, 1, 1],
+    )
+    torch_npu.npu_qkv_rms_norm_rope_cache(**(arguments | changes))
+    torch.npu.synchronize()
+
+
+def check_qkv_cache_refusals() -> None:
+    qkv_cache()
+    with refused(PARAMETER, "headNums"):
+        qkv_cache(head_nums=[2, 2, 1])
+    with refused(PARAMETER, "head dim"):
+        qkv_cache(qkv_size=[2, 1, 8, 64], head_nums=[4, 2, 2])
+    with refused(PARAMETER, "qkv"):
+        qkv_cache(qkv=draw(2, 3 * 128, dtype=torch.float16).npu())
+    with refused(PARAMETER, "index"):
+        qkv_cache(index=torch.tensor([3, 4, 5]).npu())
+    with refused(PARAMETER, "cos"):
+        qkv_cache(cos=draw(2, 64, dtype=torch.float16).npu())
+    with refused(PARAMETER, "cache"):
+        qkv_cache(k_cache=torch.zeros(2, 16, 1, 128, dtype=torch.float16).npu())
+    with refused(KERNEL, "slotMapping"):
+        qkv_cache(index=torch.tensor([3, 32]).npu())
+
+
+def check_attention_refuses_layouts() -> None:
+    q, k = draw(2, 5, 4, 64, dtype=torch.float16).npu(), draw(2, 7, 2, 64, dtype=torch.float16).npu()
+
+    def call(**changes: Any) -> None:
+        arguments: dict[str, Any] = dict(input_layout="BSND", num_heads=4, num_key_value_heads=2)
+        torch_npu.npu_fused_infer_attention_score(q, k, k, **(arguments | changes))
+
+    call()
+    with refused(PARAMETER, "inputLayout"):
+        call(input_layout="BNSD_BSND")
+    with refused(PARAMETER, "numHeads"):
+        call(input_layout="BNSD")
+    with refused(TILING, "actualSeqLengths"):
+        call(actual_seq_lengths=[5, 6])
+    with refused(TILING, "actualSeqLengthsKv"):
+        call(actual_seq_lengths_kv=[8])
+    with refused(TILING, "attenMask"):
+        call(atten_mask=torch.zeros(5, 7, dtype=torch.bool).npu())
+    with refused(TILING, "attenMask"):
+        call(atten_mask=torch.zeros(2, 1, 5, 6, dtype=torch.bool).npu())
+    with refused(PARAMETER, "sparseMode"):
+        call(sparse_mode=5)
+    with refused(PARAMETER, "not emulated"):
+        call(pse_shift=torch.zeros(2, 4, 5, 7, dtype=torch.float16).npu())
+
+
 def check_norm_and_activation_refusals() -> None:
     x = draw(3, 8).npu()
     with refused(PARAMETER, "gamma"):
@@ -168,6 +277,14 @@ def check_norm_and_activation_refusals() -> None:
         torch_npu.npu_swiglu(draw(3, 7).npu())
     with refused(PARAMETER):
         torch_npu.npu_rms_norm(x.double(), draw(8).double().npu())
+    with refused(PARAMETER, "gamma"):
+        torch_npu.npu_rms_norm(x.half(), draw(8).npu())
+    with refused(PARAMETER, "gamma"):
+        torch_npu.npu_rms_norm(x[0], draw(8).npu())
+    with refused(PARAMETER, "x1 and x2"):
+        torch_npu.npu_add_rms_norm(x, x[:2].contiguous(), draw(8).npu())
+    with refused(PARAMETER, "x"):
+        torch_npu.npu_swiglu(torch.ones(3, 8, dtype=torch.int32).npu())
 
 
 def check_sampling_refusals() -> None:
@@ -178,6 +295,15 @@ def check_sampling_refusals() -> None:
         torch_npu.npu_top_k_top_p(logits, torch.rand(3).npu(), None)
     with refused(PARAMETER):
         torch_npu.npu_top_k_top_p(logits, None, torch.tensor([3, 3]).npu())
+    with refused(PARAMETER):
+        torch_npu.npu_top_k_top_p(logits, torch.rand(2).half().npu(), None)
+    for k in (0, 9):
+        with refused(KERNEL, "k holds"):
+            torch_npu.npu_top_k_top_p(logits, None, torch.tensor([3, k], dtype=torch.int32).npu())
+    with refused(KERNEL, "p holds"):
+        torch_npu.npu_top_k_top_p(logits, torch.tensor([0.5, 1.5]).npu(), None)
+    with refused(KERNEL, "probabilities"):
+        torch.multinomial(torch.tensor([0.0, 0.0]).npu(), 1)
 
 
 def check_products_refuse_types() -> None:
@@ -194,11 +320,19 @@ def check_indices_out_of_range_fault_in_the_kernel() -> None:
     with refused(KERNEL):
         weight.gather(1, torch.tensor([[4]]).npu())
     with refused(KERNEL):
+        weight.index_fill_(0, torch.tensor([5]).npu(), 1.0)
+    with refused(KERNEL):
+        weight.scatter_(1, torch.tensor([[4]]).npu(), 1.0)
+    with refused(KERNEL):
+        torch.take(weight, torch.tensor([20]).npu())
+    with refused(KERNEL):
+        weight[torch.tensor([5]).npu()]
+    with refused(KERNEL):
         weight.index_copy_(0, torch.tensor([-1]).npu(), draw(1, 4).npu())
 
 
 def check_an_operator_that_is_not_emulated_names_itself() -> None:
-    """A boolean index takes the old route (NonZero) in this torch_npu; programs have integer indices and masked_select."""
+    """A boolean index takes the old route (NonZero) in this torch_npu; programs have integers and masked_select."""
     with refused(500002, "NonZero took the aclop route"):
         x = draw(3, 4).npu()
         x[x > 0]

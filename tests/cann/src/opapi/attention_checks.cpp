@@ -90,12 +90,10 @@ void check_paged(const AttentionCall& call) {
   require_tiling(call.key.size(block_axis) == call.block_size, "key cache ", call.key.sizes(), ", blockSize ", call.block_size);
   require_tiling(call.key.dim() == 4 || call.key.size(2) <= 65535, "key cache ", call.key.sizes(), ": H is at most 65535");
   require_tiling(call.key.dim() == 3 || call.key.size(1) == call.num_kv_heads, "key cache ", call.key.sizes(), ", ", call.num_kv_heads, " key heads");
-  int64_t longest = 0, total = 0;
+  int64_t longest = 0;
   for (int64_t length : call.kv_lengths) {
     require_tiling(length >= 0, "actualSeqLengthsKv holds ", length);
-    int64_t blocks = (length + call.block_size - 1) / call.block_size;
-    longest = std::max(longest, blocks);
-    total += blocks;
+    longest = std::max(longest, (length + call.block_size - 1) / call.block_size);
   }
   require_tiling(call.block_table.size(1) >= longest, "blockTable has ", call.block_table.size(1), " columns, a sequence needs ", longest);
 }
@@ -114,7 +112,39 @@ void check_mask(const AttentionCall& call) {
   if (!call.mask.is_given()) return;
   require_dtype(call.mask, {cpu::kBool, cpu::kChar, cpu::kByte}, "attenMask");
   require_contiguous(call.mask, "attenMask");
-  require_tiling(call.sparse_mode == 3 || call.layout != "TND", "TND takes sparseMode 0 without a mask, or 3 with one");
+  if (call.sparse_mode == 3) return;
+  require_tiling(call.layout != "TND", "TND takes sparseMode 0 without a mask, or 3 with one");
+  int64_t rows = call.query.size(call.layout == "BNSD" ? 2 : 1);
+  int64_t columns = call.block_table.is_given() ? call.block_table.size(1) * call.block_size : call.key.size(call.layout == "BNSD" ? 2 : 1);
+  int64_t dims = call.mask.dim();
+  bool is_shaped = (dims == 3 || (dims == 4 && call.mask.size(1) == 1)) &&
+                   (call.mask.size(0) == 1 || call.mask.size(0) == call.num_sequences) && call.mask.size(-2) >= rows &&
+                   call.mask.size(-1) >= columns;
+  require_tiling(is_shaped, "attenMask ", call.mask.sizes(), " with sparseMode 0: (1 or B, 1, ", rows, ", ", columns, ")");
+}
+
+using Lengths = std::optional<std::vector<int64_t>>;
+
+// TND: the lengths say how many sequences there are.
+void set_running_lengths(AttentionCall& call, const Lengths& q_lengths, const Lengths& kv_lengths) {
+  require_tiling(q_lengths.has_value() && kv_lengths.has_value(), "TND needs actualSeqLengths and actualSeqLengthsKv");
+  check_running_totals(*q_lengths, call.query.size(0), "actualSeqLengths");
+  call.num_sequences = static_cast<int64_t>(q_lengths->size());
+  call.q_lengths = *q_lengths;
+  call.kv_lengths = *kv_lengths;
+  require_tiling(call.kv_lengths.size() == q_lengths->size(), "actualSeqLengthsKv holds ", call.kv_lengths.size(),
+                 " numbers, actualSeqLengths ", q_lengths->size());
+  if (call.has_running_kv_totals()) check_running_totals(call.kv_lengths, call.key.size(0), "actualSeqLengthsKv");
+}
+
+void set_lengths_by_batch(AttentionCall& call, const Lengths& q_lengths, const Lengths& kv_lengths) {
+  int64_t axis = call.layout == "BNSD" ? 2 : 1;
+  bool is_paged = call.block_table.is_given();
+  call.num_sequences = call.query.size(0);
+  call.q_lengths = lengths_by_batch(q_lengths, call.num_sequences, call.query.size(axis), "actualSeqLengths");
+  require_tiling(is_paged || call.key.size(0) == call.num_sequences, "query ", call.query.sizes(), ", key ", call.key.sizes());
+  int64_t limit = is_paged ? call.block_table.size(-1) * call.block_size : call.key.size(axis);
+  call.kv_lengths = lengths_by_batch(kv_lengths, call.num_sequences, limit, "actualSeqLengthsKv");
 }
 
 }  // namespace
@@ -135,15 +165,7 @@ AttentionCall checked_call(const Input& query, const std::vector<Input>& key, co
   require(layout == "TND" || layout == "BSND" || layout == "BNSD" || layout == "BSH", "inputLayout ", layout, " is not emulated");
   require_dim(query, layout == "TND" || layout == "BSH" ? 3 : 4, "query");
   require(inner_precise >= 0 && inner_precise <= 3, "innerPrecise is ", inner_precise);
-  AttentionCall call;
-  call.query = query;
-  call.key = key.front();
-  call.value = value.front();
-  call.mask = mask;
-  call.block_table = block_table;
-  call.out = out;
-  call.lse = lse;
-  call.layout = layout;
+  AttentionCall call{query, key.front(), value.front(), mask, block_table, out, lse, layout};
   call.num_heads = num_heads;
   call.num_kv_heads = num_kv_heads == 0 ? num_heads : num_kv_heads;
   call.sparse_mode = sparse_mode;
@@ -155,22 +177,10 @@ AttentionCall checked_call(const Input& query, const std::vector<Input>& key, co
   check_head_dim(call);
   require(!block_table.is_given() || kv_lengths.has_value(), "a paged cache needs actualSeqLengthsKv");
   if (layout == "TND") {
-    require_tiling(q_lengths.has_value() && kv_lengths.has_value(), "TND needs actualSeqLengths and actualSeqLengthsKv");
     require(call.num_heads == call.num_kv_heads || inner_precise == 0, "TND with grouped heads takes innerPrecise 0, not ", inner_precise);
-    check_running_totals(*q_lengths, query.size(0), "actualSeqLengths");
-    call.num_sequences = static_cast<int64_t>(q_lengths->size());
-    call.q_lengths = *q_lengths;
-    call.kv_lengths = *kv_lengths;
-    require_tiling(call.kv_lengths.size() == q_lengths->size(), "actualSeqLengthsKv holds ", call.kv_lengths.size(), " numbers, actualSeqLengths ",
-                   q_lengths->size());
-    if (call.has_running_kv_totals()) check_running_totals(call.kv_lengths, call.key.size(0), "actualSeqLengthsKv");
+    set_running_lengths(call, q_lengths, kv_lengths);
   } else {
-    int64_t axis = layout == "BNSD" ? 2 : 1;
-    call.num_sequences = query.size(0);
-    call.q_lengths = lengths_by_batch(q_lengths, call.num_sequences, query.size(axis), "actualSeqLengths");
-    int64_t limit = block_table.is_given() ? block_table.size(-1) * block_size : call.key.size(axis);
-    require_tiling(block_table.is_given() || call.key.size(0) == call.num_sequences, "query ", query.sizes(), ", key ", call.key.sizes());
-    call.kv_lengths = lengths_by_batch(kv_lengths, call.num_sequences, limit, "actualSeqLengthsKv");
+    set_lengths_by_batch(call, q_lengths, kv_lengths);
   }
   if (block_table.is_given()) check_paged(call);
   check_mask(call);

@@ -77,7 +77,10 @@ ACLNN(Gather, In(self), Int(dim), In(index), Out(out)) {
 }
 ACLNN(Take, In(self), In(index), Out(out)) {
   require_index(index);
-  return [=] { out.write(cpu::op("take", self, index.to(cpu::kLong))); };
+  return [=] {
+    device_check_index(index, 0, self.numel(), "index");
+    out.write(cpu::op("take", self, index.to(cpu::kLong)));
+  };
 }
 
 // ---- writes: `reduction` is 0 store, 1 add, 2 multiply
@@ -139,7 +142,10 @@ ACLNN(InplaceIndexCopy, Out(self), Int(dim), In(index), In(source)) {
 }
 ACLNN(InplaceIndexFill, Out(self), Int(dim), In(index), Num(value)) {
   require_index(index);
-  return [=] { cpu::op("index_fill_.int_Scalar", self, dim, index.to(cpu::kLong), value); };
+  return [=] {
+    device_check_index(index, 0, self.size(dim), "index");
+    cpu::op("index_fill_.int_Scalar", self, dim, index.to(cpu::kLong), value);
+  };
 }
 ACLNN(ScatterNdUpdate, Out(self), In(indices), In(updates)) {
   require_index(indices, "indices");

@@ -73,37 +73,54 @@ ACLNN(ScatterPaKvCache, In(key), Out(key_cache), In(slot_mapping), In(value), Ou
 }
 
 // Splits qkv, normalises q and k, turns them, writes k and v into PA_NZ caches. Quantised caches are not emulated.
+namespace {
+
+struct QkvSizes {
+  int64_t tokens, heads, head_dim, num_q, num_k, num_v;
+};
+
+QkvSizes checked_sizes(const Tensor& qkv, const cpu::Ints& qkv_size, const cpu::Ints& head_nums) {
+  require(qkv_size.size() == 4 && head_nums.size() == 3, "qkvSize has ", qkv_size.size(), " numbers, headNums ", head_nums.size());
+  QkvSizes n{qkv_size[0] * qkv_size[1], qkv_size[2], qkv_size[3], head_nums[0], head_nums[1], head_nums[2]};
+  require(n.num_k == n.num_v && n.heads == n.num_q + n.num_k + n.num_v, "headNums ", head_nums, ", qkvSize ", qkv_size);
+  require(n.head_dim == 128, "the head dim is ", n.head_dim, ", not 128");
+  require(qkv.sizes() == cpu::Ints({n.tokens, n.heads * n.head_dim}), "qkv ", qkv.sizes(), ", qkvSize ", qkv_size);
+  return n;
+}
+
+void check_qkv_arguments(const QkvSizes& n, const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& index,
+                         const std::vector<Tensor>& same_type, const std::vector<Tensor>& caches) {
+  require_dtype(qkv, {cpu::kHalf, cpu::kBFloat16}, "qkv");
+  require(cos.sizes() == cpu::Ints({n.tokens, n.head_dim}) && sin.sizes() == cos.sizes(), "cos ", cos.sizes(), ", sin ", sin.sizes());
+  for (const Tensor& tensor : same_type) opapi::require_same_dtype(qkv, tensor, "qkv and gamma, cos, sin, qOut or the caches");
+  require_dtype(index, {cpu::kLong}, "index");
+  require(index.sizes() == cpu::Ints({n.tokens}), "index ", index.sizes(), " for ", n.tokens, " tokens");
+  for (const Tensor& cache : caches) {
+    opapi::require_same_dtype(qkv, cache, "qkv and the caches");
+    require(cache.dim() == 4 && cache.size(3) == 16 && cache.size(1) == n.num_k * n.head_dim / 16, "cache ", cache.sizes(),
+            ": (blocks, heads * head_dim / 16, block_size, 16)");
+  }
+}
+
+Tensor normed_and_turned(const Tensor& x, const Tensor& gamma, double epsilon, const Tensor& cos, const Tensor& sin) {
+  Tensor normed = x * cpu::op("rsqrt", (x * x).mean(-1, true) + cpu::Scalar(epsilon)) * gamma.to(cpu::kFloat);
+  return opapi::rope(normed, cos.unsqueeze(1), sin.unsqueeze(1), false);
+}
+
+}  // namespace
+
 ACLNN(QkvRmsNormRopeCache, In(qkv), In(q_gamma), In(k_gamma), In(cos), In(sin), In(index), Out(q_out), Out(k_cache), Out(v_cache),
       Opt(k_scale), Opt(v_scale), Opt(k_offset), Opt(v_offset), Ints(qkv_size), Ints(head_nums), Double(epsilon), Text(cache_mode),
       OptOut(q_before), OptOut(k_before), OptOut(v_before)) {
-  require_dtype(qkv, {cpu::kHalf, cpu::kBFloat16}, "qkv");
   require(cache_mode == "PA_NZ", "cacheMode is ", cache_mode, ", not PA_NZ");
   require(!k_scale.is_given() && !v_scale.is_given() && !k_offset.is_given() && !v_offset.is_given(), "quantised caches are not emulated");
-  require(qkv_size.size() == 4 && head_nums.size() == 3, "qkvSize has ", qkv_size.size(), " numbers, headNums ", head_nums.size());
-  int64_t num_q = head_nums[0], num_k = head_nums[1], num_v = head_nums[2], head_dim = qkv_size[3], tokens = qkv_size[0] * qkv_size[1];
-  require(num_k == num_v && qkv_size[2] == num_q + num_k + num_v, "headNums ", head_nums, ", qkvSize ", qkv_size);
-  require(head_dim == 128, "the head dim is ", head_dim, ", not 128");
-  require(qkv.sizes() == cpu::Ints({tokens, qkv_size[2] * head_dim}), "qkv ", qkv.sizes(), ", qkvSize ", qkv_size);
-  require(cos.sizes() == cpu::Ints({tokens, head_dim}) && sin.sizes() == cos.sizes(), "cos ", cos.sizes(), ", sin ", sin.sizes());
-  for (const Tensor* tensor : {static_cast<const Tensor*>(&q_gamma), static_cast<const Tensor*>(&k_gamma), static_cast<const Tensor*>(&cos),
-                               static_cast<const Tensor*>(&sin), static_cast<const Tensor*>(&q_out), static_cast<const Tensor*>(&k_cache),
-                               static_cast<const Tensor*>(&v_cache)}) {
-    opapi::require_same_dtype(qkv, *tensor, "qkv and gamma, cos, sin, qOut or the caches");
-  }
-  require_dtype(index, {cpu::kLong}, "index");
-  require(index.sizes() == cpu::Ints({tokens}), "index ", index.sizes(), " for ", tokens, " tokens");
-  for (const Tensor* cache : {static_cast<const Tensor*>(&k_cache), static_cast<const Tensor*>(&v_cache)}) {
-    require(cache->dim() == 4 && cache->size(3) == 16 && cache->size(1) == num_k * head_dim / 16, "cache ", cache->sizes(),
-            ": (blocks, heads * head_dim / 16, block_size, 16)");
-  }
+  QkvSizes n = checked_sizes(qkv, qkv_size, head_nums);
+  check_qkv_arguments(n, qkv, cos, sin, index, {q_gamma, k_gamma, cos, sin, q_out}, {k_cache, v_cache});
   return [=] {
-    Tensor heads = qkv.to(cpu::kFloat).reshape({tokens, qkv_size[2], head_dim});
-    auto turn = [&](const Tensor& x, const Tensor& gamma) {
-      Tensor normed = x * cpu::op("rsqrt", (x * x).mean(-1, true) + cpu::Scalar(epsilon)) * gamma.to(cpu::kFloat);
-      return opapi::rope(normed, cos.unsqueeze(1), sin.unsqueeze(1), false).to(qkv.type());
-    };
-    Tensor q = turn(heads.narrow(1, 0, num_q), q_gamma), k = turn(heads.narrow(1, num_q, num_k), k_gamma);
-    Tensor v = heads.narrow(1, num_q + num_k, num_v).to(qkv.type());
+    Tensor heads = qkv.to(cpu::kFloat).reshape({n.tokens, n.heads, n.head_dim});
+    Tensor q = normed_and_turned(heads.narrow(1, 0, n.num_q), q_gamma, epsilon, cos, sin).to(qkv.type());
+    Tensor k = normed_and_turned(heads.narrow(1, n.num_q, n.num_k), k_gamma, epsilon, cos, sin).to(qkv.type());
+    Tensor v = heads.narrow(1, n.num_q + n.num_k, n.num_v).to(qkv.type());
     q_out.write(q.reshape(q_out.sizes()));
     Tensor rows = cpu::op("nonzero", index >= cpu::Scalar(0)).flatten();  // -1 marks a token that is not stored
     Tensor slots = index.index_select(0, rows);

@@ -62,6 +62,20 @@ ACLNN(ApplyRotaryPosEmbV2, Out(query), Out(key), In(cos), In(sin), Int(layout), 
 
 // npu_rotary_mul: x in BNSD, BSND or SBND; cos and sin broadcast to it.
 namespace {
+struct Axes {
+  int64_t batch, heads, sequence;
+};
+
+bool rotary_layout_fits(const Tensor& x, const Tensor& cos, int64_t mode, const Axes& axes) {
+  int64_t batch = x.size(axes.batch), heads = x.size(axes.heads);
+  int64_t cos_batch = cos.size(axes.batch), cos_heads = cos.size(axes.heads);
+  if (cos.size(axes.sequence) != x.size(axes.sequence)) return false;
+  bool is_shared = cos_batch == 1 && cos_heads == 1;
+  if (mode == 1) return is_shared && batch * heads < 1000;
+  bool is_by_batch = cos_batch == batch && (cos_heads == 1 || cos_heads == heads);
+  return (is_shared || is_by_batch) && batch < 1000 && heads < 1000;
+}
+
 void check_rotary_mul(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode, const Tensor& out) {
   require(mode == 0 || mode == 1, "mode is ", mode, ", not 0 (half) or 1 (interleave)");
   opapi::require_dim(x, 4, "x");
@@ -72,13 +86,13 @@ void check_rotary_mul(const Tensor& x, const Tensor& cos, const Tensor& sin, int
   opapi::require_same_shape(cos, sin, "cos and sin");
   int64_t head_dim = x.size(-1);
   require(head_dim < 896 && head_dim % 2 == 0, "the head dim is ", head_dim, ", not even and below 896");
-  // The dimensions left of the head dim are B, N and S in some order; B and N are limited, S is not.
-  require(x.size(0) < 1000 || x.size(1) < 1000 || x.size(2) < 1000, "B and N have to be below 1000: x ", x.sizes());
   opapi::require_dim(cos, 4, "cos");
   require(cos.size(-1) == head_dim, "cos ", cos.sizes(), ", x ", x.sizes());
-  for (int64_t dim = 0; dim < 3; ++dim) {
-    require(cos.size(dim) == 1 || cos.size(dim) == x.size(dim), "cos ", cos.sizes(), " does not broadcast to x ", x.sizes());
-  }
+  // Nobody says which layout it is: one of BNSD, BSND and SBND has to fit.
+  bool fits = rotary_layout_fits(x, cos, mode, {0, 1, 2}) || rotary_layout_fits(x, cos, mode, {0, 2, 1}) ||
+              rotary_layout_fits(x, cos, mode, {1, 2, 0});
+  require(fits, "cos ", cos.sizes(), " and x ", x.sizes(), " fit no layout: B and N below 1000, cos (1 or B, 1, S, D) or as x; ",
+          "interleaved: B * N below 1000, cos (1, 1, S, D)");
 }
 }  // namespace
 // torch_npu calls version 2, but only where version 1 exists too.

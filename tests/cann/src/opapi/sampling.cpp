@@ -1,4 +1,5 @@
 // Filters on logits.
+#include <algorithm>
 #include <limits>
 
 #include "op.h"
@@ -17,13 +18,14 @@ Tensor filtered(const Tensor& logits, const opapi::Input& p, const opapi::Input&
   Tensor values = both[0], order = both[1];
   int64_t vocabulary = logits.size(1);
   if (k.is_given()) {
-    Tensor wanted = k.to(cpu::kLong);
-    Tensor is_off = cpu::op("logical_or", wanted <= cpu::Scalar(0), wanted >= cpu::Scalar(vocabulary));
-    wanted = wanted.masked_fill(is_off, vocabulary);
-    Tensor threshold = values.gather(1, cpu::op("rsub", wanted, vocabulary).unsqueeze(1));
+    // Documented as 1 to 1024 and no more than there are logits; a device does not look and filters wrongly.
+    opapi::device_check_index(k, 1, std::min<int64_t>(1024, vocabulary) + 1, "k");
+    Tensor threshold = values.gather(1, cpu::op("rsub", k.to(cpu::kLong), vocabulary).unsqueeze(1));
     values = values.masked_fill(values < threshold, kMinusInfinity);
   }
   if (p.is_given()) {
+    bool is_valid = cpu::op("all", cpu::op("logical_and", p >= cpu::Scalar(0), p <= cpu::Scalar(1))).truth();
+    opapi::device_check(is_valid, "p holds a value outside [0, 1]");
     Tensor hidden = cpu::op("softmax.int", values, -1).cumsum(-1) <= cpu::op("rsub", p.to(cpu::kFloat), 1).unsqueeze(1);
     hidden.select(1, vocabulary - 1).fill_(false);  // at least one stays
     values = values.masked_fill(hidden, kMinusInfinity);
