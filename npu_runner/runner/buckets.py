@@ -54,6 +54,7 @@ class DecodeBuckets:
         self._buckets: dict[int, Bucket] = {}
         self._refused: tuple[int, str] | None = None
         self._told: set[int] = set()
+        self._kept: list[int] = []
 
     def compile_all(self, compiler: GraphCompiler, forward: DecodeForward,
                     warm_up: Callable[[int], None], agrees: Callable[[Bucket], bool] = lambda bucket: True) -> None:
@@ -68,7 +69,9 @@ class DecodeBuckets:
             self._buckets[size] = bucket
             try:
                 warm_up(size)
-                if compiler.was_loaded(size) and not agrees(bucket):
+                if compiler.was_loaded(size) and agrees(bucket):
+                    self._kept.append(size)
+                elif compiler.was_loaded(size):
                     logger.warning("the kept graph of batch size %d gives other answers; it is compiled anew", size)
                     compiler.discard(size)
                     bucket.forward = compiler.compile(forward, size)
@@ -96,6 +99,8 @@ class DecodeBuckets:
         if not self._buckets:
             return "none"
         text = ", ".join(str(size) for size in sorted(self._buckets))
+        if self._kept:
+            text += f" (kept from an earlier run: {', '.join(map(str, sorted(self._kept)))})"
         return f"{text} (stopped at {self._refused[0]}: {self._refused[1]})" if self._refused else text
 
     def _make(self, size: int, forward: DecodeForward) -> Bucket:

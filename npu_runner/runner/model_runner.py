@@ -7,6 +7,7 @@ B sequences in the step, T tokens in the step, W blocks per sequence, D hidden s
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -170,10 +171,11 @@ class ModelRunner(ModelRunnerBase):
 
     def _graph_settings(self) -> GraphSettings:
         """With whatever shapes a decode graph, short of the vendor's own versions."""
+        settings = dataclasses.replace(self.settings, graph_cache_dir=None)
         identity = {
-            "model_config": repr(self.model_config), "source": source_fingerprint(self.model),
-            "settings": repr(self.settings), "num_blocks": self.num_blocks, "max_model_len": self.max_model_len,
-            "rank": self.tp.rank, "num_ranks": self.tp.size, "torch": torch.__version__,
+            "model_config": repr(self.model_config), "settings": repr(settings), "num_blocks": self.num_blocks,
+            "max_model_len": self.max_model_len, "rank": self.tp.rank, "num_ranks": self.tp.size,
+            "source": source_fingerprint(self.model),
         }
         folder = self.settings.graph_cache_dir
         return GraphSettings(mode=self.settings.graph_mode, identity=identity, cache_dir=folder)

@@ -91,7 +91,7 @@ class _AclGraph:
     def _capture(self, inputs: tuple[Tensor, ...]) -> None:
         num_rows = len(self._context_lens)
         # Lengths that happen to be equal while they are traced must not become one symbol.
-        with _ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False):
+        with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False):
             for length in (_LEAST_TRACED, _LEAST_TRACED + 1):
                 self._decode(*inputs, [length] * num_rows)
                 torch.npu.synchronize()
@@ -143,7 +143,7 @@ class _FirstCall:
     def __call__(self, *inputs: Tensor) -> Tensor:
         if self._is_compiled:
             return self._decode(*inputs)
-        with _ResourceErrors():
+        with ResourceErrors():
             output = self._decode(*inputs)
             torch.npu.synchronize()
         self._is_compiled = True
@@ -173,7 +173,7 @@ class _Counted:
         return self._backend(graph, inputs)
 
 
-class _ResourceErrors:
+class ResourceErrors:
     """A failure for want of device resources becomes GraphResourceError; every other one passes."""
 
     def __enter__(self) -> None:

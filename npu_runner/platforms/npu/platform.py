@@ -79,7 +79,11 @@ class NpuPlatform(Platform):
 
         if settings.mode == "reduce-overhead":
             return AclGraphCompiler()
-        return GraphEngineCompiler()
+        if settings.cache_dir is None:
+            return GraphEngineCompiler()
+        from npu_runner.platforms.npu.graph_cache import CachedGraphEngineCompiler
+
+        return CachedGraphEngineCompiler(settings)
 
     def memory_info(self) -> MemoryInfo | None:
         free_bytes, total_bytes = torch.npu.mem_get_info()

@@ -1,0 +1,102 @@
+"""Generates for a list of cases on one platform and writes what came out, as JSON.
+
+    python -m tests.npu.programs.generate CASES.json RESULTS.json
+
+The tests run it twice: on the npu platform in a process of its own, and on the cpu platform in theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from npu_runner import LLM, SamplingParams
+from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+
+WORDS = ["which", "of", "the", "two", "pictures", "shows", "a", "circle,", "and", "what", "colour", "is", "it"]
+
+
+@dataclasses.dataclass
+class Case:
+    """One engine and what it is asked. prompts: "shapes", "texts" or "pictures"; a number of them each."""
+
+    model: str
+    settings: dict[str, Any]
+    prompts: str
+    count: int
+    max_tokens: int = 16
+    logprobs: int | None = None
+    ignore_eos: bool = True
+    repeats: int = 1
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    with LLM(case.model, **case.settings) as llm:
+        prompts = make_prompts(llm, case)
+        before = snapshot()
+        for _ in range(case.repeats):
+            outputs = llm.generate(prompts, [parameters(case, index) for index in range(len(prompts))])
+        stats = llm.stats()
+        return {
+            "tokens": [output.token_ids for output in outputs],
+            "texts": [output.text for output in outputs],
+            "logprobs": [[dict(top_of(place)) for place in output.logprobs or []] for output in outputs],
+            "graphs": llm.engine.info.graphs,
+            "before": before, "after": snapshot(),
+            "num_preemptions": stats.num_preemptions, "prefix_cache_hits": stats.prefix_cache_hits,
+        }
+
+
+def parameters(case: Case, index: int) -> SamplingParams:
+    """Different lengths, so that the batch shrinks through every size."""
+    length = case.max_tokens if case.prompts == "shapes" else max(2, case.max_tokens - index % case.max_tokens)
+    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=case.ignore_eos, logprobs=case.logprobs)
+
+
+def make_prompts(llm: LLM, case: Case) -> list[Any]:
+    processor = llm.engine.processor
+    if case.prompts == "shapes":
+        return [processor(draw_example(seed).conversation()) for seed in TEST_SEEDS[: case.count]]
+    if case.prompts == "texts":
+        lines = [" ".join(WORDS[: 1 + (7 * index) % 13] * (1 + index)) for index in range(case.count)]
+        return [processor.from_text(line) for line in lines]
+    assert case.prompts == "pictures", case.prompts
+    return [processor(conversation(index)) for index in range(case.count)]
+
+
+def conversation(index: int) -> list[dict[str, Any]]:
+    """0, 1 or 2 pictures of odd sizes around some words."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": " ".join(WORDS[: 2 + index % 9])}]
+    images = draw_example(TEST_SEEDS[300 + index]).images[: index % 3]
+    for number, image in enumerate(images):
+        parts.insert((index + number) % (len(parts) + 1), {"type": "image", "image": image})
+    return [{"role": "user", "content": parts}]
+
+
+def top_of(place: Any) -> list[tuple[str, float]]:
+    return [(str(entry.token_id), entry.logprob) for entry in place.top]
+
+
+def snapshot() -> dict[str, Any]:
+    """Graphs traced by dynamo in this process and, on the emulated device, captured ones and compiled ones."""
+    import torch._dynamo
+
+    traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if "CANN_EMU" not in os.environ:
+        return {"traced": traced}
+    from tests.cann.programs.emulation import calls
+
+    return {"traced": traced, "captured": calls("graphs").get("captured", 0), "compiled": calls("ge").get("compile", 0)}
+
+
+def main(cases_path: str, results_path: str) -> None:
+    cases = [Case(**entry) for entry in json.loads(Path(cases_path).read_text())]
+    Path(results_path).write_text(json.dumps([run_case(case) for case in cases]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

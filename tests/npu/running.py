@@ -1,0 +1,53 @@
+"""Runs programs on the npu platform: in a process of its own, on the emulated CANN where there is no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.cann.environment import run_python
+from tests.npu.programs.generate import Case, run_case
+
+# What makes a test of a second out of one of a minute on two cores.
+DEVICE_MEMORY = 1 << 30
+# Vision embeddings of the tests are kilobytes.
+SMALL = {"max_model_len": 512, "max_num_seqs": 8, "vision_cache_bytes": 1 << 26}
+# The kernel of a device takes float16 and bfloat16; the emulation takes float32, too, so that tokens can be compared
+# one by one. Asked for by name, the platform hands it on.
+FLOAT32 = {"dtype": "float32", "attention_backend": "fused"}
+
+
+def on_npu(cases: list[Case], folder: Path, **emulation: Any) -> list[dict[str, Any]]:
+    """Results of `cases`, in one process."""
+    entries = [dataclasses.asdict(dataclasses.replace(case, settings={"platform": "npu", **case.settings}))
+               for case in cases]
+    (folder / "cases.json").write_text(json.dumps(entries))
+    results = folder / "results.json"
+    results.unlink(missing_ok=True)
+    options = {"memory_bytes": DEVICE_MEMORY, "allow_fp32_attention": True, **emulation}
+    done = run_python(["-m", "tests.npu.programs.generate", str(folder / "cases.json"), str(results)], timeout=900,
+                      **options)
+    assert done.returncode == 0, done.stderr[-8000:]
+    found: list[dict[str, Any]] = json.loads(results.read_text())
+    for result in found:
+        result["stderr"] = done.stderr
+    return found
+
+
+def on_cpu(case: Case) -> dict[str, Any]:
+    """The same on the cpu platform, eagerly, with one rank, in this process."""
+    keep = {name: value for name, value in case.settings.items() if name in ("max_model_len", "max_num_seqs", "dtype")}
+    result = run_case(dataclasses.replace(case, settings={**keep, "platform": "cpu"}))
+    return dict(json.loads(json.dumps(result)))
+
+
+def assert_graphs_are_whole(result: dict[str, Any], sizes: list[int]) -> None:
+    """Every bucket has its graph, and serving made no new one."""
+    assert result["graphs"].partition(" (")[0] == ", ".join(map(str, sizes))
+    assert result["after"] == result["before"], "nothing is traced, captured or compiled after warm-up"
+    if "CANN_EMU" in os.environ or "captured" in result["after"]:
+        made = result["after"]["captured"] + result["after"]["compiled"]
+        assert made >= len(sizes), result["after"]

@@ -1,0 +1,117 @@
+"""The npu platform gives the tokens of the cpu platform: every mode, every model, one rank and several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner.assets import SHAPES_VL
+from tests.npu.programs.generate import Case
+from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
+
+pytestmark = pytest.mark.npu
+
+NUM_PICTURES = 100
+BUCKETS = [1, 4, 16]
+MODES = ["eager", "reduce-overhead", "max-autotune"]
+
+
+def shapes(mode: str, **settings: Any) -> Case:
+    common: dict[str, Any] = {"graph_mode": mode, "max_model_len": 1024, "max_num_seqs": 16, **FLOAT32}
+    if mode != "eager":
+        common["graph_batch_sizes"] = BUCKETS
+    return Case(str(SHAPES_VL), {**common, **settings}, "shapes", NUM_PICTURES, max_tokens=48, ignore_eos=False)
+
+
+@pytest.fixture(scope="module")
+def shapes_on_cpu() -> dict[str, Any]:
+    return on_cpu(shapes("eager"))
+
+
+@pytest.mark.parametrize("mode", ["eager", "reduce-overhead"])
+def test_shapes_vl(mode: str, shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
+    (result,) = on_npu([shapes(mode)], tmp_path)
+    assert result["tokens"] == shapes_on_cpu["tokens"]
+    if mode != "eager":
+        assert_graphs_are_whole(result, BUCKETS)
+
+
+def test_shapes_vl_through_the_graph_engine_compiled_and_kept(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
+    case = shapes("max-autotune", graph_cache_dir=str(tmp_path / "graphs"))
+    (compiled,) = on_npu([case], tmp_path)
+    assert compiled["tokens"] == shapes_on_cpu["tokens"]
+    assert_graphs_are_whole(compiled, BUCKETS)
+    assert "kept" not in compiled["graphs"]
+    (loaded,) = on_npu([case], tmp_path)
+    assert loaded["tokens"] == shapes_on_cpu["tokens"]
+    assert loaded["graphs"] == "1, 4, 16 (kept from an earlier run: 1, 4, 16)"
+    assert loaded["after"]["traced"] == 0, "what is loaded is not traced again"
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"num_key_value_heads": 1},
+    "qwen3": {"vocab_size": 321, "head_dim": 64},
+    "qwen3_vl": {"tie_word_embeddings": True},
+}
+
+
+def tiny(model_type: str, checkpoint: Any, mode: str, **settings: Any) -> Case:
+    graphs = {} if mode == "eager" else {"graph_batch_sizes": [4]}
+    if mode == "max-autotune":
+        graphs["use_graph_cache"] = False
+    prompts, count = ("pictures", 6) if model_type == "qwen3_vl" else ("texts", 7)
+    path = checkpoint(model_type, **TINY[model_type])
+    return Case(str(path), {"graph_mode": mode, **SMALL, **FLOAT32, **graphs, **settings}, prompts, count)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tiny_models(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    """Batches of up to seven: the largest graph is for four, above it steps run eagerly."""
+    cases = [tiny(model_type, checkpoint, mode) for model_type in TINY]
+    for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
+        assert result["tokens"] == on_cpu(case)["tokens"], case.model
+        if mode != "eager":
+            assert_graphs_are_whole(result, [4])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tiny_models_in_bfloat16(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    settings = {"dtype": "bfloat16", "attention_backend": "auto"}
+    cases = [tiny(model_type, checkpoint, mode, **settings) for model_type in TINY]
+    for case in cases:
+        case.logprobs = 8
+    results = on_npu(cases, tmp_path, allow_fp32_attention=False)
+    for case, result in zip(cases, results, strict=True):
+        assert_close_at_the_first_divergence(result, on_cpu(case))
+
+
+def assert_close_at_the_first_divergence(ours: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Up to and at the first different token the most probable ones have nearly the same log probabilities."""
+    for mine, theirs, my_top, their_top in zip(ours["tokens"], reference["tokens"], ours["logprobs"],
+                                               reference["logprobs"], strict=True):
+        for place in range(len(mine)):
+            shared = set(my_top[place]) & set(their_top[place])
+            assert len(shared) >= 4, (place, my_top[place], their_top[place])
+            worst = max(abs(my_top[place][token] - their_top[place][token]) for token in shared)
+            assert worst < 0.25, (place, worst)
+            if mine[place] != theirs[place]:
+                gap = their_top[place][str(theirs[place])] - their_top[place].get(str(mine[place]), float("-inf"))
+                assert gap < 0.25, (place, gap)
+                break
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    cases = [tiny(model_type, checkpoint, mode, tensor_parallel_size=2) for model_type in ("qwen3", "qwen3_vl")]
+    for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
+        assert result["tokens"] == on_cpu(case)["tokens"]
+        assert mode == "eager" or result["graphs"] == "4"
+
+
+def test_four_ranks(checkpoint: Any, tmp_path: Path) -> None:
+    case = tiny("qwen3", checkpoint, "reduce-overhead", tensor_parallel_size=4)
+    (result,) = on_npu([case], tmp_path, num_devices=4)
+    assert result["tokens"] == on_cpu(case)["tokens"]
