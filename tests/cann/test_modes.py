@@ -1,4 +1,4 @@
-"""The decode layer in every mode a platform can choose, and a compiled graph loaded by a second process."""
+"""The decode layer in every mode a platform can choose, the graph engine's operators, a graph loaded from a cache."""
 
 import os
 from pathlib import Path
@@ -15,6 +15,11 @@ NEEDS_A_FOLDER = "check_cached_graph"
 @pytest.mark.parametrize("name", [name for name in check_names("modes") if name != NEEDS_A_FOLDER])
 def test_mode(name: str) -> None:
     assert_check("modes", name)
+
+
+@pytest.mark.parametrize("name", check_names("ge_operators"))
+def test_graph_engine(name: str) -> None:
+    assert_check("ge_operators", name)
 
 
 def test_a_cached_graph_is_loaded_by_the_next_process(tmp_path: Path) -> None:

@@ -46,9 +46,11 @@ def swiglu(call: Call) -> Tensor:
 
 @register("RotaryMul", "RotaryPositionEmbedding")
 def rotary_mul(call: Call) -> Tensor:
-    x, cos, sin = (on_device(value) for _, value in call.arguments[:3] if value is not None)
+    """RotaryMul always turns halves: torchair drops the mode on this chip unless a rotation matrix is given."""
+    x, cos, sin, *rotate = (on_device(value) for value in call.given())
     out = device_empty(x.shape, x.dtype)
-    call_aclnn("RotaryPositionEmbeddingV2", x, cos, sin, int(call.attribute("mode", 0)), None, out)
+    mode = int(call.attribute("mode", 0))
+    call_aclnn("RotaryPositionEmbeddingV2", x, cos, sin, mode, rotate[0] if rotate else None, out)
     return out
 
 
@@ -125,11 +127,6 @@ def attention(call: Call) -> list[Tensor]:
         lse,
     )
     return [out, lse]
-
-
-@register("ApplyTopKTopP", "ApplyTopKTopPWithSorted")
-def top_k_top_p(call: Call) -> Tensor:
-    raise GraphEngineError("sampling filters in graphs are not emulated; run them outside")
 
 
 __all__ = ["to_device"]

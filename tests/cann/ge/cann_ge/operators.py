@@ -76,19 +76,16 @@ def _matmul(call: Call, left: str, right: str) -> Tensor:
     return to_device((product if not rest else product + rest[0]).to(a.dtype).contiguous())
 
 
-register("MatMul", "MatMulV2", "MatMulV3")(lambda call: _matmul(call, "transpose_x1", "transpose_x2"))
-register("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")(lambda call: _matmul(call, "adj_x1", "adj_x2"))
+register("MatMul", "MatMulV2")(lambda call: _matmul(call, "transpose_x1", "transpose_x2"))
+register("BatchMatMul")(lambda call: _matmul(call, "adj_x1", "adj_x2"))
 
 for operator, function in {
     "Add": torch.add,
-    "AddV2": torch.add,
     "Sub": torch.sub,
     "Mul": torch.mul,
     "RealDiv": torch.true_divide,
-    "Div": torch.true_divide,
     "FloorDiv": torch.floor_divide,
     "FloorMod": torch.remainder,
-    "Mod": torch.fmod,
     "Pow": torch.pow,
     "Maximum": torch.maximum,
     "Minimum": torch.minimum,
@@ -103,7 +100,6 @@ for operator, function in {
     "Tanh": torch.tanh,
     "Sigmoid": torch.sigmoid,
     "Abs": torch.abs,
-    "Square": torch.square,
     "Floor": torch.floor,
     "Ceil": torch.ceil,
     "Relu": torch.relu,
@@ -118,8 +114,8 @@ for operator, function in {
     "LogicalNot": torch.logical_not,
     "BitwiseAnd": torch.bitwise_and,
     "BitwiseOr": torch.bitwise_or,
-    "Select": torch.where,
     "SelectV2": torch.where,
+    "ClipByValueV2": torch.clamp,
     "ZerosLike": torch.zeros_like,
     "OnesLike": torch.ones_like,
     "Swish": torch.nn.functional.silu,
@@ -128,6 +124,24 @@ for operator, function in {
     "Erf": torch.erf,
 }.items():
     plain(operator, function)
+
+
+@register("AxpyV2")
+def add_scaled(call: Call) -> Tensor:
+    first, second, alpha = call.hosts()
+    return to_device((first + second * alpha).contiguous())
+
+
+@register("MaskedFill")
+def masked_fill(call: Call) -> Tensor:
+    value, mask, filling = call.hosts()
+    return to_device(value.masked_fill(mask, filling.reshape(()).to(value.dtype)).contiguous())
+
+
+@register("Sxpy")
+def subtract_scaled(call: Call) -> Tensor:
+    first, second, *alpha = call.hosts()
+    return to_device(torch.sub(first, second * alpha[0] if alpha else second).contiguous())
 
 
 @register("Cast")
@@ -150,15 +164,6 @@ def tensor_move(call: Call) -> Tensor:
     return to_device(host_view(source))
 
 
-@register("Assign")
-def assign(call: Call) -> Tensor:
-    target, value = call["ref"], call["value"]
-    count("copies", "d2d_operator", target.numel() * target.element_size())
-    count("copy_operators", "Assign", target.numel() * target.element_size())
-    host_view(target).copy_(host_view(value))
-    return target
-
-
 @register("Shape")
 def shape(call: Call) -> Tensor:
     return torch.tensor(list(call["x"].shape), dtype=GE_TYPES[int(call.attribute("dtype", 3))])
@@ -177,21 +182,11 @@ def unsqueeze(call: Call) -> Tensor:
     return value
 
 
-@register("ExpandDims")
-def expand_dims(call: Call) -> Tensor:
-    return call["x"].unsqueeze(numbers(call["axis"])[0])
-
-
 @register("Squeeze")
 def squeeze(call: Call) -> Tensor:
     axes = call.attribute("axis", [])
     value = call["x"]
     return value.squeeze(tuple(axes)) if axes else value.squeeze()
-
-
-@register("Flatten", "FlattenV2")
-def flatten(call: Call) -> Tensor:
-    return call["x"].flatten(int(call.attribute("axis", 1)), int(call.attribute("end_axis", -1)))
 
 
 @register("Transpose")
@@ -217,7 +212,7 @@ def _parts(call: Call, prefix: str = "x") -> list[Tensor]:
     ]
 
 
-@register("ConcatV2", "ConcatD")
+@register("ConcatV2")
 def concat(call: Call) -> Tensor:
     axis = call.get("concat_dim")
     return to_device(
@@ -229,13 +224,6 @@ def concat(call: Call) -> Tensor:
 def pack(call: Call) -> Tensor:
     stacked = torch.stack(_parts(call), int(call.attribute("axis", 0)))
     return stacked if all(value.device.type == "cpu" for value in call.given()) else to_device(stacked)
-
-
-@register("Split")
-def split(call: Call) -> list[Tensor]:
-    value = host_view(call["x"])
-    parts = value.chunk(int(call.attribute("num_split")), numbers(call["split_dim"])[0])
-    return [to_device(part.contiguous()) for part in parts]
 
 
 @register("SplitV")
@@ -251,15 +239,7 @@ def unpack(call: Call) -> list[Tensor]:
     return [to_device(part.contiguous()) for part in host_view(call["x"]).unbind(int(call.attribute("axis", 0)))]
 
 
-@register("Slice")
-def slice_(call: Call) -> Tensor:
-    value = host_view(call["x"])
-    for axis, (start, size) in enumerate(zip(numbers(call["offsets"]), numbers(call["size"]), strict=True)):
-        value = value.narrow(axis, start, value.shape[axis] - start if size == -1 else size)
-    return to_device(value.contiguous())
-
-
-@register("StridedSlice", "StridedSliceV2")
+@register("StridedSliceV2")
 def strided_slice(call: Call) -> Tensor:
     value, begin, end = host_view(call["x"]), numbers(call["begin"]), numbers(call["end"])
     strides = call.get("strides")
@@ -283,15 +263,27 @@ def strided_slice(call: Call) -> Tensor:
     return to_device(value[tuple(index)].contiguous())
 
 
-@register("GatherV2", "Gather")
+@register("GatherV2")
 def gather(call: Call) -> Tensor:
     value, index = host_view(call["x"]), host_view(call["indices"]).long()
     axis = call.get("axis")
-    dim = numbers(axis)[0] if axis is not None else 0
-    _check_range(index, value.shape[dim], "indices")
-    dim %= value.dim()
-    picked = value.index_select(dim, index.flatten())
-    return to_device(picked.reshape(*value.shape[:dim], *index.shape, *value.shape[dim + 1 :]))
+    dim = (numbers(axis)[0] if axis is not None else 0) % value.dim()
+    size = value.shape[dim]
+    _check_range(index, size, "indices", least=-size if call.attribute("negative_index_support", False) else 0)
+    picked = value.index_select(dim, (index % size).flatten())
+    return to_device(picked.reshape((*value.shape[:dim], *index.shape, *value.shape[dim + 1 :])))
+
+
+@register("IndexByTensor")
+def index_by_tensor(call: Call) -> Tensor:
+    """indices_mask has a 1 for each dimension that one of the index tensors, in order, chooses from."""
+    value, indices = host_view(call["x"]), iter(_parts(call, "indices"))
+    chosen: list[slice | Tensor] = []
+    for dim, is_indexed in enumerate(call.attribute("indices_mask")):
+        chosen.append(next(indices) if is_indexed else slice(None))
+        if is_indexed:
+            _check_range(chosen[-1], value.shape[dim], "indices", least=-value.shape[dim])
+    return to_device(value[tuple(chosen)].contiguous())
 
 
 @register("GatherElements")
@@ -327,7 +319,6 @@ def _reduction(function: Callable[..., Tensor]) -> Callable[[Call], Tensor]:
 register("ReduceSum")(_reduction(torch.sum))
 register("ReduceMean")(_reduction(lambda value, axes, keep: torch.mean(value.float(), axes, keep).to(value.dtype)))
 register("ReduceMax")(_reduction(torch.amax))
-register("ReduceMin")(_reduction(torch.amin))
 register("ReduceAll")(_reduction(torch.all))
 register("ReduceAny")(_reduction(torch.any))
 
@@ -346,9 +337,17 @@ def arg_max(call: Call) -> Tensor:
     )
 
 
-def _check_range(index: Tensor, size: int, name: str) -> None:
-    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= size):
-        raise GraphEngineError(f"{name} holds {int(index.min())} to {int(index.max())}, outside [0, {size})")
+@register("ArgMaxWithValue")
+def arg_max_with_value(call: Call) -> list[Tensor]:
+    values, indices = host_view(call["x"]).max(
+        int(call.attribute("dimension")), bool(call.attribute("keep_dims", False))
+    )
+    return [to_device(indices.int()), to_device(values)]
+
+
+def _check_range(index: Tensor, size: int, name: str, least: int = 0) -> None:
+    if index.numel() and (int(index.min()) < least or int(index.max()) >= size):
+        raise GraphEngineError(f"{name} holds {int(index.min())} to {int(index.max())}, outside [{least}, {size})")
 
 
 def shapes(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
