@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ _SYNC_SECONDS = 2.0
 
 
 class Destination(Protocol):
-    """Entered while a job runs. First look (`earlier`, `finished`), then write (`begin`), then `finish`."""
+    """Entered while a job runs. First `look` (`earlier`, `finished`), then write (`begin`), then `finish`."""
 
     name: str
     earlier: Manifest | None
@@ -34,6 +33,7 @@ class Destination(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+    def look(self) -> None: ...
     def finished(self, rows: InputScan) -> np.ndarray: ...
     def num_failed_kept(self) -> int: ...
     def begin(self, manifest: Manifest) -> AnswerWriter: ...
@@ -80,6 +80,9 @@ class StreamDestination:
             os.dup2(self._descriptor, 1)
         os.close(self._descriptor)
 
+    def look(self) -> None:
+        """There is nothing to see."""
+
     def finished(self, rows: InputScan) -> np.ndarray:
         return np.zeros(rows.num_rows, dtype=bool)
 
@@ -111,18 +114,15 @@ class FileDestination:
             raise ConfigError(f"output {self.name}: is a folder; name a file in it")
         if not self.path.parent.is_dir():
             raise ConfigError(f"output {self.name}: the folder {self.path.parent} does not exist; make it first")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._lock)
-            self._look()
-            self._held = stack.pop_all()
+        self._lock.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held.close()
+        self._lock.__exit__()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         with clear_file_errors(f"output {self.name}"):
             self._scan = scan_output(self.path)
         if self._overwrite:

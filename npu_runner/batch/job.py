@@ -65,9 +65,11 @@ def run_batch(
     with StopSignals() as signals:
         try:
             job = _Job(config, options, progress, signals, open_model)
-            with open_destination(
+            destination = open_destination(
                 options.output, overwrite=options.overwrite, retry_errors=options.retry_errors
-            ) as destination:
+            )
+            with destination, signals.interrupting():
+                destination.look()
                 summary = job.run(destination)
         except Interrupted as signal:
             raise JobError(f"interrupted by {signal} before the first row; the same command starts again") from None

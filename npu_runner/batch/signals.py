@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,14 +19,15 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """While entered: a signal raises Interrupted or, once `defer` was called, sets `is_requested` and no more.
+    """While entered: a signal sets `is_requested` and, inside `interrupting`, raises Interrupted.
 
     Outside of the main thread, where Python allows no handlers, it does nothing.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
-        self._is_deferred = False
+        self._name = ""
+        self._is_deferred = True
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -36,12 +39,27 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Raise Interrupted within, unless `defer` is called; at once for a signal that has come already.
+
+        What must be undone is entered before and left after: an exception between a lock and the `with` that holds it
+        would leave the lock.
+        """
+        self._is_deferred = False
+        try:
+            if self.is_requested:
+                raise Interrupted(self._name)
+            yield
+        finally:
+            self.defer()
+
     def defer(self) -> None:
         """From here on the job looks at `is_requested` by itself."""
         self._is_deferred = True
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        name = signal.Signals(number).name
+        self._name = name = signal.Signals(number).name
         if self.is_requested:
             print(f"{name} again: ending at once", file=sys.stderr, flush=True)
             os._exit(1)  # the workers die with their parent, and so do the ranks

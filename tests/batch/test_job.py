@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion
 
 from npu_runner.batch import serving
-from npu_runner.batch.job import run_batch
-from npu_runner.batch.options import BatchOptions
-from npu_runner.batch.tally import JobSummary
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError, ModelError
+from tests.batch.job_folder import Job, numbered, overtaken, whole_prefix
 from tests.batch.scripted import (
+    OvertakingEngine,
     ScriptedEngine,
-    ScriptedModel,
     ScriptedProcessor,
     read_rows,
     row,
@@ -33,52 +27,6 @@ from tests.batch.scripted import (
 )
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
-
-
-@pytest.fixture
-def fixed_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-
-
-class Job:
-    """A folder with an input, an output and as much of a checkpoint as the job itself looks at."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
-        self.model = folder / "model"
-        self.model.mkdir()
-        (self.model / "config.json").write_text("{}")
-        self.engines: list[ScriptedEngine] = []
-
-    def run(
-        self,
-        engine: Callable[[RunnerConfig], ScriptedEngine] = ScriptedEngine,
-        seed: int = 0,
-        processor: Any = None,
-        **options: Any,
-    ) -> JobSummary:
-        def make(config: RunnerConfig) -> ScriptedEngine:
-            self.engines.append(engine(config))
-            return self.engines[-1]
-
-        def open_model(config: RunnerConfig) -> ScriptedModel:
-            return ScriptedModel(config, make, processor or ScriptedProcessor())
-
-        defaults = {"input": str(self.input), "output": str(self.output), "preprocessing_workers": 1, "progress": "off"}
-        config = RunnerConfig(model=str(self.model), seed=seed)
-        return run_batch(config, BatchOptions(**{**defaults, **options}), open_model=open_model)
-
-    def names(self) -> list[str]:
-        return [item["custom_id"] for item in read_rows(self.output)]
-
-    def files(self) -> set[str]:
-        return {path.name for path in self.folder.iterdir()} - {"model", "in.jsonl"}
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path)
 
 
 def dies_after(steps: int) -> Callable[[RunnerConfig], ScriptedEngine]:
@@ -220,32 +168,51 @@ def test_failed_rows_are_tried_again_only_when_asked_for(job: Job) -> None:
     assert sorted(job.names()) == ["a", "b", "c"]
 
 
-def slow_at_first(text: str) -> int:
-    return 60 if text.endswith("0") else 1
-
-
 def test_answers_come_in_the_order_of_the_input_when_asked_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "MAX_ROWS_OUT_OF_ORDER", 10)
-    texts = [f"{n:03d}" if n % 5 else f"bad{n:03d}" for n in range(120)]
+    texts = [text if n % 10 != 7 else f"bad{text}" for n, text in enumerate(numbered(120))]
     write_rows(job.input, [row(text, text) for text in texts])
-    job.run(lambda config: ScriptedEngine(config, latency=slow_at_first))
-    summary = job.run(lambda config: ScriptedEngine(config, latency=slow_at_first), ordered=True, overwrite=True)
+    summary = job.run(OvertakingEngine, ordered=True)
     assert job.names() == texts
     assert summary.tally.num_done == 120
-    assert job.engines[-1].most_held <= 10
+    (engine,) = job.engines
+    assert isinstance(engine, OvertakingEngine)
+    answered = [text for text in texts if not text.startswith("bad")]
+    assert engine.finished == overtaken(answered) != answered, "the engine itself keeps no order"
+    assert engine.most_held <= 10
 
 
 def test_an_interrupted_or_unordered_output_is_put_in_order_at_the_end(job: Job) -> None:
-    texts = [f"{n:03d}" for n in range(40)]
+    texts = numbered(40)
     write_rows(job.input, [row(text, text) for text in texts])
-    engine = lambda config: ScriptedEngine(config, latency=slow_at_first)
     with pytest.raises(EngineDeadError):
-        job.run(dies_after(9))
-    job.run(engine)
-    assert job.names() != texts or len(job.engines) == 2
-    job.run(engine, ordered=True)
+        job.run(crashes_after(8))
+    assert job.names() == overtaken(texts)[:8]
+    job.run()
+    assert job.names() != texts
+    job.run(ordered=True)
     assert job.names() == texts
     assert len(job.engines) == 2, "ordering needs no model"
+
+
+def crashes_after(num_rows: int) -> Callable[[RunnerConfig], ScriptedEngine]:
+    def crash() -> None:
+        raise EngineDeadError("rank 1 died in decode")
+
+    return lambda config: OvertakingEngine(config, crash_after=num_rows, crash=crash)
+
+
+@pytest.mark.parametrize("num_rows", [0, 3, 6, 13, 39])
+def test_an_ordered_output_is_a_prefix_of_the_whole_answer_after_a_crash(job: Job, num_rows: int) -> None:
+    texts = numbered(45)
+    write_rows(job.input, [row(text, text) for text in texts])
+    with pytest.raises(EngineDeadError):
+        job.run(crashes_after(num_rows), ordered=True)
+    finished = overtaken(texts)[:num_rows]
+    assert job.names() == whole_prefix(texts, finished)
+    assert len(job.names()) < max(1, num_rows) or sorted(finished) == texts[:num_rows], "some were finished too early"
+    job.run(ordered=True)
+    assert job.names() == texts
 
 
 def refused(job: Job, match: str, **options: Any) -> None:
@@ -430,139 +397,3 @@ def test_expected_answers_are_counted(job: Job) -> None:
     write_rows(job.input, [row(name, metadata={"expected": expected}) for name, expected in rows])
     answers = job.run().to_json()["expected_answers"]
     assert answers == {"rows": 3, "as_expected": 2, "accuracy": 0.6667}
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from npu_runner.batch.job import run_batch
-from npu_runner.batch.options import BatchOptions
-from npu_runner.config import RunnerConfig
-from npu_runner.errors import NpuRunnerError
-from tests.batch.scripted import ScriptedEngine, ScriptedModel
-import time
-
-def announce(engine):
-    if engine.num_steps == 5:
-        print("five steps", file=sys.stderr, flush=True)
-    time.sleep(0.01)
-
-options = BatchOptions(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1, progress="off", ordered=True)
-model = lambda config: ScriptedModel(config, lambda config: ScriptedEngine(config, on_step=announce))
-print("an import that chats", flush=True)
-try:
-    sys.exit(run_batch(RunnerConfig(model=sys.argv[3]), options, open_model=model).exit_status)
-except NpuRunnerError as error:
-    print(error, file=sys.stderr)
-    sys.exit(1)
-"""
-
-
-LOADS_FOR_EVER = """
-def loads_for_ever(config):
-    import os
-    from tests.batch.scripted import workers_of
-    while not workers_of(os.getpid()):
-        time.sleep(0.01)
-    print("loading", file=sys.stderr, flush=True)
-    time.sleep(3600)
-
-"""
-
-
-def start(job: Job, *, input: str | None = None, output: str | None = None, **settings: Any) -> subprocess.Popen[bytes]:
-    arguments = [input or str(job.input), output or str(job.output), str(job.model)]
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], stderr=subprocess.PIPE, **settings)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_job_in_good_order_and_it_can_be_resumed(job: Job, number: signal.Signals) -> None:
-    write_rows(job.input, [row(f"r{n}", "x" * 20) for n in range(400)])
-    with start(job, stdout=subprocess.DEVNULL) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == b"five steps\n"
-        process.send_signal(number)
-        errors = process.stderr.read().decode()
-    assert process.returncode == 1, errors
-    assert f"{number.name}: stopping" in errors
-    assert "Traceback" not in errors
-    assert job.files() <= {"out.jsonl", "out.jsonl.manifest.json"}
-    done = len(job.names())
-    assert done < 400
-    assert job.run().num_resumed == done
-    assert sorted(job.names()) == sorted(f"r{n}" for n in range(400))
-
-
-def test_a_signal_while_the_model_loads_ends_the_workers_too(job: Job) -> None:
-    write_rows(job.input, [row("a", "hang"), row("b", "x" * 20)])
-    loading = SCRIPT.replace("lambda config: ScriptedEngine(config, on_step=announce)", "loads_for_ever").replace(
-        "options =", LOADS_FOR_EVER + "options ="
-    )
-    arguments = [str(job.input), str(job.output), str(job.model)]
-    with subprocess.Popen([sys.executable, "-c", loading, *arguments], stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == b"loading\n"
-        workers = workers_of(process.pid)
-        process.send_signal(signal.SIGINT)
-        errors = process.stderr.read().decode()
-    assert process.returncode == 1
-    assert len(workers) == 1
-    assert "interrupted by SIGINT before the first row" in errors
-    assert "Traceback" not in errors
-    assert workers_of(process.pid) == []
-    assert job.files() == set()
-
-
-def test_a_second_signal_ends_the_job_at_once(job: Job) -> None:
-    write_rows(job.input, [row(f"r{n}", "x" * 20) for n in range(400)])
-    slow = SCRIPT.replace("time.sleep(0.01)", "time.sleep(0.01 if engine.num_steps < 6 else 3600)")
-    arguments = [str(job.input), str(job.output), str(job.model)]
-    with subprocess.Popen([sys.executable, "-c", slow, *arguments], stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == b"five steps\n"
-        process.send_signal(signal.SIGTERM)
-        assert b"stopping" in process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        assert b"ending at once" in process.stderr.read()
-    assert process.returncode == 1
-
-
-def test_a_signal_before_the_first_row_leaves_no_rows(job: Job) -> None:
-    with start(job, input="-", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline() == b"an import that chats\n"
-        while "out.jsonl.lock" not in job.files():  # it waits for its input now
-            os.sched_yield()
-        process.send_signal(signal.SIGINT)
-        errors = process.stderr.read().decode()
-    assert process.returncode == 1
-    assert "interrupted by SIGINT before the first row" in errors
-    assert job.files() <= {"out.jsonl.lock"}, "a lock file that nobody holds locks nobody out"
-
-
-def test_standard_input_and_output_carry_rows_and_nothing_else(job: Job) -> None:
-    write_rows(job.input, [row(f"r{n}", f"text {n}") for n in range(20)])
-    with open(job.input, "rb") as rows:
-        process = start(job, input="-", output="-", stdin=rows, stdout=subprocess.PIPE)
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    lines = output.splitlines()
-    # Printed before the job began; what is printed while it runs goes to stderr.
-    assert lines.pop(0) == b"an import that chats"
-    assert [json.loads(line)["custom_id"] for line in lines] == [f"r{n}" for n in range(20)]
-    assert job.files() == set()
-
-
-def test_a_reader_that_goes_away_ends_the_job(job: Job) -> None:
-    write_rows(job.input, [row(f"r{n}", "x" * 20) for n in range(3000)])
-    with start(job, output="-", stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.stdout.readline()
-        process.stdout.close()
-        errors = process.stderr.read().decode()
-    assert process.returncode == 1
-    assert "the reader of the answers has gone" in errors
-    assert "Traceback" not in errors
