@@ -172,7 +172,9 @@ def stub_source(names: list[str]) -> str:
 
 def link_library(path: Path, objects: list[Path], *options: str) -> None:
     name = [f"-Wl,-soname,{path.name}", "-Wl,--no-undefined", f"-L{LIBRARIES}"]
-    run(["g++", "-shared", "-o", str(path), *map(str, objects), *name, *options])
+    fresh = path.with_suffix(".new")
+    run(["g++", "-shared", "-o", str(fresh), *map(str, objects), *name, *options])
+    fresh.replace(path)  # programs that run keep the library they loaded
 
 
 def link(torch: Path, runtime: list[Path], operators: list[Path]) -> None:

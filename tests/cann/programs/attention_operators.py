@@ -101,7 +101,7 @@ def check_plain_prefill_with_running_key_totals() -> None:
         sparse_mode=3,
     )
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    close(out, torch.cat([attend(*part, causal=True) for part in parts]))
+    close(out, torch.cat([attend(q, k, v, causal=True) for q, k, v in parts]))
 
 
 def check_images_attend_without_a_mask() -> None:
@@ -121,7 +121,7 @@ def check_images_attend_without_a_mask() -> None:
         sparse_mode=0,
     )
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    close(out, torch.cat([attend(*part, causal=False) for part in parts]))
+    close(out, torch.cat([attend(q, k, v, causal=False) for q, k, v in parts]))
 
 
 def check_batched_layouts_agree() -> None:
