@@ -38,6 +38,7 @@ PROTO_TYPES = {
     10: torch.uint64,
     11: torch.bool,
     12: torch.float64,
+    27: torch.bfloat16,
 }
 
 

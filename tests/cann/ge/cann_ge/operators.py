@@ -355,3 +355,9 @@ def shapes(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
 
 
 __all__ = ["REGISTRY", "Call", "device_empty", "numbers", "on_device", "register", "shapes"]
+
+
+@register("Empty")
+def empty(call: Call) -> Tensor:
+    """Memory that nobody has written: full of garbage, as everywhere."""
+    return device_empty(numbers(call["shape"]), GE_TYPES[int(call.attribute("dtype", 0))])
