@@ -65,6 +65,10 @@ class CpuAttention(AttentionBackend):
         v_BKLH = self._gather(v_cache, metadata.block_tables_BW)
         places_L = torch.arange(k_BKLH.shape[2], device=q_BNH.device)
         mask_B11L = (places_L < metadata.context_lens_B[:, None])[:, None, None, :]
+        # A mask does not hide what is no number: NaN left in a block by its last holder would spread to the next one.
+        unwritten_B1L1 = ~mask_B11L.transpose(2, 3)
+        k_BKLH.masked_fill_(unwritten_B1L1, 0.0)
+        v_BKLH.masked_fill_(unwritten_B1L1, 0.0)
         out_BN1H = F.scaled_dot_product_attention(
             q_BNH[:, :, None, :], k_BKLH, v_BKLH, attn_mask=mask_B11L, scale=scale, enable_gqa=True
         )

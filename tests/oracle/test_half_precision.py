@@ -1,0 +1,69 @@
+"""bfloat16 and float16: as near to float32 as transformers comes in the same type.
+
+Tokens may differ where two are almost equally probable, so transformers is shown our tokens and the log probabilities
+of every step are compared. Ours may be FACTOR times as far from float32 as transformers' own: the order of the
+additions differs, and the worst of a few thousand numbers is compared.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from npu_runner import LLM
+from tests.oracle import reference
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy, recorded_logits
+from tests.oracle.test_qwen3_vl import make_prompts
+from tests.oracle.test_text_models import TEXTS
+
+FACTOR = 1.5
+# Half a unit in the last place of the type's mantissa: less than this no computation in it can err.
+LEAST_ERROR = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+
+
+@lru_cache(maxsize=2)
+def half_model(path: Path, dtype: torch.dtype) -> Any:
+    return type(reference.load_model(path)).from_pretrained(path, dtype=dtype).eval()
+
+
+@torch.inference_mode()
+def logprobs_of(model: Any, inputs: dict[str, Tensor], num_steps: int) -> Tensor:
+    """(num_steps, V): what each of the last num_steps tokens was drawn from."""
+    if "pixel_values" in inputs:
+        inputs = {**inputs, "pixel_values": inputs["pixel_values"].to(model.dtype)}
+    logits = model(**inputs).logits[0, -num_steps - 1 : -1]
+    return logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", LEAST_ERROR)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_vl"])
+def test_as_near_to_float32_as_transformers(
+    model_type: str, dtype: str, checkpoint: Any, platform_name: str
+) -> None:
+    path: Path = checkpoint(model_type)
+    ours_worst = theirs_worst = 0.0
+    with LLM(path, platform=platform_name, **{**SMALL, "dtype": dtype}) as llm:
+        if model_type == "qwen3_vl":
+            prompts, images = make_prompts(llm, ["t", "t4t", "0t1t2t3"])
+        else:
+            prompts = [llm.engine.processor.from_text(text) for text in TEXTS]
+            images = [[] for _ in prompts]
+        for prompt, pictures in zip(prompts, images, strict=True):
+            with recorded_logits(llm) as steps:
+                (output,) = llm.generate([prompt], greedy())
+            ours = torch.cat([step for step in steps if len(step)]).log_softmax(-1)
+            inputs = reference.model_inputs(path, [*prompt.token_ids, *output.token_ids], pictures)
+            exact = logprobs_of(reference.load_model(path), inputs, MAX_NEW_TOKENS)
+            theirs = logprobs_of(half_model(path, getattr(torch, dtype)), inputs, MAX_NEW_TOKENS)
+            ours_worst = max(ours_worst, (ours - exact).abs().max().item())
+            theirs_worst = max(theirs_worst, (theirs - exact).abs().max().item())
+            chosen = exact.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+            # The token we took is the most probable one, or cannot be told from it in this type.
+            assert (exact.max(-1).values - chosen).max().item() <= 2 * (ours - exact).abs().max().item()
+    print(f"{model_type} {dtype}: log probabilities off by {ours_worst:.4f}, transformers' by {theirs_worst:.4f}")
+    assert LEAST_ERROR[dtype] < ours_worst < FACTOR * theirs_worst, f"{ours_worst:.4f}, theirs {theirs_worst:.4f}"
