@@ -6,11 +6,11 @@ Field meanings and defaults follow the configuration classes of Hugging Face tra
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from npu_runner.checkpoint_files import read_json, require_json
 from npu_runner.errors import ModelError
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_vl")
@@ -84,35 +84,18 @@ def read_model_config(path: Path) -> ModelConfig:
 
     Raises ModelError for a missing or broken file, an unsupported model_type, or a feature we would get wrong.
     """
-    raw = read_json(path / "config.json")
+    raw = require_json(path, "config.json")
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ModelError(
             f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
     try:
-        return _build(raw, _optional_json(path / "generation_config.json"))
+        return _build(raw, read_json(path, "generation_config.json") or {})
     except KeyError as missing:
         raise ModelError(f"{path / 'config.json'}: field {missing} is missing for model_type {model_type!r}") from None
     except (TypeError, ValueError) as broken:
         raise ModelError(f"{path / 'config.json'}: {broken}") from broken
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint file. Raises ModelError naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing: this is not a complete checkpoint folder") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as broken:
-        raise ModelError(f"{path} cannot be read: {broken}") from broken
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return value
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
 
 
 def _build(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from npu_runner.checkpoint_files import require_json
 from npu_runner.errors import ModelError
-from npu_runner.model_config import read_json
 from strategies.base import LoadStrategy, VisionEmbeddings
 from strategies.causal_lm import CausalLMStrategy
 from strategies.qwen3_vl import Qwen3VLStrategy
@@ -26,7 +26,7 @@ def pick_strategy(path: Path) -> LoadStrategy:
 
     Raises ModelError listing the supported types when there is none.
     """
-    model_type = read_json(path / "config.json").get("model_type")
+    model_type = require_json(path, "config.json").get("model_type")
     known = strategies_by_model_type()
     if model_type not in known:
         raise ModelError(

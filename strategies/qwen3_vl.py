@@ -12,8 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from npu_runner.checkpoint_files import require_json
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import ModelConfig, read_json
+from npu_runner.model_config import ModelConfig
 from npu_runner.models.qwen3_vl import Qwen3VL
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.inputs import ImageInput
@@ -29,7 +30,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
 
     @cached_property
     def image_settings(self) -> ImageSettings:
-        return read_image_settings(self.path, read_json(self.path / "config.json"))
+        return read_image_settings(self.path, require_json(self.path, "config.json"))
 
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
         return Qwen3VL(model_config, num_positions, context)

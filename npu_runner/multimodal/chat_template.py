@@ -18,8 +18,8 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from npu_runner.checkpoint_files import read_json, read_text
 from npu_runner.errors import ModelError, RequestError
-from npu_runner.multimodal.checkpoint_files import read_json, read_text
 
 _TOKEN_VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # What an expression of a faulty template can raise besides jinja2's own errors.

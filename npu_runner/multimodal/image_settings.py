@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from npu_runner.checkpoint_files import read_json
 from npu_runner.errors import ConfigError, ModelError, RequestError
-from npu_runner.multimodal.checkpoint_files import read_json
 
 MAX_ASPECT_RATIO = 200
 BICUBIC = 3

@@ -16,9 +16,9 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer
 
+from npu_runner.checkpoint_files import model_folder, require_json
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.multimodal.chat_template import read_chat_template
-from npu_runner.multimodal.checkpoint_files import model_folder, require_json
 from npu_runner.multimodal.control_tokens import ControlTokens, unused_fences
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.images import MAX_SOURCE_PIXELS, image_input, prepare_image

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from npu_runner.checkpoint_files import read_json
 from npu_runner.errors import ModelError
-from npu_runner.multimodal.checkpoint_files import read_json
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from npu_runner.checkpoint_files import require_json
 from npu_runner.errors import WeightsError
-from npu_runner.model_config import read_json
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -59,7 +59,7 @@ class CheckpointReader:
     def _check_index(self) -> None:
         if not (self.path / _INDEX).exists():
             return
-        promised = set(read_json(self.path / _INDEX).get("weight_map", {}))
+        promised = set(require_json(self.path, _INDEX).get("weight_map", {}))
         lost = sorted(promised - self.names)
         if lost:
             raise WeightsError(f"{self.path / _INDEX} names tensors that no file holds: {_some(lost)}")
@@ -67,7 +67,7 @@ class CheckpointReader:
 
 def _file_names(path: Path) -> list[str]:
     if (path / _INDEX).exists():
-        weight_map = read_json(path / _INDEX).get("weight_map")
+        weight_map = require_json(path, _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise WeightsError(f"{path / _INDEX} has no weight_map")
         return sorted(set(weight_map.values()))
