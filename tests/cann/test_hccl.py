@@ -37,14 +37,13 @@ def run_ranks(size: int, mode: str, **options: object) -> list[str]:
     return [out for out, _ in outputs]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_collectives(size: int) -> None:
+@pytest.mark.parametrize(("size", "mode"), [(2, "all"), (4, "quick")])
+def test_collectives(size: int, mode: str) -> None:
+    """quick leaves out the graph engine, which four ranks take long to compile for and which needs two at most."""
     before = set(os.listdir("/dev/shm"))
-    outputs = run_ranks(size, "all")
-    for out in outputs:
-        assert [line.removeprefix("PASSED ") for line in out.splitlines() if line.startswith("PASSED ")] == check_names(
-            "hccl_rank"
-        )
+    wanted = [name for name in check_names("hccl_rank") if mode == "all" or "graph_engine" not in name]
+    for out in run_ranks(size, mode):
+        assert [line.removeprefix("PASSED ") for line in out.splitlines() if line.startswith("PASSED ")] == wanted
     assert {name for name in set(os.listdir("/dev/shm")) - before if "cann" in name} == set()
 
 
