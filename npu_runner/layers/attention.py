@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from npu_runner.layers.parallel import LayerContext
@@ -12,7 +11,7 @@ from npu_runner.platforms.base import AttentionMetadata
 
 
 class PagedAttention(nn.Module):
-    """Writes the step's keys and values, then attends. `bind_kv_cache` gives it k_cache and v_cache (NB, S, K*H)."""
+    """Writes the step's keys and values, then attends. `bind_kv_cache` gives it k_cache and v_cache (NB, S, K, H)."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -29,9 +28,9 @@ class PagedAttention(nn.Module):
         return attend(q_TNH, self.k_cache, self.v_cache, metadata, self.scale)
 
 
-def bind_kv_cache(model: nn.Module, kv_cache: torch.Tensor) -> None:
-    """Give every PagedAttention of `model` its layer of `kv_cache` (2, layers, NB, S, K*H)."""
+def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
+    """Give every PagedAttention of `model` its layer of the caches, (layers, NB, S, K, H) each."""
     layers = {module.layer_index: module for module in model.modules() if isinstance(module, PagedAttention)}
-    assert sorted(layers) == list(range(kv_cache.shape[1])), f"layers {sorted(layers)} against cache {kv_cache.shape}"
+    assert sorted(layers) == list(range(len(keys))), f"layers {sorted(layers)} against a cache {tuple(keys.shape)}"
     for index, layer in layers.items():
-        layer.k_cache, layer.v_cache = kv_cache[0, index], kv_cache[1, index]
+        layer.k_cache, layer.v_cache = keys[index], values[index]

@@ -81,7 +81,7 @@ class Ops(ABC):
 
 
 class AttentionBackend(ABC):
-    """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K*H)."""
+    """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""
 
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], device: torch.device) -> Any:

@@ -15,7 +15,10 @@ HEADROOM_BYTES = 256 * MIB
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """One tensor (2, num_layers, num_blocks, block_size, kv_width); kv_width is this rank's kv heads * head_dim."""
+    """Keys and values, (num_layers, num_blocks, block_size, kv_width) each.
+
+    kv_width is this rank's kv heads * head_dim.
+    """
 
     num_layers: int
     block_size: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -166,7 +167,8 @@ class ModelRunner(ModelRunnerBase):
             )
 
         self.buckets.compile_all(self.compiler, self.decode_step.forward, warm_up, agrees)
-        self.kv_cache.zero_()
+        self.k_cache.zero_()
+        self.v_cache.zero_()
         self.platform.synchronize()
 
     def _graph_settings(self) -> GraphSettings:
@@ -364,11 +366,15 @@ class ModelRunner(ModelRunnerBase):
         return (blocks_T * self.settings.block_size + places_T % self.settings.block_size).astype(np.int32)
 
     def _bind_cache(self, num_blocks: int) -> None:
-        shape = self._kv_shape
-        self.kv_cache = torch.zeros(
-            (2, shape.num_layers, num_blocks, shape.block_size, shape.kv_width), dtype=self.dtype, device=self.device
-        )
-        bind_kv_cache(self.model, self.kv_cache)
+        # Keys and values are tensors of their own: graph compilers leave a write in place only where the arguments that
+        # it writes do not share their memory.
+        sizes = (self.model_config.num_layers, num_blocks, self.settings.block_size, self._num_kv_heads,
+                 self.model_config.head_dim)
+        # Flat first: a device may keep memory of five dimensions in a layout that no other view of it has.
+        flat = (math.prod(sizes),)
+        self.k_cache, self.v_cache = (torch.zeros(flat, dtype=self.dtype, device=self.device).view(sizes)
+                                      for _ in range(2))
+        bind_kv_cache(self.model, self.k_cache, self.v_cache)
 
     def _make_sampler(self) -> Sampler | None:
         if self.tp.rank != 0:

@@ -38,8 +38,8 @@ class CpuAttention(AttentionBackend):
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         slots = slot_mapping_T.long()
-        k_cache.view(-1, k_cache.shape[-1]).index_copy_(0, slots, k_TKH.reshape(k_TKH.shape[0], -1))
-        v_cache.view(-1, v_cache.shape[-1]).index_copy_(0, slots, v_TKH.reshape(v_TKH.shape[0], -1))
+        k_cache.flatten(0, 1).index_copy_(0, slots, k_TKH)
+        v_cache.flatten(0, 1).index_copy_(0, slots, v_TKH)
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                 scale: float) -> Tensor:
@@ -78,9 +78,8 @@ class CpuAttention(AttentionBackend):
         return segment_attention(q_TNH, k_TNH, v_TNH, lengths, scale)
 
     def _gather(self, cache: Tensor, block_tables_BW: Tensor) -> Tensor:
-        """(B, K, W*S, H) from (NB, S, K*H)."""
-        blocks_BWSX = cache[block_tables_BW]
-        return blocks_BWSX.flatten(1, 2).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        """(B, K, W*S, H) from (NB, S, K, H)."""
+        return cache[block_tables_BW].flatten(1, 2).transpose(1, 2)
 
 
 def _suffix_mask(query_len: int, context_len: int) -> Tensor:

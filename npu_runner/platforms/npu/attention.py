@@ -57,10 +57,10 @@ class NpuAttention(AttentionBackend):
         return HostLengths(list(range(1, len(context_lens_B) + 1)), list(context_lens_B))
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
-        # The kernel takes no strided input: v is a slice of the qkv product and costs a copy.
+        # The kernel takes no strided input: v is a slice of the qkv product and costs a copy. The caches go in as they
+        # are: torchair leaves a write in place only when it is into an input of the graph, not into a view of one.
         torch_npu.npu_scatter_pa_kv_cache(
-            k_TKH.contiguous(), v_TKH.contiguous(), self._by_head(k_cache), self._by_head(v_cache), slot_mapping_T,
-            cache_mode="Norm",
+            k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T, cache_mode="Norm"
         )
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
@@ -93,12 +93,8 @@ class NpuAttention(AttentionBackend):
         else:
             query_totals, context_lens = plan.query_totals, plan.context_lens
         return kernel(
-            q_TNH.contiguous(), k_cache, v_cache, atten_mask=self.mask, block_table=metadata.block_tables_BW,
-            input_layout="TND", block_size=self.block_size, actual_seq_lengths=query_totals,
-            actual_seq_lengths_kv=context_lens, num_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
-            scale=scale, sparse_mode=_CAUSAL,
+            q_TNH.contiguous(), k_cache.flatten(2), v_cache.flatten(2), atten_mask=self.mask,
+            block_table=metadata.block_tables_BW, input_layout="TND", block_size=self.block_size,
+            actual_seq_lengths=query_totals, actual_seq_lengths_kv=context_lens, num_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=_CAUSAL,
         )[0]
-
-    def _by_head(self, cache: Tensor) -> Tensor:
-        """(NB, S, K, H) of (NB, S, K*H)."""
-        return cache.unflatten(-1, (self.num_kv_heads, self.head_dim))

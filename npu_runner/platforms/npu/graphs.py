@@ -74,9 +74,10 @@ class _AclGraph:
             return forward(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW,
                            HostLengths(list(range(1, batch_size + 1)), host_lengths))
 
-        # The first trace only shows dynamo which integers change; nothing is compiled or captured from it.
-        self._decode = torch.compile(own_code(decode, f"decode_{batch_size}"), fullgraph=True,
-                                     backend=_Counted(backend, batch_size, num_rehearsals=1))
+        # dynamo takes every integer for a constant until it sees it change. A trace in which the lengths are constants
+        # only rehearses; the graph is made from the one in which they are symbols.
+        self._backend = _Counted(backend, batch_size, num_symbols=batch_size)
+        self._decode = torch.compile(own_code(decode, f"decode_{batch_size}"), fullgraph=True, backend=self._backend)
         self._is_captured = False
 
     def set_context_lens(self, context_lens_B: Sequence[int]) -> None:
@@ -95,6 +96,7 @@ class _AclGraph:
             for length in (_LEAST_TRACED, _LEAST_TRACED + 1):
                 self._decode(*inputs, [length] * num_rows)
                 torch.npu.synchronize()
+        assert self._backend.num_compiled == 1, f"{self._backend.num_compiled} graphs for {num_rows} sequences"
         self._is_captured = True
 
 
@@ -151,25 +153,24 @@ class _FirstCall:
 
 
 class _Counted:
-    """A backend that says so when a bucket is traced more often than planned: that costs seconds while serving.
+    """A backend that says so when a bucket is compiled more than once: that costs seconds while serving.
 
-    The first `num_rehearsals` traces run as they are.
+    A graph with fewer than `num_symbols` symbolic integers is run as it is.
     """
 
-    def __init__(self, backend: Callable[..., Any], batch_size: int, num_rehearsals: int = 0):
+    def __init__(self, backend: Callable[..., Any], batch_size: int, num_symbols: int = 0):
+        self.num_compiled = 0
         self._backend = backend
         self._batch_size = batch_size
-        self._num_left = num_rehearsals
-        self._num_compiled = 0
+        self._num_symbols = num_symbols
 
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        if self._num_left:
-            self._num_left -= 1
+    def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        if sum(isinstance(value, torch.SymInt) for value in inputs) < self._num_symbols:
             return graph.forward
-        self._num_compiled += 1
-        if self._num_compiled > 1:
+        self.num_compiled += 1
+        if self.num_compiled > 1:
             logger.warning("the decode graph of batch size %d is compiled again (%d times now); TORCH_LOGS=recompiles "
-                           "says why", self._batch_size, self._num_compiled)
+                           "says why", self._batch_size, self.num_compiled)
         return self._backend(graph, inputs)
 
 

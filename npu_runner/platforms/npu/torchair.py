@@ -6,16 +6,22 @@ back.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import signal
 import threading
 from typing import Any
 
+import torch
+
 # Writing into the paged cache is missing from torchair's list of operators that may stay in place: as shipped it copies
 # the whole cache out and in again, for every layer of every step. The numbers are the arguments that are written.
 _WRITES_IN_PLACE = ("npu_scatter_pa_kv_cache_functional", "npu_scatter_pa_kv_cache", [2, 3])
 
+_LAYOUT_TND = 4
 
+
+@functools.cache
 def load(name: str) -> Any:
     """The module `torchair` or `npugraph_ex`, told which operators write in place."""
     module = _import(name)
@@ -23,10 +29,27 @@ def load(name: str) -> Any:
         # Registers torch.ops.air.npu_fused_infer_attention_score, whose lengths are tensors. torchair itself imports it
         # when its wrapper is called, which is too late: that is inside a trace.
         _import("torchair.ops._npu_fused_infer_attention_score")
+        _convert_rotary_in_place(module)
     passes = _import(f"{name}._acl_concrete_graph.graph_pass")
     functional, in_place, arguments = _WRITES_IN_PLACE
     passes.register_inplaceable_npu_op(functional, in_place, mutated_arg=arguments)
     return module
+
+
+def _convert_rotary_in_place(module: Any) -> None:
+    """Let GE turn q and k where they are. As shipped both are copied first, in case somebody else reads them.
+
+    Nobody does here: NpuOps.rotary gets them fresh from a norm or from the split of the qkv product.
+    """
+    apis = _import("torchair._ge_concrete_graph.ge_apis")
+    # The shipped one first: the last to register wins.
+    _import("torchair._ge_concrete_graph.ge_converter.custom.apply_rotary_pos_emb")
+
+    @module.register_fx_node_ge_converter(torch.ops.npu.npu_apply_rotary_pos_emb.default)
+    def convert(query: Any, key: Any, cos: Any, sin: Any, layout: str = "BSND", rotary_mode: str = "half",
+                meta_outputs: Any = None) -> Any:
+        assert layout == "TND", f"layout {layout} is not what NpuOps.rotary asks for"
+        return apis.ApplyRotaryPosEmb(query, key, cos, sin, layout=_LAYOUT_TND, rotary_mode=rotary_mode)
 
 
 def has_npugraph_ex() -> bool:
