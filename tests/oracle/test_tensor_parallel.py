@@ -32,3 +32,17 @@ def test_two_ranks_equal_one(model_type: str, checkpoint: Any, platform_name: st
     alone = run(1)
     assert run(2) == alone
     assert all(len(tokens) == MAX_NEW_TOKENS for tokens in alone)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_graphs_equal_one_without(checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint("qwen3", num_hidden_layers=1)
+
+    def run(**settings: Any) -> list[list[int]]:
+        with LLM(path, platform=platform_name, **settings, **{**SMALL, "max_num_seqs": 4}) as llm:
+            graphs = llm.engine.info.graphs
+            assert graphs == ("4" if "graph_mode" in settings else "eager")
+            return [output.token_ids for output in llm.generate(text_prompts(llm), greedy())]
+
+    alone = run(enforce_eager=True)
+    assert run(tensor_parallel_size=2, graph_mode="reduce-overhead", graph_batch_sizes=(4,)) == alone
