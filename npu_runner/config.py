@@ -14,6 +14,7 @@ MIB = 1 << 20
 PLATFORMS = ("auto", "npu", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
+MAX_SOURCE_PIXELS = 178_956_970  # what Pillow calls a decompression bomb
 LOAD_FORMATS = ("safetensors", "dummy")
 
 
@@ -54,6 +55,8 @@ class RunnerConfig:
     """Smaller pictures are scaled up to this many pixels; None: the checkpoint's setting."""
     image_max_pixels: int | None = None
     """Larger pictures are scaled down to this many pixels; None: the checkpoint's setting."""
+    max_source_pixels: int = MAX_SOURCE_PIXELS
+    """A picture whose file declares more pixels is refused before it is decoded: decoding takes 3 to 8 bytes each."""
     max_images_per_prompt: int = 64
     """A prompt with more pictures is refused."""
     graph_mode: str = "auto"
@@ -80,7 +83,7 @@ class RunnerConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("graph_mode", self.graph_mode, GRAPH_MODES)
-        for name in ("tensor_parallel_size", "max_images_per_prompt"):
+        for name in ("tensor_parallel_size", "max_images_per_prompt", "max_source_pixels"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_bytes",
                      "image_min_pixels", "image_max_pixels"):

@@ -51,6 +51,7 @@ class LoadStrategy(ABC):
             image_min_pixels=config.image_min_pixels,
             image_max_pixels=config.image_max_pixels,
             max_images_per_prompt=config.max_images_per_prompt,
+            max_source_pixels=config.max_source_pixels,
         )
 
     @abstractmethod

@@ -6,9 +6,11 @@ What a person would expect is done: transparency lies on white, EXIF rotation is
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import (  # the plugins are imported by name: nothing outside this list ever sees the bytes
@@ -23,6 +25,7 @@ from PIL import (  # the plugins are imported by name: nothing outside this list
     WebPImagePlugin,
 )
 
+from npu_runner.config import MAX_SOURCE_PIXELS
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.image_settings import ImageSettings
 from npu_runner.multimodal.inputs import ImageInput
@@ -41,9 +44,6 @@ FORMATS = tuple(
         PpmImagePlugin.PpmImageFile,
     )
 )
-MAX_SOURCE_PIXELS = 178_956_970
-"""Largest width * height a file may declare: what Pillow calls a decompression bomb. Checked before decoding."""
-
 _REMEDY = "convert it to JPEG or PNG"
 _MAGIC = {b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF"}
 _EXIF_ORIENTATION = 0x0112
@@ -90,7 +90,9 @@ def open_image(
     Raises RequestError with code image_empty, image_not_recognised, image_too_large, image_aspect_ratio,
     image_truncated, image_broken or image_mode.
     """
-    image = _open(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
+    image = source
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        image = _open(source, max_source_pixels)
     if not isinstance(image, Image.Image):
         raise RequestError(
             f"an image must be encoded bytes or a PIL image, not {type(source).__name__}", code="invalid_type"
@@ -98,7 +100,8 @@ def open_image(
     width, height = image.size
     if width * height > max_source_pixels:
         raise RequestError(
-            f"the image declares {width}x{height} pixels, more than the {max_source_pixels} allowed; scale it down",
+            f"the image declares {width}x{height} pixels, more than the {max_source_pixels} allowed "
+            f"(max_source_pixels); scale it down",
             code="image_too_large",
         )
     if width < 1 or height < 1:
@@ -116,11 +119,11 @@ def open_image(
         raise _decoding_error(error) from error
 
 
-def _open(data: bytes | bytearray | memoryview) -> Image.Image:
+def _open(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image.Image:
     if len(data) == 0:
         raise RequestError("the image has zero bytes", code="image_empty")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _pillow_allows(max_source_pixels):
             warnings.simplefilter("ignore")  # Pillow's own bomb warning: our limit is checked right after
             return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError as error:
@@ -129,6 +132,20 @@ def _open(data: bytes | bytearray | memoryview) -> Image.Image:
         raise RequestError(f"the image is too large: {error}; scale it down", code="image_too_large") from error
     except Exception as error:  # as in open_image
         raise _decoding_error(error) from error
+
+
+@contextlib.contextmanager
+def _pillow_allows(num_pixels: int) -> Iterator[None]:
+    """Lift Pillow's limit, which is the whole process's, while a header is read; only for those who want more."""
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is None or num_pixels <= 2 * limit:  # it warns above the limit and refuses above twice the limit
+        yield
+        return
+    Image.MAX_IMAGE_PIXELS = num_pixels
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 def _not_recognised(head: bytes) -> RequestError:

@@ -13,15 +13,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import PIL
+import tokenizers
 from PIL import Image
 from tokenizers import Tokenizer
 
 from npu_runner.checkpoint_files import model_folder, require_json
+from npu_runner.config import MAX_SOURCE_PIXELS
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.multimodal.chat_template import read_chat_template
 from npu_runner.multimodal.control_tokens import ControlTokens, unused_fences
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
-from npu_runner.multimodal.images import MAX_SOURCE_PIXELS, image_input, prepare_image
+from npu_runner.multimodal.images import image_input, prepare_image
 from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
 from npu_runner.multimodal.messages import Conversation, checked_text, parse_messages
 from npu_runner.multimodal.mrope import mrope_positions, uses_mrope
@@ -132,6 +135,9 @@ class ChatProcessor:
             "uses_mrope": self.uses_mrope,
             "max_images_per_prompt": self.max_images_per_prompt,
             "max_source_pixels": self.max_source_pixels,
+            # Another resizing or another split into words is another prompt.
+            "pillow": PIL.__version__,
+            "tokenizers": tokenizers.__version__,
         }
 
     def _chat_token_ids(self, conversation: Conversation) -> list[int]:

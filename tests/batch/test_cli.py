@@ -59,6 +59,7 @@ def test_what_is_not_given_is_left_to_the_settings() -> None:
         ("--memory-utilization 0.5", "memory_utilization", 0.5),
         ("--platform cpu", "platform", "cpu"),
         ("--image-max-pixels 1000", "image_max_pixels", 1000),
+        ("--max-source-pixels 1000", "max_source_pixels", 1000),
     ],
 )
 def test_options_become_values_of_the_right_type(arguments: str, name: str, value: Any) -> None:

@@ -31,6 +31,7 @@ SMALL: dict[str, Any] = {"platform": "cpu", "max_model_len": 64, "max_num_seqs":
         ({"max_model_len": 1.5}, "max_model_len: 1.5 is not a positive integer"),
         ({"memory_utilization": 1.1}, "memory_utilization: 1.1 is outside 0.05 to 1.0"),
         ({"vision_cache_bytes": -1}, "vision_cache_bytes: -1 is negative"),
+        ({"max_source_pixels": 0}, "max_source_pixels: 0 is not a positive integer"),
         ({"image_min_pixels": 9, "image_max_pixels": 8}, "image_min_pixels 9 is more than image_max_pixels 8"),
         ({"enforce_eager": True, "graph_mode": "max-autotune"}, "enforce_eager contradicts graph_mode"),
         ({"graph_batch_sizes": ()}, "graph_batch_sizes"),

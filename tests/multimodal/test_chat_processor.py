@@ -247,6 +247,16 @@ def test_identity_differs_with_every_thing_that_shapes_prompts(qwen_folder: Path
     assert ChatProcessor(str(write_qwen_vl(tmp_path / "copy"))).identity() == base.identity()
 
 
+@pytest.mark.parametrize("library", ["PIL", "tokenizers"])
+def test_identity_holds_the_versions_of_what_makes_prompts(
+    library: str, qwen_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = ChatProcessor(str(qwen_folder))
+    before = processor.identity()
+    monkeypatch.setattr(f"{library}.__version__", "0.0")
+    assert processor.identity() != before
+
+
 def test_preprocessing_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, npu_runner.multimodal.processor, npu_runner.multimodal.media; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -195,6 +195,14 @@ def test_a_bomb_is_refused_by_its_declared_size_before_decoding() -> None:
     assert refusal(Image.new("1", (300, 300)), max_source_pixels=300 * 300 - 1).code == "image_too_large"
 
 
+def test_a_user_may_allow_more_pixels_than_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    data = encoded(Image.new("RGB", (30, 20), "red"))
+    assert refusal(data, max_source_pixels=599).code == "image_too_large"
+    assert prepare_image(data, SETTINGS, max_source_pixels=600).num_tokens > 0
+    assert Image.MAX_IMAGE_PIXELS == 100, "the process's own limit is as it was"
+
+
 def test_a_picture_opened_by_the_caller_can_be_broken_too() -> None:
     data = encoded(photo(), "JPEG")
     assert refusal(Image.open(io.BytesIO(data[:-20]))).code == "image_truncated"
