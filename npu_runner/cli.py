@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from npu_runner import __version__
 from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.options import BatchOptions
+from npu_runner.cli_doctor_options import add_doctor_arguments
 from npu_runner.cli_generate import answer_question
 from npu_runner.cli_options import add_options, given
 from npu_runner.config import RunnerConfig
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_batch(commands)
     _add_generate(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -96,6 +98,18 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.set_defaults(run=_generate)
 
 
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="is this host ready? what is to be done?",
+        description="Looks at drivers, versions, devices and variables, then answers questions about drawn pictures. "
+        "Exit status 1: something failed; its remedy is printed.",
+        allow_abbrev=False,
+    )
+    add_doctor_arguments(parser)
+    parser.set_defaults(run=_doctor)
+
+
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -113,6 +127,12 @@ def _batch(arguments: argparse.Namespace) -> int:
     from npu_runner.batch.job import run_batch
 
     return run_batch(config, options).exit_status
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from npu_runner.cli_doctor import run
+
+    return run(arguments)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -68,6 +68,11 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return len(self.token_ids_T)
 
+    def describe(self) -> str:
+        """What the step is, for messages."""
+        kind = "prefill" if self.is_prefill else "decode"
+        return f"{kind} of {self.batch_size} sequences, {self.num_tokens} tokens"
+
 
 class RunningTable:
     """Rows of everything that runs, kept across steps so that a decode step is a few array reads.

@@ -110,11 +110,13 @@ class Sampler:
         if features & (Feature.DRAW | Feature.DRAW_FROM_TOP):
             tokens_B1 = self._draw(adjusted_BV.float(), largest_B1.float(), tokens_B1, slots_B, uniforms_B[:, None],
                                    features, host_slots)
-        state.advance(features, slots_B, tokens_B1.squeeze(-1), host_slots)
         logprobs = None
         if features & Feature.LOGPROBS:
             logprobs = _logprobs(logits_BV.float(), tokens_B1, state.num_logprobs(host_slots))
-        return SamplerOutput(tokens_B1.masked_fill(is_unusable_B1, -1).squeeze(-1), logprobs)
+        output = SamplerOutput(tokens_B1.masked_fill(is_unusable_B1, -1).squeeze(-1), logprobs)
+        # Last: a call that fails for want of memory changes nothing, and can be made again.
+        state.advance(features, slots_B, tokens_B1.squeeze(-1), host_slots)
+        return output
 
     def _adjusted(self, logits_BV: Tensor, slots_B: Tensor, features: Feature) -> Tensor:
         """Logits after penalties, bias and bans; the given ones where there is nothing to do."""

@@ -61,6 +61,13 @@ class VisionCache(Generic[Value]):
         """Hold `values` whatever happens, and none of those pinned before."""
         self._pinned = values
 
+    def release(self) -> None:
+        """Give up every value: whoever needs one has it made again."""
+        self.counters.evictions += len(self._values)
+        self.counters.num_bytes = 0
+        self._values.clear()
+        self._pinned = {}
+
     def clear(self) -> None:
         """Forget everything, counters included."""
         self._values.clear()

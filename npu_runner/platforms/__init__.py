@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import Platform
+
+if TYPE_CHECKING:  # it imports torch, which the doctor must do without
+    from npu_runner.platforms.base import Platform
 
 _HOMES = {
     "npu": "npu_runner.platforms.npu.platform:NpuPlatform",

@@ -35,6 +35,7 @@ from npu_runner.runner.dummy import dummy_decode, dummy_prefill
 from npu_runner.runner.inputs import to_device
 from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
 from npu_runner.runner.kv_cache import KVCacheShape, plan_kv_cache
+from npu_runner.runner.memory_guard import MemoryGuard
 from npu_runner.runner.settings import resolve_settings
 from npu_runner.weights.loader import fill_with_random_weights
 from npu_runner.weights.reader import CheckpointReader
@@ -51,7 +52,8 @@ class ModelRunner(ModelRunnerBase):
 
     def __init__(self, config: RunnerConfig, model_path: Path, tp: TensorParallel | None = None,
                  progress: Callable[[str], None] = lambda phase: None):
-        self._progress = progress
+        self._report_phase = progress
+        self._phase = "starting"
         self.tp = tp or TensorParallel()
         self.platform = pick_platform(config.platform)
         self._progress("setting the device")
@@ -67,13 +69,18 @@ class ModelRunner(ModelRunnerBase):
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
         self.num_images_encoded = 0
         self.buckets: DecodeBuckets | None = None
-        with torch.inference_mode():
+        self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)
+        with torch.inference_mode(), self.guard.starting(lambda: self._phase):
             self.load_model()
             self.sampler = self._make_sampler()
             profile = self.profile_run()
             self.allocate_kv_cache(profile)
             if self.settings.graph_mode != "eager":
                 self.compile_decode()
+
+    def _progress(self, phase: str) -> None:
+        self._phase = phase
+        self._report_phase(phase)
 
     # -- start-up --------------------------------------------------------------------------------------------------
 
@@ -145,7 +152,7 @@ class ModelRunner(ModelRunnerBase):
         )
         self.num_blocks = self.tp.minimum(plan.num_blocks, self.device)
         self.max_model_len = self.tp.minimum(plan.max_model_len, self.device)
-        self.ledger = plan.ledger
+        self.ledger = self.guard.ledger = plan.ledger
         self._bind_cache(self.num_blocks)
 
     def compile_decode(self) -> None:
@@ -227,21 +234,22 @@ class ModelRunner(ModelRunnerBase):
     def run(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         """Prepare, forward, sample. None on ranks that do not sample."""
         uniforms_B = self.prepare_sample(batch)
-        if batch.is_prefill:
-            inputs = self.prepare_prefill(batch, uniforms_B)
-            logits_BV = self.run_model(batch, inputs)
-        else:
+        return self.guard.step(lambda: self._run(batch, uniforms_B), batch.describe)
+
+    def _run(self, batch: ScheduledBatch, uniforms_B: np.ndarray) -> ModelRunnerOutput | None:
+        """The part of a step that may be run twice: it writes the same keys and values to the same places."""
+        bucket = None
+        if not batch.is_prefill:
             bucket = self.buckets.find(batch.batch_size) if self.buckets else None
-            if bucket is None:
-                inputs = self.prepare_decode(batch, uniforms_B)
-                logits_BV = self.run_model(batch, inputs)
-            else:
-                inputs = bucket.inputs
-                self.prepare_decode_padded(batch, uniforms_B, bucket)
-                logits_BV = bucket.forward(*(inputs[name] for name in _DECODE_ARGUMENTS))[: batch.batch_size]
-        if self.sampler is None:
-            return None
-        return self._sample(batch, logits_BV, inputs)
+        if bucket is not None:
+            inputs = bucket.inputs
+            self.prepare_decode_padded(batch, uniforms_B, bucket)
+            logits_BV = bucket.forward(*(inputs[name] for name in _DECODE_ARGUMENTS))[: batch.batch_size]
+        else:
+            prepare = self.prepare_prefill if batch.is_prefill else self.prepare_decode
+            inputs = prepare(batch, uniforms_B)
+            logits_BV = self.run_model(batch, inputs)
+        return None if self.sampler is None else self._sample(batch, logits_BV, inputs)
 
     def prepare_sample(self, batch: ScheduledBatch) -> np.ndarray:
         """Register who entered or left a slot; (B,) float32 uniforms for the rows that sample."""

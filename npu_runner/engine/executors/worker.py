@@ -96,8 +96,7 @@ def _call(runner: Any, method: str, arguments: tuple[Any, ...]) -> Any:
 def _phase(method: str, arguments: tuple[Any, ...]) -> str:
     if method != "execute_model":
         return method
-    batch = arguments[0]
-    return f"{'prefill' if batch.is_prefill else 'decode'} of {batch.batch_size} sequences, {batch.num_tokens} tokens"
+    return str(arguments[0].describe())
 
 
 def _end_with_engine(lifeline_fd: int) -> None:

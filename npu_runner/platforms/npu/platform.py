@@ -19,6 +19,9 @@ from npu_runner.platforms.base import (
     PlatformDefaults,
 )
 
+# What the allocator says, and the driver's code where somebody else asks it for memory.
+_OUT_OF_MEMORY = ("NPU out of memory", "207001")
+
 
 class NpuPlatform(Platform):
     name = "npu"
@@ -99,7 +102,7 @@ class NpuPlatform(Platform):
         torch.npu.synchronize()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, torch.OutOfMemoryError) or "NPU out of memory" in str(error)
+        return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY)
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)

@@ -44,10 +44,11 @@ Settings read_settings() {
   return s;
 }
 
-// "aclrtMalloc:3:207001,aclnnMm:1+:561002": the third call fails; every call from the first on fails.
+// "aclrtMalloc:3:207001,aclrtMalloc:3-5:207001,aclnnMm:1+:561002": the third call fails; the third to the fifth fail; every
+// call from the first on fails.
 struct Failure {
-  long long nth;
-  bool is_lasting;
+  long long first;
+  long long last;
   int code;
   long long calls = 0;
 };
@@ -58,12 +59,14 @@ std::map<std::string, Failure> parse_failures(const std::string& text) {
   for (std::string entry; std::getline(entries, entry, ',');) {
     size_t first = entry.find(':'), second = entry.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) {
-      std::fprintf(stderr, "CANN emulation: CANN_EMU_FAIL entry '%s' is not name:nth[+]:code\n", entry.c_str());
+      std::fprintf(stderr, "CANN emulation: CANN_EMU_FAIL entry '%s' is not name:nth[+|-last]:code\n", entry.c_str());
       std::abort();
     }
     std::string nth = entry.substr(first + 1, second - first - 1);
-    bool is_lasting = !nth.empty() && nth.back() == '+';
-    failures[entry.substr(0, first)] = {std::atoll(nth.c_str()), is_lasting, std::atoi(entry.c_str() + second + 1)};
+    long long from = std::atoll(nth.c_str()), to = from;
+    if (size_t dash = nth.find('-'); dash != std::string::npos) to = std::atoll(nth.c_str() + dash + 1);
+    if (!nth.empty() && nth.back() == '+') to = std::numeric_limits<long long>::max();
+    failures[entry.substr(0, first)] = {from, to, std::atoi(entry.c_str() + second + 1)};
   }
   return failures;
 }
@@ -109,8 +112,7 @@ int injected_failure(const char* function) {
   if (found == all.table.end()) return 0;
   Failure& failure = found->second;
   failure.calls += 1;
-  bool fails = failure.is_lasting ? failure.calls >= failure.nth : failure.calls == failure.nth;
-  if (!fails) return 0;
+  if (failure.calls < failure.first || failure.calls > failure.last) return 0;
   return refuse(failure.code, "%s: call %lld fails with %d because a test asked for it (CANN_EMU_FAIL)", function,
                 failure.calls, failure.code);
 }

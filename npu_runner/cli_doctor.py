@@ -1,0 +1,97 @@
+"""`npu-runner doctor`: is this host ready, and if not, what is to be done. Prints the checks and decides the status.
+
+Imports no torch: on the hosts that need a doctor that may fail. Knows nothing of what is looked at, and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform as python_platform
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from npu_runner import __version__
+from npu_runner.cli_doctor_generation import check_generation
+from npu_runner.platforms.npu.preflight import examine, examine_without_npu, signs_of_an_npu, survey
+from npu_runner.platforms.npu.preflight_host import Check, Host
+
+# inductor needs most of a minute for a bucket on a CPU, so that is left to those who ask for it.
+_MODES = {"npu": ("eager", "reduce-overhead"), "cuda": ("eager", "reduce-overhead"), "cpu": ("eager",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """What is looked at. platform "auto": npu where anything hints at one, else cpu."""
+
+    platform: str = "auto"
+    graph_modes: tuple[str, ...] = ()
+    tensor_parallel_size: int = 1
+    generation: bool = True
+    timeout_seconds: float = 900.0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print every check. Returns 1 if one of them failed."""
+    options = DoctorOptions(
+        platform=arguments.platform, graph_modes=tuple(arguments.graph_mode or ()),
+        tensor_parallel_size=arguments.tensor_parallel_size, generation=not arguments.skip_generation,
+        timeout_seconds=arguments.timeout,
+    )  # fmt: skip
+    checks = []
+    if not arguments.json:
+        print(f"npu-runner {__version__}, Python {python_platform.python_version()}, {python_platform.platform()}")
+    for check in examine_host(Host(), options):
+        checks.append(check)
+        if not arguments.json:
+            print(_as_text(check), flush=True)
+    counts = {status: sum(check.status == status for check in checks) for status in ("failed", "warning", "ok")}
+    if arguments.json:
+        print(json.dumps({"ok": not counts["failed"], "npu_runner": __version__, "checks": list(map(asdict, checks))},
+                         indent=1))
+    else:
+        print(f"\n{counts['failed']} failed, {counts['warning']} warnings, {counts['ok']} ok")
+    return 1 if counts["failed"] else 0
+
+
+def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
+    """Every check, as soon as it is done."""
+    found = survey(host)
+    signs = signs_of_an_npu(found)
+    platform = options.platform if options.platform != "auto" else "npu" if signs else "cpu"
+    yield _what_is_here(platform, signs)
+    is_hopeless = False
+    examined = examine(found, options.tensor_parallel_size) if platform == "npu" else examine_without_npu(found)
+    for check in examined:
+        # Without these there is nothing to start; any other failure may still let a generation through.
+        is_hopeless |= check.name in ("devices", "import torch") and check.status != "ok"
+        yield check
+    for mode in options.graph_modes or _MODES[platform]:
+        if not options.generation:
+            yield Check(f"generation ({platform}, {mode})", "skipped", "not asked for")
+        elif is_hopeless:
+            yield Check(f"generation ({platform}, {mode})", "skipped", "cannot start before what failed above works")
+        else:
+            yield check_generation(host, platform, mode, options.tensor_parallel_size, options.timeout_seconds)
+
+
+def _what_is_here(platform: str, signs: list[str]) -> Check:
+    if platform == "npu":
+        hints = "; ".join(signs) or "nothing hints at one, and --platform npu asks for it"
+        return Check("platform", "ok", f"npu: {hints}")
+    if signs:
+        return Check("platform", "ok", f"{platform}, as asked for; the NPU is not looked at ({'; '.join(signs)})")
+    return Check("platform", "ok", "no NPU on this host: no torch_npu, no CANN, no /dev/davinci*. Every command works here "
+                 f"with --platform cpu, slowly; {platform} is looked at now")
+
+
+def _as_text(check: Check) -> str:
+    lines = textwrap.wrap(check.found, 88, break_long_words=False, break_on_hyphens=False) or [""]
+    text = f"{check.status:8} {check.name:34} {lines[0]}"
+    for line in lines[1:]:
+        text += f"\n{'':44}{line}"
+    if check.remedy:
+        for index, line in enumerate(textwrap.wrap(check.remedy, 85, break_long_words=False, break_on_hyphens=False)):
+            text += f"\n{'':44}{'-> ' if index == 0 else '   '}{line}"
+    return text

@@ -1,0 +1,70 @@
+"""The doctor's last check: the embedded model answers questions about drawings, in a process of its own.
+
+    python -m npu_runner.cli_doctor_generation PLATFORM GRAPH_MODE NUM_RANKS REPORTS
+
+A library that crashes or hangs is then a failed check. Knows nothing of what the host has installed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from npu_runner.assets import SHAPES_VL
+from npu_runner.assets.drawing import DEMO_SEEDS, draw_example
+from npu_runner.platforms.npu.preflight_errors import explain
+from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome, run_program
+
+# Pictures about which the model is sure (every token's log probability leads by 10 and more), so that a wrong answer is
+# a fault and not rounding: a colour in the second of two pictures, a colour, a count, a list of several tokens.
+_SEEDS = [DEMO_SEEDS[index] for index in (31, 118, 46, 88)]
+
+
+def check_generation(host: Host, platform: str, graph_mode: str, num_ranks: int, timeout_seconds: float) -> Check:
+    ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
+    name = f"generation ({platform}, {graph_mode}{ranks})"
+    program = ["-m", "npu_runner.cli_doctor_generation", platform, graph_mode, str(num_ranks)]
+    return judge(name, graph_mode, run_program(host, program, timeout_seconds))
+
+
+def judge(name: str, graph_mode: str, outcome: Outcome) -> Check:
+    """Whether the answers are there, and the right ones."""
+    if outcome.error is not None or not outcome.reports:
+        remedy = explain(outcome.output) or "see the failed checks above; README, Ascend, has a table of error codes"
+        return Check(name, "failed", outcome.error or "ended without an answer", remedy)
+    answers, graphs = outcome.reports[-1]["answers"], outcome.reports[-1]["graphs"]
+    wrong = [f"{example.question!r}: {answer!r} instead of {example.answer!r}"
+             for example, answer in zip(map(draw_example, _SEEDS), answers, strict=True) if answer != example.answer]
+    if wrong:
+        return Check(name, "failed", f"{len(wrong)} of {len(answers)} answers are wrong: {'; '.join(wrong)}",
+                     "compare torch, torch_npu and CANN with the version table; report it with this output")
+    if graph_mode != "eager" and not any(letter.isdigit() for letter in graphs):
+        return Check(name, "warning", f"{len(answers)} answers, all right, but no graph was made ({graphs})",
+                     explain(outcome.output) or "the log above the answers says why")
+    used = "" if graph_mode == "eager" else f"; graphs for {graphs}"
+    return Check(name, "ok", f"{len(answers)} answers, all right{used}")
+
+
+def answer(platform: str, graph_mode: str, num_ranks: int) -> dict[str, Any]:
+    """Answers about the pictures of _SEEDS, with settings that fit beside another job on the device."""
+    from npu_runner import LLM, SamplingParams
+
+    settings: dict[str, Any] = {"platform": platform, "graph_mode": graph_mode, "tensor_parallel_size": num_ranks}
+    if graph_mode != "eager":
+        settings |= {"graph_batch_sizes": (len(_SEEDS),), "use_graph_cache": False}
+    with LLM(SHAPES_VL, max_model_len=1024, max_num_seqs=len(_SEEDS), kv_cache_bytes=32 << 20,
+             vision_cache_bytes=16 << 20, **settings) as llm:
+        results = llm.chat([draw_example(seed).conversation() for seed in _SEEDS],
+                           SamplingParams(temperature=0, max_tokens=32))
+        return {"answers": [result.text for result in results], "graphs": llm.engine.info.graphs}
+
+
+def main(platform: str, graph_mode: str, num_ranks: str, reports: str) -> None:
+    found = answer(platform, graph_mode, int(num_ranks))
+    with open(reports, "a") as file:
+        file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

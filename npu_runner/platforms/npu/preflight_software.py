@@ -1,0 +1,154 @@
+"""Checks of what is installed: toolkit, driver, libraries, Python packages, and whether their versions fit each other.
+
+Pure functions of what was found on the host. Knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome
+from npu_runner.platforms.npu.versions import PAIRINGS, cann_version, driver_version, release, toolkit_folder
+
+# torchair imports these; torch_npu does not declare all of them.
+TORCHAIR_NEEDS = ("packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy")
+RUNNER_NEEDS = ("torch", "numpy", "huggingface_hub", "safetensors", "pillow", "pydantic", "tqdm", "jinja2",
+                "tokenizers")
+LIBRARIES = ("libascendcl.so", "libhccl.so", "libatb.so")
+_OLDEST_DRIVER = (24,)
+_IMAGE = "use an image in which they belong together, and upgrade nothing in it (README, Ascend)"
+
+Packages = Mapping[str, str | None]
+"""Distribution to version; None where it is not installed."""
+Libraries = Mapping[str, str | None]
+"""File name to the loader's complaint; None where it loads."""
+
+
+def check_toolkit(host: Host, libraries: Libraries) -> Check:
+    """Whether set_env.sh was sourced, and its work is still there."""
+    name, folder = "CANN environment", toolkit_folder(host.environment)
+    complaint = libraries.get("libascendcl.so", "the probe found no answer")
+    remedy = f"{source_set_env(host)}, or start through scripts/run_ascend.sh"
+    if complaint is not None:
+        named = "ASCEND_HOME_PATH is not set" if folder is None else f"ASCEND_HOME_PATH is {folder}"
+        return Check(name, "failed", f"libascendcl.so does not load ({complaint}); {named}", remedy)
+    if folder is None:
+        return Check(name, "warning", "libascendcl.so loads, but ASCEND_HOME_PATH is not set: CANN's version cannot be "
+                     "told", remedy)
+    if not folder.is_dir():
+        return Check(name, "failed", f"ASCEND_HOME_PATH is {folder}, which is not there", remedy)
+    return Check(name, "ok", f"libascendcl.so loads; ASCEND_HOME_PATH is {folder}")
+
+
+def check_libatb(host: Host, libraries: Libraries) -> Check:
+    complaint = libraries.get("libatb.so", "the probe found no answer")
+    if complaint is None:
+        return Check("libatb", "ok", "libatb.so loads")
+    script = host.installation / "nnal/atb/set_env.sh"
+    remedy = f"source {script}" if script.is_file() else "install NNAL of CANN's version and source its atb/set_env.sh"
+    return Check("libatb", "warning", f"libatb.so does not load ({complaint}); torch_npu then lacks ATB's operators, "
+                 "of which npu-runner uses none", remedy)
+
+
+def check_driver(host: Host) -> Check:
+    folder = host.installation / "driver"
+    version = driver_version(folder)
+    if version is None:
+        return Check("driver", "warning", f"no version in {folder / 'version.info'}",
+                     f"in a container mount it: -v {folder}/lib64:{folder}/lib64 -v {folder}/version.info:"
+                     f"{folder}/version.info; on a host install the driver (npu-smi info shows it)")
+    if release(version) < _OLDEST_DRIVER:
+        return Check("driver", "warning", f"driver {version} is older than any known to work with a CANN of the table",
+                     "update driver and firmware to those that CANN's release notes name")
+    return Check("driver", "ok", f"driver {version}")
+
+
+def check_packages(packages: Packages, *, for_npu: bool) -> Check:
+    needed = dict.fromkeys([*RUNNER_NEEDS, *(TORCHAIR_NEEDS if for_npu else ())])
+    missing = [name for name in needed if packages.get(name) is None]
+    if not missing:
+        return Check("Python packages", "ok", f"all {len(needed)} are installed")
+    what = "npu-runner and torchair" if for_npu else "npu-runner"
+    others = " ".join(name for name in missing if name != "torch")
+    remedies = [f"install torch (on an Ascend host: {_IMAGE})"] if "torch" in missing else []
+    remedies += [f"pip install --no-deps {others}"] if others else []
+    return Check("Python packages", "failed", f"{what} import {', '.join(missing)}: not installed", "; ".join(remedies))
+
+
+def check_pair(packages: Packages) -> Check:
+    """torch and torch_npu: the first three numbers are the same, or torch_npu's C++ does not fit."""
+    name, torch, torch_npu = "torch and torch_npu", packages.get("torch"), packages.get("torch_npu")
+    if torch_npu is None:
+        known = ", ".join(pair.torch_npu for pair in PAIRINGS if torch and pair.torch == _plain(torch))
+        advice = f"pip install --no-deps torch_npu=={known.split(', ')[0]}" if known else _IMAGE
+        return Check(name, "failed", f"torch_npu is not installed (torch {torch})", advice)
+    if torch is None:
+        return Check(name, "failed", f"torch is not installed (torch_npu {torch_npu})", _IMAGE)
+    found = f"torch {torch}, torch_npu {torch_npu}"
+    if release(torch)[:3] != release(torch_npu)[:3]:
+        wanted = ".".join(map(str, release(torch_npu)[:3]))
+        return Check(name, "failed", f"{found}: torch_npu {torch_npu} is made for torch {wanted}",
+                     f"{_IMAGE}; something has probably replaced the image's torch")
+    if not any((pair.torch, pair.torch_npu) == (_plain(torch), torch_npu) for pair in PAIRINGS):
+        return Check(name, "warning", f"{found}: a pair that is not in the table of known ones",
+                     f"known: {', '.join(f'{pair.torch} / {pair.torch_npu}' for pair in PAIRINGS)}")
+    return Check(name, "ok", found)
+
+
+def check_cann_version(host: Host, packages: Packages) -> Check:
+    name, torch_npu, cann = "CANN version", packages.get("torch_npu"), cann_version(host.environment)
+    wanted = [pair.cann for pair in PAIRINGS if pair.torch_npu == torch_npu]
+    if cann is None:
+        return Check(name, "warning", "the toolkit's version files were not found", source_set_env(host))
+    if torch_npu is None:
+        return Check(name, "skipped", f"CANN {cann}; no torch_npu to compare it with")
+    if not wanted:
+        return Check(name, "warning", f"CANN {cann}; which one torch_npu {torch_npu} wants is not in the table",
+                     "see the release notes of torch_npu")
+    if any(cann.upper().startswith(prefix.upper()) for prefix in wanted):
+        return Check(name, "ok", f"CANN {cann}, as torch_npu {torch_npu} wants")
+    found = f"CANN {cann}; torch_npu {torch_npu} is known to work with {' or '.join(wanted)}"
+    is_older = all(release(cann)[:2] < release(prefix)[:2] for prefix in wanted)
+    return Check(name, "failed" if is_older else "warning", found, f"install CANN {wanted[0]}, or {_IMAGE}")
+
+
+def check_torch(outcome: Outcome, packages: Packages) -> Check:
+    """Whether `import torch` works: with torch_npu installed and no CANN it does not, on any platform."""
+    if outcome.error is None:
+        return Check("import torch", "ok", f"torch {outcome.reports[0]}")
+    if packages.get("torch_npu") is None:
+        return Check("import torch", "failed", outcome.error, "install torch again, in an environment of its own")
+    return Check("import torch", "failed", f"{outcome.error} (torch loads torch_npu by itself)", import_remedy(outcome))
+
+
+def import_remedy(outcome: Outcome) -> str:
+    """What to do about an import of torch_npu that fails."""
+    text = outcome.output
+    if "static TLS" in text:
+        return "load the library that is named first: export LD_PRELOAD=<its full path>"
+    if "undefined symbol" in text:
+        return f"torch_npu does not fit torch or CANN: {_IMAGE}"
+    if "cannot open shared object file" in text:
+        return ("source the toolkit's set_env.sh (scripts/run_ascend.sh does); where there is no NPU, uninstall "
+                "torch_npu or export TORCH_DEVICE_BACKEND_AUTOLOAD=0")
+    return "README, Ascend, has the usual causes; python -c 'import torch_npu' shows the whole message"
+
+
+def source_set_env(host: Host) -> str:
+    """The command with which this host gets CANN's variables."""
+    script = next((path for path in set_env_scripts(host.installation) if path.is_file()), None)
+    if script is not None:
+        return f"source {script}"
+    return f"install CANN (no set_env.sh below {host.installation}) or source the set_env.sh of its folder"
+
+
+def set_env_scripts(installation: Path) -> list[Path]:
+    """Where toolkits up to 8.3 and from 8.5 on put it."""
+    return [installation / "ascend-toolkit/set_env.sh", installation / "cann/set_env.sh",
+            *sorted(installation.glob("cann-*/set_env.sh"), reverse=True)]
+
+
+def _plain(version: str) -> str:
+    """Without what stands behind a plus: 2.10.0+cpu."""
+    return version.partition("+")[0]

@@ -1,0 +1,78 @@
+"""What happens when device memory runs out after all: a second try with caches given back, then an error that helps.
+
+Knows nothing of models; it is told what may be released.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from npu_runner.errors import EngineDeadError, OutOfMemoryError
+from npu_runner.platforms.base import Platform
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_REMEDY = ("lower max_num_batched_tokens, max_num_seqs, image_max_pixels, vision_cache_bytes or memory_utilization, or "
+           "see what else uses the device")
+
+
+class MemoryGuard:
+    """`release` gives back whatever can be made again. Without `can_retry` (several ranks: the others wait inside a
+    collective) there is no second try."""
+
+    def __init__(self, platform: Platform, release: Callable[[], None], *, can_retry: bool):
+        self._platform = platform
+        self._release = release
+        self._can_retry = can_retry
+        self._is_starting = False
+        self.num_retries = 0
+        self.ledger = ""
+
+    @contextmanager
+    def starting(self, phase: Callable[[], str]) -> Iterator[None]:
+        """Raises OutOfMemoryError, with the phase and the ledger as far as it is known, when memory runs out inside."""
+        self._is_starting = True
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not self._platform.is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(self._message(f"while {phase()}", error)) from error
+        finally:
+            self._is_starting = False
+
+    def step(self, run: Callable[[], T], what: Callable[[], str]) -> T:
+        """`run()`, which changes nothing that a second call would not do again in the same way.
+
+        Raises EngineDeadError when memory runs out in the second try, too. While starting there is none: what does not
+        fit then does not fit.
+        """
+        if self._is_starting:
+            return run()
+        try:
+            return run()
+        except (RuntimeError, MemoryError) as error:
+            if not self._platform.is_out_of_memory(error):
+                raise
+            if not self._can_retry:
+                raise EngineDeadError(self._message(f"in a {what()}", error)) from error
+            logger.warning("device memory ran out in a %s; trying again without cached pictures", what())
+        # Outside of the handler: the exception holds on to the failed step's tensors.
+        self.num_retries += 1
+        self._release()
+        self._platform.empty_cache()
+        try:
+            return run()
+        except (RuntimeError, MemoryError) as error:
+            if not self._platform.is_out_of_memory(error):
+                raise
+            raise EngineDeadError(self._message(f"in a {what()}, twice", error)) from error
+
+    def _message(self, where: str, error: BaseException) -> str:
+        reason = str(error).strip().partition("\n")[0].partition(".If reserved")[0] or type(error).__name__
+        ledger = f"\n{self.ledger}" if self.ledger else ""
+        return f"device memory ran out {where} ({reason}); {_REMEDY}{ledger}"

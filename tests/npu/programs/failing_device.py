@@ -1,0 +1,73 @@
+"""Runs a small job once for each of several failures of the device, and says how each run ended.
+
+    python -m tests.npu.programs.failing_device SPEC.json RESULTS.json
+
+SPEC: {"failures": ["aclrtMallocPhysical:3+:207001", ...], "settings": {...}}. Each run is a fork of this process, which
+has imported everything and touched no device. The failure "" is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401 - imported for the children
+import torch_npu  # noqa: F401 - imported for the children
+
+import npu_runner.runner.model_runner  # noqa: F401 - imported for the children
+from npu_runner import LLM, SamplingParams
+from npu_runner.assets import SHAPES_VL
+from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from npu_runner.errors import NpuRunnerError
+from tests.cann.programs.emulation import set_failures
+from tests.oracle.running import runner_of
+
+NUM_EXAMPLES = 6
+
+
+def job(settings: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of the job, or the error that ended it."""
+    try:
+        with LLM(SHAPES_VL, platform="npu", **settings) as llm:
+            prompts = [llm.engine.processor(draw_example(seed).conversation()) for seed in TEST_SEEDS[:NUM_EXAMPLES]]
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+            return {"tokens": [output.token_ids for output in outputs], "graphs": llm.engine.info.graphs,
+                    "num_retries": runner_of(llm).guard.num_retries}
+    except NpuRunnerError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    except RuntimeError:
+        return {"error": "other", "message": traceback.format_exc()}
+
+
+def forked(failure: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The result of the job in a fork in which the device fails like that."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        set_failures(failure)
+        with os.fdopen(write, "w") as pipe:
+            json.dump(job(settings), pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if not text:
+        return {"error": "died", "message": f"ended with {os.waitstatus_to_exitcode(status)} and said nothing"}
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def main(spec_path: str, results_path: str) -> None:
+    spec = json.loads(Path(spec_path).read_text())
+    runs = {failure: forked(failure, spec["settings"]) for failure in spec["failures"]}
+    Path(results_path).write_text(json.dumps(runs))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

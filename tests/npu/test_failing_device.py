@@ -1,0 +1,85 @@
+"""Whatever the device runs out of: the right tokens, or an error that says where and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cann.environment import has_real_cann, run_python
+
+pytestmark = [
+    pytest.mark.npu,
+    pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN fails on demand"),
+]
+
+SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "vision_cache_bytes": 1 << 24, "dtype": "bfloat16"}
+BUCKETS = [1, 4]
+NO_MEMORY, NO_RESOURCES, NO_STREAMS = 207001, 207005, 207008
+
+
+def runs(failures: list[str], folder: Path, **settings: Any) -> dict[str, dict[str, Any]]:
+    """How the job ended under each failure; "" is the undisturbed one."""
+    spec = {"failures": ["", *failures], "settings": {**SETTINGS, **settings}}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    done = run_python(["-m", "tests.npu.programs.failing_device", str(folder / "spec.json"), str(folder / "out.json")],
+                      timeout=800)
+    assert done.returncode == 0, done.stderr[-6000:]
+    found: dict[str, dict[str, Any]] = json.loads((folder / "out.json").read_text())
+    assert "tokens" in found[""], found[""]
+    return found
+
+
+def assert_right_or_explained(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The errors of the runs that ended in one."""
+    errors = []
+    for failure, result in found.items():
+        if "tokens" in result:
+            assert result["tokens"] == found[""]["tokens"], failure
+            continue
+        assert result["error"] in ("OutOfMemoryError", "EngineDeadError"), (failure, result)
+        assert "device memory ran out" in result["message"], (failure, result)
+        assert "lower max_num_batched_tokens" in result["message"], (failure, result)
+        errors.append(result["error"])
+    return errors
+
+
+def test_memory_that_is_gone_for_good_ends_the_job_with_the_ledger(tmp_path: Path) -> None:
+    """From every allocation of the run on, all fail."""
+    numbers = [*range(1, 18), 100]
+    found = runs([f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in numbers], tmp_path)
+    errors = assert_right_or_explained(found)
+    assert errors.count("OutOfMemoryError") >= 5, "weights, profile and cache"
+    assert errors.count("EngineDeadError") >= 2, "serving"
+    assert len(errors) < len(numbers), "the sweep went past the last allocation"
+    serving = [result["message"] for result in found.values() if result.get("error") == "EngineDeadError"]
+    assert all("memory ledger" in message and "KV cache" in message for message in serving)
+
+
+def test_memory_that_comes_back_costs_a_second_try(tmp_path: Path) -> None:
+    """Three allocations in a row fail: more than the allocator's own second try bears."""
+    failures = [f"aclrtMallocPhysical:{number}-{number + 2}:{NO_MEMORY}" for number in range(8, 14, 2)]
+    found = runs(failures, tmp_path)
+    assert_right_or_explained(found)
+    assert any(result.get("num_retries") for result in found.values()), found
+
+
+def test_memory_that_runs_out_while_graphs_are_captured(tmp_path: Path) -> None:
+    failures = [f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in (10, 13, 16)]
+    found = runs(failures, tmp_path, graph_mode="reduce-overhead", graph_batch_sizes=BUCKETS)
+    assert_right_or_explained(found)
+
+
+def test_graphs_that_find_no_resources_run_eagerly(tmp_path: Path) -> None:
+    """Two captures for each bucket, the larger bucket first."""
+    codes = [NO_STREAMS, NO_RESOURCES, NO_STREAMS, NO_RESOURCES]
+    failures = [f"aclmdlRICaptureBegin:{number}+:{code}" for number, code in enumerate(codes, start=1)]
+    found = runs(failures, tmp_path, graph_mode="reduce-overhead", graph_batch_sizes=BUCKETS)
+    for failure, result in found.items():
+        assert result.get("tokens") == found[""]["tokens"], (failure, result)
+    assert found[""]["graphs"] == "1, 4"
+    assert found[failures[0]]["graphs"] == "none"
+    assert found[failures[2]]["graphs"].startswith("4 (stopped at 1: ")
+    assert str(NO_STREAMS) in found[failures[2]]["graphs"]
