@@ -82,8 +82,8 @@ def _what_is_here(platform: str, signs: list[str]) -> Check:
         return Check("platform", "ok", f"npu: {hints}")
     if signs:
         return Check("platform", "ok", f"{platform}, as asked for; the NPU is not looked at ({'; '.join(signs)})")
-    return Check("platform", "ok", "no NPU on this host: no torch_npu, no CANN, no /dev/davinci*. Every command works here "
-                 f"with --platform cpu, slowly; {platform} is looked at now")
+    return Check("platform", "ok", "no NPU on this host: no torch_npu, no CANN, no /dev/davinci*. Every command works "
+                 f"here with --platform cpu, slowly; {platform} is looked at now")
 
 
 def _as_text(check: Check) -> str:

@@ -98,7 +98,7 @@ def _what_went_wrong(status: int | None, limit: float, output: str) -> str | Non
     if status == 0:
         return None
     # The first error of a chain is the cause; those after it say what it led to.
-    errors = re.findall(r"^(?:[\w.]+(?:Error|Exception): |npu-runner: ).+", output, re.MULTILINE)
+    errors = re.findall(r"^(?:[\w.]*(?:Error|Exception): |npu-runner: ).+", output, re.MULTILINE)
     first = f": {errors[0]}" if errors else ""
     if status is None:
         return f"no end after {limit:g} s{first}"

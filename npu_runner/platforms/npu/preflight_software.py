@@ -36,9 +36,21 @@ def check_toolkit(host: Host, libraries: Libraries) -> Check:
     if folder is None:
         return Check(name, "warning", "libascendcl.so loads, but ASCEND_HOME_PATH is not set: CANN's version cannot be "
                      "told", remedy)
-    if not folder.is_dir():
-        return Check(name, "failed", f"ASCEND_HOME_PATH is {folder}, which is not there", remedy)
+    missing = _missing_folders(host.environment, folder)
+    if missing:
+        return Check(name, "failed", f"ASCEND_HOME_PATH is {folder}, but {', '.join(missing)}: torch_npu refuses that",
+                     remedy)
     return Check(name, "ok", f"libascendcl.so loads; ASCEND_HOME_PATH is {folder}")
+
+
+def _missing_folders(environment: Mapping[str, str], toolkit: Path) -> list[str]:
+    """What torch_npu asks for when it is imported, once ASCEND_HOME_PATH is set."""
+    missing = [f"{path} is not there" for path in (toolkit, toolkit / "runtime", toolkit / "compiler")
+               if not path.is_dir()]
+    operators = environment.get("ASCEND_OPP_PATH")
+    if operators is None:
+        return [*missing, "ASCEND_OPP_PATH is not set"]
+    return missing if Path(operators).is_dir() else [*missing, f"ASCEND_OPP_PATH {operators} is not there"]
 
 
 def check_libatb(host: Host, libraries: Libraries) -> Check:
@@ -129,7 +141,7 @@ def import_remedy(outcome: Outcome) -> str:
         return "load the library that is named first: export LD_PRELOAD=<its full path>"
     if "undefined symbol" in text:
         return f"torch_npu does not fit torch or CANN: {_IMAGE}"
-    if "cannot open shared object file" in text:
+    if "cannot open shared object file" in text or "set_env.sh" in text:
         return ("source the toolkit's set_env.sh (scripts/run_ascend.sh does); where there is no NPU, uninstall "
                 "torch_npu or export TORCH_DEVICE_BACKEND_AUTOLOAD=0")
     return "README, Ascend, has the usual causes; python -c 'import torch_npu' shows the whole message"

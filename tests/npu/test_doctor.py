@@ -1,0 +1,352 @@
+"""`npu-runner doctor`: a sound host is called sound and generates; each misconfiguration is found, with its remedy."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner.cli_doctor import DoctorOptions, examine_host
+from npu_runner.cli_doctor_generation import judge
+from npu_runner.platforms.npu import preflight_devices as devices
+from npu_runner.platforms.npu import preflight_software as software
+from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome, run_function
+from npu_runner.platforms.npu.versions import cann_version
+from tests.cann.environment import ROOT, environment, has_real_cann
+
+only_emulated = pytest.mark.skipif(has_real_cann(), reason="a real host cannot be broken on purpose")
+KNOWN = {"torch": "2.9.0", "torch_npu": "2.9.0"}
+
+
+def doctor(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit status, and checks by name."""
+    done = subprocess.run([sys.executable, "-m", "npu_runner", "doctor", "--json", *arguments], env=env, cwd=ROOT,
+                          capture_output=True, text=True, timeout=600)
+    found = json.loads(done.stdout)
+    assert found["ok"] == (done.returncode == 0), done.stderr
+    return done.returncode, {check["name"]: check for check in found["checks"]}
+
+
+def toolkit(folder: Path, version: str) -> dict[str, str]:
+    """A toolkit's folder as CANN installs it: what torch_npu asks for, and the file that says its version."""
+    for name in ("runtime", "compiler", "opp", "aarch64-linux"):
+        (folder / name).mkdir(parents=True)
+    (folder / "aarch64-linux/ascend_toolkit_install.info").write_text(
+        f"package_name=Ascend-cann-toolkit\nversion={version}\ninnerversion=V100R001C25\narch=aarch64\n"
+    )
+    return {"ASCEND_HOME_PATH": str(folder), "ASCEND_OPP_PATH": str(folder / "opp")}
+
+
+def empty_host(folder: Path, **changes: Any) -> Host:
+    """A host on which nothing was installed, but Python and what this Python has."""
+    settings = {"installation": folder / "Ascend", "device_files": folder / "dev", **changes}
+    return Host(**settings)
+
+
+@pytest.fixture
+def emulated() -> dict[str, str]:
+    return environment()
+
+
+@pytest.mark.npu
+def test_a_sound_host_generates_eagerly_and_through_graphs(tmp_path: Path, emulated: dict[str, str]) -> None:
+    if not has_real_cann():
+        emulated |= toolkit(tmp_path / "cann", "8.5.0")
+    status, checks = doctor("--platform", "npu", env=emulated)
+    assert status == 0, checks
+    assert {check["status"] for check in checks.values()} <= {"ok", "warning"}
+    assert all(check["remedy"] for check in checks.values() if check["status"] == "warning")
+    assert checks["CANN environment"]["status"] == checks["devices"]["status"] == "ok"
+    for mode in ("eager", "reduce-overhead"):
+        found = checks[f"generation (npu, {mode})"]
+        assert (found["status"], found["found"].partition(";")[0]) == ("ok", "4 answers, all right")
+    assert "graphs for 4" in checks["generation (npu, reduce-overhead)"]["found"]
+
+
+def test_a_host_without_npu_generates_on_the_cpu() -> None:
+    status, checks = doctor("--platform", "cpu")
+    assert status == 0, checks
+    assert checks["generation (cpu, eager)"]["found"] == "4 answers, all right"
+
+
+@pytest.mark.skipif(has_real_cann(), reason="there is an NPU")
+def test_a_host_without_npu_is_told_so(tmp_path: Path) -> None:
+    checks = list(examine_host(empty_host(tmp_path), DoctorOptions(generation=False)))
+    assert checks[0].found.startswith("no NPU on this host")
+    assert [check.status for check in checks[1:]] == ["ok", "ok", "skipped"]
+
+
+@pytest.mark.skipif(has_real_cann(), reason="torch_npu is installed")
+def test_without_torch_npu_an_npu_cannot_be_had(tmp_path: Path) -> None:
+    checks = {check.name: check for check in examine_host(empty_host(tmp_path), DoctorOptions(platform="npu"))}
+    assert checks["torch and torch_npu"].status == "failed"
+    assert "torch_npu is not installed" in checks["torch and torch_npu"].found
+    assert checks["CANN environment"].status == "failed"
+    assert "set_env.sh" in checks["CANN environment"].remedy
+    assert {checks[name].status for name in checks if name.startswith(("devices", "generation"))} == {"skipped"}
+
+
+@pytest.mark.npu
+@only_emulated
+@pytest.mark.parametrize("platform", ["npu", "cpu"])
+def test_torch_npu_without_cann_breaks_torch_and_not_the_doctor(
+    platform: str, tmp_path: Path, emulated: dict[str, str]
+) -> None:
+    """In such an environment `import torch` fails, so whatever imports it here would die of it."""
+    del emulated["LD_LIBRARY_PATH"]
+    script = tmp_path / "Ascend/cann/set_env.sh"
+    script.parent.mkdir(parents=True)
+    script.touch()
+    checks = {check.name: check for check in
+              examine_host(empty_host(tmp_path, environment=emulated), DoctorOptions(platform=platform))}
+    failed = checks["devices" if platform == "npu" else "import torch"]
+    assert failed.status == "failed"
+    assert "libhccl.so" in failed.found
+    assert "set_env.sh" in failed.remedy
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in failed.remedy
+    assert next(check for name, check in checks.items() if name.startswith("generation")).status == "skipped"
+    if platform == "npu":
+        assert checks["CANN environment"].remedy.startswith(f"source {script}")
+
+
+@pytest.mark.npu
+@only_emulated
+def test_no_device(tmp_path: Path) -> None:
+    host = empty_host(tmp_path, environment=environment(num_devices=0))
+    checks = {check.name: check for check in examine_host(host, DoctorOptions(platform="npu"))}
+    assert checks["devices"].status == "failed"
+    assert "docker run --device /dev/davinci0" in checks["devices"].remedy
+    assert checks["device memory"].status == checks["generation (npu, eager)"].status == "skipped"
+
+
+@pytest.mark.npu
+@only_emulated
+def test_another_chip_with_little_memory(tmp_path: Path) -> None:
+    host = empty_host(tmp_path, environment=environment(num_devices=1, memory_bytes=256 << 20, soc="Ascend310P3"))
+    options = DoctorOptions(platform="npu", generation=False, tensor_parallel_size=2)
+    checks = {check.name: check for check in examine_host(host, options)}
+    assert checks["chip"].status == "failed"
+    assert "Ascend310P3" in checks["chip"].found
+    assert checks["device memory"].status == "failed"
+    assert "npu-smi" in checks["device memory"].remedy
+    assert "2 ranks" in checks["devices"].found
+
+
+def test_devices_that_are_named_and_not_there(tmp_path: Path) -> None:
+    host = empty_host(tmp_path, environment={"ASCEND_RT_VISIBLE_DEVICES": "1,7"})
+    found = devices.check_devices(host, Outcome([{"torch": "2.9.0"}, {"count": 1}], None))
+    assert found.status == "failed"
+    assert "1 of the 2 devices" in found.found
+
+
+def crash(reports: str) -> None:
+    import os
+    import signal
+
+    with open(reports, "a") as file:
+        file.write("1\n")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang(reports: str) -> None:
+    import time
+
+    time.sleep(60)
+
+
+def test_a_crash_and_a_hang_of_a_probe_are_findings() -> None:
+    crashed = run_function(Host(), crash)
+    assert (crashed.reports, crashed.error) == ([1], "died by SIGSEGV")
+    assert run_function(Host(timeout_seconds=0.5), hang).error == "no end after 0.5 s"
+
+
+def test_wrong_answers_and_missing_graphs_are_findings() -> None:
+    right = ["yellow", "blue", "5", "red cross, red cross"]
+    wrong = ["!!!!", *right[1:]]
+    for answers, graphs, status in ((right, "4", "ok"), (right, "none", "warning"), (wrong, "4", "failed")):
+        found = judge("generation", "reduce-overhead", Outcome([{"answers": answers, "graphs": graphs}], None))
+        assert found.status == status, found
+    assert "'!!!!' instead of 'yellow'" in found.found
+
+
+def test_an_error_code_gets_its_remedy() -> None:
+    failure = Outcome([], "RuntimeError: NPU function error", "... error code is 207001 ...")
+    assert "--memory-utilization" in judge("generation", "eager", failure).remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status", "remedy"),
+    [
+        ("ASCEND_LAUNCH_BLOCKING", None, "ok", ""),
+        ("ASCEND_LAUNCH_BLOCKING", "0", "ok", ""),
+        ("ASCEND_LAUNCH_BLOCKING", "1", "failed", "unset ASCEND_LAUNCH_BLOCKING"),
+        ("TASK_QUEUE_ENABLE", "1", "ok", ""),
+        ("TASK_QUEUE_ENABLE", "0", "warning", "export TASK_QUEUE_ENABLE=1"),
+        ("TASK_QUEUE_ENABLE", "2", "warning", "export TASK_QUEUE_ENABLE=1"),
+        ("TASK_QUEUE_ENABLE", "yes", "failed", "export TASK_QUEUE_ENABLE=1"),
+        ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "ok", ""),
+        ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", "warning", "expandable_segments:True"),
+        ("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:64", "warning", "expandable_segments:True"),
+        ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True, max_split_size_mb:64", "failed", "export"),
+        ("ASCEND_RT_VISIBLE_DEVICES", "0,1", "ok", ""),
+        ("ASCEND_RT_VISIBLE_DEVICES", "0, 1", "failed", "no spaces"),
+        ("ASCEND_RT_VISIBLE_DEVICES", "npu:0", "failed", "numbers"),
+        ("ASCEND_RT_VISIBLE_DEVICES", "1,1", "failed", "numbers"),
+        ("ASCEND_RT_VISIBLE_DEVICES", "", "failed", "unset"),
+    ],
+)  # fmt: skip
+def test_variables(name: str, value: str | None, status: str, remedy: str) -> None:
+    found = {check.name: check for check in devices.check_variables({} if value is None else {name: value})}
+    assert found.pop(name).status == status
+    assert {check.status for check in found.values()} == {"ok"}, "the others are not set, which is fine"
+    (check,) = [check for check in devices.check_variables({name: value or ""}) if check.name == name]
+    assert remedy in check.remedy
+
+
+@pytest.mark.npu
+@only_emulated
+def test_torch_npu_itself_refuses_what_the_doctor_calls_a_contradiction(emulated: dict[str, str]) -> None:
+    emulated["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True,max_split_size_mb:64"
+    done = subprocess.run([sys.executable, "-c", "import torch; torch.empty(1, device='npu')"], env=emulated,
+                          capture_output=True, text=True)
+    assert "cannot be enabled with `expandable_segments`" in done.stderr
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port that somebody listens on, with room above it for HCCL's range."""
+    with socket.socket() as listener:
+        port = next(port for port in range(20000, 30000) if bound(listener, port))
+        listener.listen()
+        yield port
+
+
+def bound(listener: socket.socket, port: int) -> bool:
+    try:
+        listener.bind(("", port))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_taken_port(taken_port: int) -> None:
+    wanted = {"HCCL_IF_BASE_PORT": str(taken_port - 3)}
+    one, two = devices.check_ports(wanted, 1), devices.check_ports(wanted, 2)
+    assert (one.status, two.status) == ("warning", "failed"), "one rank needs no port"
+    assert str(taken_port) in two.found
+    assert "export HCCL_IF_BASE_PORT=" in two.remedy
+    advised = two.remedy.partition("HCCL_IF_BASE_PORT=")[2].partition(",")[0]
+    assert devices.check_ports({"HCCL_IF_BASE_PORT": advised}, 2).status == "ok", "what it advises works"
+    assert devices.check_ports({**wanted, "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}, 2).status == "ok"
+    assert devices.check_ports({"HCCL_IF_BASE_PORT": "65530"}, 1).status == "failed"
+
+
+def test_little_shared_memory(tmp_path: Path) -> None:
+    assert devices.check_shared_memory(tmp_path, 1, needed_bytes=0).status == "ok"
+    little = devices.check_shared_memory(tmp_path, 1, needed_bytes=1 << 60)
+    assert little.status == "warning"
+    assert "--shm-size" in little.remedy
+    assert devices.check_shared_memory(tmp_path, 2, needed_bytes=1 << 60).status == "failed"
+    assert devices.check_shared_memory(tmp_path / "none", 1).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_npu", "status"),
+    [
+        ("2.9.0", "2.9.0", "ok"),
+        ("2.7.1+cpu", "2.7.1.post1", "ok"),
+        ("2.10.0", "2.10.0.post1", "warning"),
+        ("2.10.0", "2.9.0", "failed"),
+        ("2.9.0", None, "failed"),
+        (None, "2.9.0", "failed"),
+    ],
+)
+def test_pairs_of_torch_and_torch_npu(torch: str | None, torch_npu: str | None, status: str) -> None:
+    check = software.check_pair({"torch": torch, "torch_npu": torch_npu})
+    assert check.status == status
+    assert bool(check.remedy) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("8.5.0", "ok"), ("8.5.1", "ok"), ("9.1.0", "warning"), ("8.3.RC2", "failed")]
+)
+def test_cann_against_torch_npu(version: str, status: str, tmp_path: Path) -> None:
+    host = empty_host(tmp_path, environment=toolkit(tmp_path / "cann", version))
+    check = software.check_cann_version(host, KNOWN)
+    assert check.status == status
+    assert version in check.found
+
+
+def test_the_version_of_cann_is_not_that_of_its_components(tmp_path: Path) -> None:
+    info = tmp_path / "compiler/version.info"
+    info.parent.mkdir()
+    info.write_text("Version=7.6.0.1.220\nversion_dir=8.2.RC1\ntimestamp=20250718_173029\n")
+    assert cann_version({"ASCEND_TOOLKIT_HOME": str(tmp_path)}) == "8.2.RC1"
+    info.unlink()
+    (tmp_path / "version.cfg").write_text("# version: 1.0\nruntime_running_version=[7.6.0.1.220:8.2.RC1]\n")
+    assert cann_version({"ASCEND_TOOLKIT_HOME": str(tmp_path)}) == "8.2.RC1"
+    assert cann_version({}) is None
+
+
+def test_set_env_that_went_stale(tmp_path: Path) -> None:
+    loads = {"libascendcl.so": None}
+    variables = toolkit(tmp_path / "cann", "8.5.0")
+    here = empty_host(tmp_path, environment=variables)
+    assert software.check_toolkit(here, loads).status == "ok"
+    assert software.check_toolkit(here, {"libascendcl.so": "cannot open"}).status == "failed"
+    assert software.check_toolkit(empty_host(tmp_path, environment={}), loads).status == "warning"
+    for changes, found in (
+        ({"ASCEND_HOME_PATH": str(tmp_path / "gone")}, "gone is not there"),
+        ({"ASCEND_OPP_PATH": str(tmp_path / "gone")}, "gone is not there"),
+        ({"ASCEND_OPP_PATH": None}, "ASCEND_OPP_PATH is not set"),
+    ):
+        changed = {name: value for name, value in {**variables, **changes}.items() if value is not None}
+        check = software.check_toolkit(empty_host(tmp_path, environment=changed), loads)
+        assert (check.status, found in check.found, "set_env.sh" in check.remedy) == ("failed", True, True)
+
+
+@pytest.mark.npu
+@only_emulated
+def test_torch_npu_refuses_what_the_doctor_calls_incomplete(tmp_path: Path, emulated: dict[str, str]) -> None:
+    emulated |= {"ASCEND_HOME_PATH": str(tmp_path)}
+    checks = {check.name: check for check in
+              examine_host(empty_host(tmp_path, environment=emulated), DoctorOptions(platform="npu"))}
+    assert checks["CANN environment"].status == "failed"
+    assert "ASCEND_OPP_PATH environment variable is not set" in checks["devices"].found, "the cause, not what it led to"
+    assert "set_env.sh" in checks["devices"].remedy
+
+
+def test_driver_and_libatb(tmp_path: Path) -> None:
+    host = empty_host(tmp_path)
+    assert "-v " in software.check_driver(host).remedy, "containers forget to mount it"
+    info = tmp_path / "Ascend/driver/version.info"
+    info.parent.mkdir(parents=True)
+    for version, status in (("25.2.0", "ok"), ("23.0.rc3", "warning")):
+        info.write_text(f"Version={version}\nascendhal_version=7.35.23\npackage_version={version}\n")
+        check = software.check_driver(host)
+        assert (check.status, version in check.found) == (status, True)
+    assert software.check_libatb(host, {"libatb.so": None}).status == "ok"
+    assert "NNAL" in software.check_libatb(host, {"libatb.so": "cannot open"}).remedy
+
+
+def test_packages_that_torch_npu_does_not_declare() -> None:
+    packages: dict[str, str | None] = dict.fromkeys([*software.RUNNER_NEEDS, *software.TORCHAIR_NEEDS], "1")
+    assert software.check_packages(packages, for_npu=True).status == "ok"
+    packages |= {"decorator": None, "attrs": None}
+    missing = software.check_packages(packages, for_npu=True)
+    assert missing == Check("Python packages", "failed", "npu-runner and torchair import decorator, attrs: not "
+                            "installed", "pip install --no-deps decorator attrs")
+    assert software.check_packages(packages, for_npu=False).status == "ok"
+
+
+def test_every_package_that_torchair_wants_is_looked_for() -> None:
+    """Beside torch_npu, the emulation's site holds what torchair imports and nothing else."""
+    from tests.cann.setup_site import PACKAGES
+
+    assert {name.partition("=")[0] for name in PACKAGES} - {"torch_npu"} <= set(software.TORCHAIR_NEEDS)
