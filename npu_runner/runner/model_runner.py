@@ -305,6 +305,8 @@ class ModelRunner(ModelRunnerBase):
         if batch.image_slices:
             x_TD, deepstack = self._show_images(batch, x_TD, inputs["image_rows"])
         hidden_TD = model(x_TD, inputs["positions"], metadata, deepstack)
+        if not batch.samples_B.any():  # a chunk in the middle of its prompt
+            return hidden_TD.new_zeros((0, self.model_config.vocab_size))
         return model.compute_logits(hidden_TD[inputs["last_rows"]])
 
     # -- pictures --------------------------------------------------------------------------------------------------

@@ -80,11 +80,11 @@ class SharedMemoryExecutor(Executor):
         while waiting:
             for connection in wait(list(waiting), timeout=1.0):
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
-                results[rank.number] = self._receive(rank)
+                results[rank.number] = self._receive(rank, list(waiting.values()))
             self._check_alive(list(waiting.values()), method, deadline, timeout)
         return results[0]
 
-    def _receive(self, rank: _Rank) -> Any:
+    def _receive(self, rank: _Rank, others: list[_Rank]) -> Any:
         try:
             status, value = rank.connection.recv()
         except (EOFError, OSError):
@@ -98,7 +98,8 @@ class SharedMemoryExecutor(Executor):
         if status == "refused":
             self.close_now()
             raise value
-        self._fail(f"rank {rank.number} failed while {rank.phase()}: {value}")
+        silent = "".join(f"; rank {other.number} has not answered ({other.phase()})" for other in others)
+        self._fail(f"rank {rank.number} failed while {rank.phase()}{silent}: {value}")
 
     def _check_alive(self, ranks: list[_Rank], method: str, deadline: float, timeout: float) -> None:
         for rank in ranks:

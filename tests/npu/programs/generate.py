@@ -14,8 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from tests.oracle.running import runner_of
 
 WORDS = ["which", "of", "the", "two", "pictures", "shows", "a", "circle,", "and", "what", "colour", "is", "it"]
 
@@ -31,15 +34,18 @@ class Case:
     max_tokens: int = 16
     logprobs: int | None = None
     ignore_eos: bool = True
-    repeats: int = 1
+    is_null_block_poisoned: bool = False
 
 
 def run_case(case: Case) -> dict[str, Any]:
     with LLM(case.model, **case.settings) as llm:
         prompts = make_prompts(llm, case)
+        if case.is_null_block_poisoned:
+            with torch.inference_mode():
+                for cache in (runner_of(llm).k_cache, runner_of(llm).v_cache):
+                    cache[:, 0] = float("nan")
         before = snapshot()
-        for _ in range(case.repeats):
-            outputs = llm.generate(prompts, [parameters(case, index) for index in range(len(prompts))])
+        outputs = llm.generate(prompts, [parameters(case, index) for index in range(len(prompts))])
         stats = llm.stats()
         return {
             "tokens": [output.token_ids for output in outputs],

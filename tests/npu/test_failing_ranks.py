@@ -1,0 +1,48 @@
+"""A rank that dies, hangs or fails ends the job by name and phase, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cann.environment import has_real_cann, run_python
+
+pytestmark = pytest.mark.npu
+emulated = pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN fails on demand")
+
+
+def end_of_a_job(model: Path, how: str, folder: Path, *settings: str, **emulation: Any) -> dict[str, Any]:
+    segments = set(os.listdir("/dev/shm"))
+    results = folder / "end.json"
+    done = run_python(["-m", "tests.npu.programs.failing_ranks", str(model), how, "dtype='bfloat16'", *settings,
+                       str(results)], **emulation)
+    assert done.returncode == 0, done.stderr[-6000:]
+    found: dict[str, Any] = json.loads(results.read_text())
+    assert found["alive"] == []
+    assert set(os.listdir("/dev/shm")) <= segments
+    return found
+
+
+def test_a_killed_rank_is_named(checkpoint: Any, tmp_path: Path) -> None:
+    end = end_of_a_job(checkpoint("qwen3"), "killed", tmp_path)
+    assert "rank 1 died (killed by SIGKILL) while" in end["message"]
+
+
+@emulated
+def test_a_collective_that_times_out_names_the_rank_that_does_not_answer(checkpoint: Any, tmp_path: Path) -> None:
+    end = end_of_a_job(checkpoint("qwen3"), "stopped", tmp_path, hccl_timeout_ms=1500)
+    assert "rank 0 failed while decode of 1 sequences" in end["message"]
+    assert "507048" in end["message"]
+    assert "rank 1 has not answered" in end["message"]
+
+
+@emulated
+def test_a_rank_that_fails_while_compiling_says_so(checkpoint: Any, tmp_path: Path) -> None:
+    settings = ("graph_mode='reduce-overhead'", "graph_batch_sizes=(2, 4)")
+    end = end_of_a_job(checkpoint("qwen3"), "none", tmp_path, *settings, fail="aclmdlRICaptureEnd:4:507899")
+    assert "failed while compiling bucket 2" in end["message"]
+    assert "507899" in end["message"]

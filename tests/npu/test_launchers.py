@@ -1,0 +1,146 @@
+"""The launchers of Ascend hosts really launch, on the emulated CANN: sourced, set, passed on, and reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from tests.cann.environment import ROOT, environment, has_real_cann
+
+LAUNCHER = ROOT / "scripts/run_ascend.sh"
+pytestmark = pytest.mark.skipif(has_real_cann(), reason="builds an installation of its own around the emulated CANN")
+# As careless as the toolkit's own: an unset variable, a failing command, a look at the first argument.
+SET_ENV = """\
+[ -z "$1" ] || echo "somebody else's argument: $1" >&2
+false
+export ASCEND_HOME_PATH={home}
+export ASCEND_OPP_PATH={home}/opp
+export LD_LIBRARY_PATH={libraries}:$LD_LIBRARY_PATH
+echo "careless $NOT_SET_ANYWHERE" >/dev/null
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """The environment of a shell that has not sourced the toolkit, but says where it is."""
+    env = environment()
+    home = tmp_path / "Ascend/ascend-toolkit/latest"
+    for name in ("runtime", "compiler", "opp"):
+        (home / name).mkdir(parents=True)
+    text = SET_ENV.format(home=home, libraries=env.pop("LD_LIBRARY_PATH"))
+    (home.parent / "set_env.sh").write_text(text)
+    atb = tmp_path / "Ascend/nnal/atb/set_env.sh"
+    atb.parent.mkdir(parents=True)
+    atb.write_text("export ATB_HOME_PATH=/somewhere\n")
+    paths = [str(Path(sys.executable).parent), env["PATH"]]
+    return {**env, "ASCEND_HOME_PATH": str(home), "PATH": os.pathsep.join(paths)}
+
+
+def launch(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([LAUNCHER, *arguments], env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.npu
+def test_the_launcher_generates(installed: dict[str, str], tmp_path: Path) -> None:
+    """Without the launcher torch itself does not load here: libhccl.so is on no path."""
+    alone = subprocess.run([sys.executable, "-c", "import torch"], env=installed, capture_output=True, text=True)
+    assert alone.returncode != 0
+    example = draw_example(next(seed for seed in TEST_SEEDS if len(draw_example(seed).images) == 1))
+    example.images[0].save(tmp_path / "picture.png")
+    done = launch(installed, "generate", "--platform", "npu", "--enforce-eager", "--max-model-len", "512",
+                  "--max-num-seqs", "1", "--image", str(tmp_path / "picture.png"), example.question)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == example.answer
+    assert "somebody else's" not in done.stderr
+
+
+def variables(env: dict[str, str]) -> dict[str, str]:
+    """What a program sees that the launcher started."""
+    done = launch(env, "--exec", "env", "-0")
+    assert done.returncode == 0, done.stderr
+    return dict(entry.partition("=")[::2] for entry in done.stdout.split("\0") if entry)
+
+
+def test_both_environments_are_sourced_and_gaps_are_filled(installed: dict[str, str]) -> None:
+    found = variables(installed)
+    assert found["ASCEND_OPP_PATH"].startswith(installed["ASCEND_HOME_PATH"])
+    assert found["ATB_HOME_PATH"] == "/somewhere"
+    assert found["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
+    assert found["TASK_QUEUE_ENABLE"] == "1"
+    assert found["HCCL_CONNECT_TIMEOUT"] == "1200"
+
+
+def test_what_the_user_set_survives(installed: dict[str, str]) -> None:
+    mine = {"TASK_QUEUE_ENABLE": "0", "PYTORCH_NPU_ALLOC_CONF": "", "OMP_NUM_THREADS": "3", "HCCL_CONNECT_TIMEOUT": "60",
+            "HCCL_OP_EXPANSION_MODE": "HOST", "CPU_AFFINITY_CONF": "0", "ASCEND_RT_VISIBLE_DEVICES": "1",
+            "ASCEND_GLOBAL_LOG_LEVEL": "1", "OMP_WAIT_POLICY": "ACTIVE"}
+    found = variables({**installed, **mine})
+    assert {name: found[name] for name in mine} == mine, "an empty value is a choice, too"
+
+
+def test_an_environment_that_was_sourced_is_left_alone(installed: dict[str, str]) -> None:
+    once = variables(installed)
+    library = f"{installed['ASCEND_HOME_PATH']}/lib64:{once['LD_LIBRARY_PATH']}"
+    twice = variables({**once, "LD_LIBRARY_PATH": library, "ATB_HOME_PATH": "/mine"})
+    assert (twice["LD_LIBRARY_PATH"], twice["ATB_HOME_PATH"]) == (library, "/mine")
+
+
+def test_a_dry_run_starts_nothing_and_shows_everything(installed: dict[str, str]) -> None:
+    done = launch({**installed, "TASK_QUEUE_ENABLE": "2"}, "--dry-run", "batch", "-i", "none.jsonl")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("source ")] == [
+        f"source {Path(installed['ASCEND_HOME_PATH']).parent}/set_env.sh",
+        f"source {Path(installed['ASCEND_HOME_PATH']).parents[1]}/nnal/atb/set_env.sh",
+    ]
+    assert "TASK_QUEUE_ENABLE=2 (yours)" in lines
+    assert "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True" in lines
+    assert lines[-1] == "npu-runner batch -i none.jsonl"
+
+
+def test_arguments_and_exit_status_pass_through(installed: dict[str, str]) -> None:
+    done = launch(installed, "--exec", "printf", "<%s>", "a b", "*", "")
+    assert done.stdout == "<a b><*><>"
+    assert launch(installed, "--exec", "sh", "-c", "exit 7").returncode == 7
+    assert launch(installed, "generate").returncode == 2
+
+
+@pytest.mark.npu
+def test_the_regression_reports_what_ran(installed: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "regression"
+    command = [ROOT / "scripts/regress_ascend.sh", "--out", out, "--rows", "3", "--quick", "--",
+               "tests/npu/test_launchers.py", "-k", "dry_run"]
+    done = subprocess.run(command, env={**installed, "PYTHON": sys.executable}, capture_output=True, text=True,
+                          timeout=600)
+    report = (out / "report.txt").read_text()
+    assert done.returncode == 0, done.stdout + report
+    for step in ("doctor", "tests", "pictures", "batch"):
+        assert f"{step:24} ok" in report
+    assert json.loads((out / "summary.json").read_text())["rows"] == 3
+    assert "TASK_QUEUE_ENABLE=1" in report
+    with tarfile.open(f"{out}.tar.gz") as archive:
+        assert {"regression/report.txt", "regression/tests.xml", "regression/answers.jsonl"} <= set(archive.getnames())
+
+
+def test_the_regression_says_what_failed(tmp_path: Path) -> None:
+    """Where there is no NPU, the doctor and the job fail, and the rest still runs."""
+    broken = tmp_path / "scripts"
+    shutil.copytree(ROOT / "scripts", broken)
+    (broken / "demo_requests.py").write_text("raise SystemExit(9)\n")
+    out = tmp_path / "out"
+    env = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([broken / "regress_ascend.sh", "--out", out, "--quick", "--", "--version"], env=env,
+                          capture_output=True, text=True, timeout=600)
+    report = (out / "report.txt").read_text()
+    assert done.returncode == 1
+    assert "3 of 4 steps failed" in done.stdout
+    assert f"{'pictures':24} FAILED (exit status 9" in report
+    assert f"{'tests':24} ok" in report
