@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 requirements=requirements.txt
-[ "${1:-}" = dev ] && requirements=requirements-dev.txt
+[ "${1:-}" = dev ] && requirements="requirements-dev.txt"
 
 find_python() {
     local candidate

@@ -112,7 +112,9 @@ def check_cann_version(host: Host, packages: Packages) -> Check:
     name, torch_npu, cann = "CANN version", packages.get("torch_npu"), cann_version(host.environment)
     wanted = [pair.cann for pair in PAIRINGS if pair.torch_npu == torch_npu]
     if cann is None:
-        return Check(name, "warning", "the toolkit's version files were not found", source_set_env(host))
+        folder = toolkit_folder(host.environment)
+        return Check(name, "warning", "no version of CANN is to be found", source_set_env(host) if folder is None else
+                     f"a complete toolkit has {folder}/<arch>-linux/ascend_toolkit_install.info; install it again")
     if torch_npu is None:
         return Check(name, "skipped", f"CANN {cann}; no torch_npu to compare it with")
     if not wanted:
