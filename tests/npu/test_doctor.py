@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from npu_runner.cli_doctor import DoctorOptions, examine_host
 from npu_runner.cli_doctor_generation import judge
 from npu_runner.platforms.npu import preflight_devices as devices
 from npu_runner.platforms.npu import preflight_software as software
+from npu_runner.platforms.npu.preflight_errors import ERROR_CODES
 from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome, run_function
-from npu_runner.platforms.npu.versions import cann_version
+from npu_runner.platforms.npu.versions import PAIRINGS, cann_version
 from tests.cann.environment import ROOT, environment, has_real_cann
 
 only_emulated = pytest.mark.skipif(has_real_cann(), reason="a real host cannot be broken on purpose")
@@ -178,6 +180,20 @@ def test_wrong_answers_and_missing_graphs_are_findings() -> None:
 def test_an_error_code_gets_its_remedy() -> None:
     failure = Outcome([], "RuntimeError: NPU function error", "... error code is 207001 ...")
     assert "--memory-utilization" in judge("generation", "eager", failure).remedy
+
+
+def test_the_readme_explains_every_error_code_and_lists_every_pair() -> None:
+    readme = (ROOT / "README.md").read_text()
+    rows = [line for line in readme.splitlines() if line.startswith("|")]
+    for code, (meaning, _) in ERROR_CODES.items():
+        assert any(code in row and meaning in row for row in rows), code
+    assert all(f"| {pair.torch} | {pair.torch_npu} | {pair.cann} |" in rows for pair in PAIRINGS)
+
+
+def test_the_requirements_hold_what_the_doctor_looks_for() -> None:
+    lines = (ROOT / "requirements-npu.txt").read_text().splitlines()
+    names = {re.split("[<>=]", line)[0] for line in lines if line and not line.startswith("#")}
+    assert names == {"torch-npu", *software.TORCHAIR_NEEDS, *software.RUNNER_NEEDS} - {"torch"}
 
 
 @pytest.mark.parametrize(
@@ -341,7 +357,7 @@ def test_packages_that_torch_npu_does_not_declare() -> None:
     packages |= {"decorator": None, "attrs": None}
     missing = software.check_packages(packages, for_npu=True)
     assert missing == Check("Python packages", "failed", "npu-runner and torchair import decorator, attrs: not "
-                            "installed", "pip install --no-deps decorator attrs")
+                            "installed", "pip freeze | grep == >image.txt; pip install -c image.txt decorator attrs")
     assert software.check_packages(packages, for_npu=False).status == "ok"
 
 

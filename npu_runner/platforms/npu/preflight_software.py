@@ -84,7 +84,8 @@ def check_packages(packages: Packages, *, for_npu: bool) -> Check:
     what = "npu-runner and torchair" if for_npu else "npu-runner"
     others = " ".join(name for name in missing if name != "torch")
     remedies = [f"install torch (on an Ascend host: {_IMAGE})"] if "torch" in missing else []
-    remedies += [f"pip install --no-deps {others}"] if others else []
+    # What is there stays as it is: pip stops rather than replace an image's numpy or torch.
+    remedies += [f"pip freeze | grep == >image.txt; pip install -c image.txt {others}"] if others else []
     return Check("Python packages", "failed", f"{what} import {', '.join(missing)}: not installed", "; ".join(remedies))
 
 
