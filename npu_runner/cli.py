@@ -39,6 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NpuRunnerError as error:
         print(f"npu-runner: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        # What torch says when an accelerator's extension is installed and cannot be loaded; it helps on no platform.
+        if "Failed to load the backend extension" not in str(error):
+            raise
+        print(f"npu-runner: torch does not load ({error.__cause__ or error}); npu-runner doctor says what to do",
+              file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 1
     except BrokenPipeError:

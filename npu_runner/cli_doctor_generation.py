@@ -19,6 +19,8 @@ from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome, run_pr
 # Pictures about which the model is sure (every token's log probability leads by 10 and more), so that a wrong answer is
 # a fault and not rounding: a colour in the second of two pictures, a colour, a count, a list of several tokens.
 _SEEDS = [DEMO_SEEDS[index] for index in (31, 118, 46, 88)]
+_IF_SLOW = "give a longer --timeout; where that does not help, a device hangs (npu-smi info) or a rank waits for another"
+_IF_UNKNOWN = "see the failed checks above; README, Ascend, has a table of error codes"
 
 
 def check_generation(host: Host, platform: str, graph_mode: str, num_ranks: int, timeout_seconds: float) -> Check:
@@ -31,7 +33,7 @@ def check_generation(host: Host, platform: str, graph_mode: str, num_ranks: int,
 def judge(name: str, graph_mode: str, outcome: Outcome) -> Check:
     """Whether the answers are there, and the right ones."""
     if outcome.error is not None or not outcome.reports:
-        remedy = explain(outcome.output) or "see the failed checks above; README, Ascend, has a table of error codes"
+        remedy = explain(outcome.output) or (_IF_SLOW if outcome.is_timeout else _IF_UNKNOWN)
         return Check(name, "failed", outcome.error or "ended without an answer", remedy)
     answers, graphs = outcome.reports[-1]["answers"], outcome.reports[-1]["graphs"]
     wrong = [f"{example.question!r}: {answer!r} instead of {example.answer!r}"

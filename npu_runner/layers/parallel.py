@@ -15,16 +15,20 @@ from npu_runner.platforms.base import AttentionBackend, Ops
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank of a tensor-parallel group; the default is a group of one."""
+    """One rank of a tensor-parallel group; the default is a group of one.
+
+    `graph_group` holds the same ranks and serves compiled code, where a vendor wants a communicator of its own for it.
+    """
 
     rank: int = 0
     size: int = 1
     group: Any = None
+    graph_group: Any = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; works in place."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+            dist.all_reduce(x, group=self._group())
         return x
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
@@ -32,8 +36,12 @@ class TensorParallel:
         if self.size == 1:
             return x
         gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group())
         return gathered.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+
+    def _group(self) -> Any:
+        is_compiled = self.graph_group is not None and torch.compiler.is_compiling()
+        return self.graph_group if is_compiled else self.group
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The smallest `value` of all ranks."""

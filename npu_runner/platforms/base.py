@@ -38,6 +38,7 @@ class MemoryInfo:
     total_bytes: int
     allocated_bytes: int
     peak_allocated_bytes: int
+    reserved_bytes: int
 
 
 @dataclass
@@ -174,8 +175,15 @@ class Platform(ABC):
     def why_unavailable(cls) -> str | None:
         """None when this host can run it, else the reason in a few words."""
 
+    modes_with_own_communicator: tuple[str, ...] = ()
+    """Graph modes whose collectives must not share a communicator with eager ones."""
+
     def prepare_process(self, rank: int, num_ranks: int) -> None:
         """Called once in each rank's own process, before the process group exists."""
+        return None
+
+    def make_communicator(self, group: Any, rank: int) -> None:
+        """Make the communicator of a process group now, so that the memory it takes is measured with the rest."""
         return None
 
     @abstractmethod

@@ -44,8 +44,10 @@ class MemoryProfile:
     free_before_bytes: int = 0
     weights_bytes: int = 0
     activation_peak_bytes: int = 0
+    outside_bytes: int = 0
+    """Taken since the start beside the allocator: communicators, kernels, streams."""
     other_bytes: int = 0
-    """In use by anything else, other processes included."""
+    """In use by anything else before, other processes included."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def plan_kv_cache(
 
 def _measured_budget(profile: MemoryProfile, memory_utilization: float, reserved_bytes: int) -> int:
     allowed = int(profile.total_bytes * memory_utilization)
-    taken = profile.weights_bytes + profile.activation_peak_bytes + profile.other_bytes
+    taken = profile.weights_bytes + profile.activation_peak_bytes + profile.outside_bytes + profile.other_bytes
     return allowed - taken - reserved_bytes - HEADROOM_BYTES
 
 
@@ -81,7 +81,8 @@ def _ledger(shape: KVCacheShape, profile: MemoryProfile, is_measured: bool, rese
     kv_bytes = num_blocks * shape.bytes_per_block
     rows = [("weights", profile.weights_bytes), ("activations, worst prefill", profile.activation_peak_bytes)]
     if is_measured:
-        rows += [("in use by others", profile.other_bytes), ("headroom", HEADROOM_BYTES)]
+        rows += [("outside the allocator", profile.outside_bytes), ("in use by others", profile.other_bytes),
+                 ("headroom", HEADROOM_BYTES)]
     rows += [("vision cache, at most", reserved_bytes), ("KV cache", kv_bytes)]
     lines = [f"  {name:<28}{_size(value):>12}" for name, value in rows]
     if is_measured:

@@ -90,6 +90,7 @@ class ModelRunner(ModelRunnerBase):
         before = self.platform.memory_info()
         self._free_before = before.free_bytes if before else 0
         self._allocated_before = before.allocated_bytes if before else 0
+        self._reserved_before = before.reserved_bytes if before else 0
         attention = self.platform.make_attention(
             self.config.attention_backend,
             num_heads=self.tp.share(self.model_config.num_heads, "num_attention_heads")[1],
@@ -128,16 +129,19 @@ class ModelRunner(ModelRunnerBase):
         info = self.platform.memory_info()
         if info is None:
             return MemoryProfile(weights_bytes=self._weights_bytes)
-        ours = info.allocated_bytes - self._allocated_before
-        profile = MemoryProfile(
+        self.platform.empty_cache()
+        settled = self.platform.memory_info() or info
+        other = info.total_bytes - self._free_before
+        return MemoryProfile(
             total_bytes=info.total_bytes,
             free_before_bytes=self._free_before,
-            weights_bytes=ours,
+            weights_bytes=info.allocated_bytes - self._allocated_before,
             activation_peak_bytes=info.peak_allocated_bytes - info.allocated_bytes,
-            other_bytes=info.total_bytes - self._free_before,
+            # What the driver gave since the start, less what the allocator holds of it.
+            outside_bytes=max(0, settled.total_bytes - settled.free_bytes - other - settled.reserved_bytes
+                              + self._reserved_before),
+            other_bytes=other,
         )
-        self.platform.empty_cache()
-        return profile
 
     def allocate_kv_cache(self, profile: MemoryProfile) -> None:
         """Size the cache by the ledger, agree with the other ranks on the smallest, and bind it to the layers."""

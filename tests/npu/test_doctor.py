@@ -119,6 +119,18 @@ def test_torch_npu_without_cann_breaks_torch_and_not_the_doctor(
 
 @pytest.mark.npu
 @only_emulated
+def test_every_other_command_then_points_to_the_doctor(emulated: dict[str, str]) -> None:
+    del emulated["LD_LIBRARY_PATH"]
+    done = subprocess.run([sys.executable, "-m", "npu_runner", "generate", "--platform", "cpu", "Hello?"], env=emulated,
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "libhccl.so" in line
+    assert "npu-runner doctor" in line
+
+
+@pytest.mark.npu
+@only_emulated
 def test_no_device(tmp_path: Path) -> None:
     host = empty_host(tmp_path, environment=environment(num_devices=0))
     checks = {check.name: check for check in examine_host(host, DoctorOptions(platform="npu"))}
@@ -180,6 +192,8 @@ def test_wrong_answers_and_missing_graphs_are_findings() -> None:
 def test_an_error_code_gets_its_remedy() -> None:
     failure = Outcome([], "RuntimeError: NPU function error", "... error code is 207001 ...")
     assert "--memory-utilization" in judge("generation", "eager", failure).remedy
+    assert "--timeout" in judge("generation", "eager", Outcome([], "no end after 2 s", "", True)).remedy
+    assert "table" in judge("generation", "eager", Outcome([], "died by SIGSEGV")).remedy
 
 
 def test_the_readme_explains_every_error_code_and_lists_every_pair() -> None:

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.npu
 KEPT = "2 (kept from an earlier run: 2)"
 
 
-def run(model: Path, graphs: Path, folder: Path, **emulation: Any) -> dict[str, Any]:
+def run(model: Path, graphs: Path, folder: Path, num_ranks: int = 1, **emulation: Any) -> dict[str, Any]:
     settings = {"graph_mode": "max-autotune", "graph_batch_sizes": [2], "graph_cache_dir": str(graphs),
-                "dtype": "bfloat16", **SMALL}
+                "dtype": "bfloat16", "tensor_parallel_size": num_ranks, **SMALL}
     (result,) = on_npu([Case(str(model), settings, "texts", 2, max_tokens=6)], folder, **emulation)
     return result
 
@@ -78,6 +78,15 @@ def put_graph(source: Path, target: Path) -> None:
         (target / name).write_bytes(found.read_bytes())
         manifest["files"][name] = hashlib.sha256(found.read_bytes()).hexdigest()
     (target / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_graphs_of_two_ranks_are_kept_and_find_their_communicator(checkpoint: Any, tmp_path: Path) -> None:
+    model, graphs = checkpoint("qwen3", num_hidden_layers=1), tmp_path / "graphs"
+    first = run(model, graphs, tmp_path, num_ranks=2)
+    assert first["graphs"] == "2"
+    again = run(model, graphs, tmp_path, num_ranks=2)
+    assert again["graphs"] == KEPT
+    assert again["tokens"] == first["tokens"]
 
 
 @pytest.mark.skipif(has_real_cann(), reason="nobody waits for a real device's compiler here")

@@ -81,7 +81,12 @@ def _start(rank: int, area: SharedArea, config: RunnerConfig, model_path: Path, 
     timeout = timedelta(seconds=config.step_timeout_seconds)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timeout)
     dist.init_process_group(platform.distributed_backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    tp = TensorParallel(rank, size, dist.group.WORLD)
+    graph_group = None
+    if config.graph_mode in platform.modes_with_own_communicator:
+        graph_group = dist.new_group(list(range(size)), timeout=timeout)
+    for group in filter(None, (dist.group.WORLD, graph_group)):
+        platform.make_communicator(group, rank)
+    tp = TensorParallel(rank, size, dist.group.WORLD, graph_group)
     return ModelRunner(config, model_path, tp, progress=lambda phase: area.set_phase(rank, phase))
 
 

@@ -69,7 +69,8 @@ class CudaPlatform(Platform):
 
     def memory_info(self) -> MemoryInfo | None:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        return MemoryInfo(free_bytes, total_bytes, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+        return MemoryInfo(free_bytes, total_bytes, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(),
+                          torch.cuda.memory_reserved())
 
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()

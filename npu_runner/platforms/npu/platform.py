@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class NpuPlatform(Platform):
                                 graph_mode="reduce-overhead")
     supported_block_sizes = (128,)
     keeps_graphs = ("max-autotune",)
+    # HCCL: one communicator serves single operators or the graph engine, not both. Prefill runs eagerly.
+    modes_with_own_communicator = ("max-autotune",)
 
     @classmethod
     def why_unavailable(cls) -> str | None:
@@ -46,7 +49,14 @@ class NpuPlatform(Platform):
         return None if torch.npu.is_available() else "no NPU is visible; npu-runner doctor says what to do"
 
     def prepare_process(self, rank: int, num_ranks: int) -> None:
+        if num_ranks > 1 and "HCCL_IF_BASE_PORT" not in os.environ:
+            # As shipped HCCL takes fixed ports (60000 and up, 16666 on the device): two jobs of one host meet there.
+            for name in ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
+                os.environ.setdefault(name, "auto")
         self.set_device(rank)
+
+    def make_communicator(self, group: Any, rank: int) -> None:
+        group._get_backend(torch.device("npu")).get_hccl_comm_name(rank, init_comm=True)
 
     def set_device(self, local_rank: int) -> torch.device:
         if local_rank >= self.device_count():
@@ -90,7 +100,8 @@ class NpuPlatform(Platform):
 
     def memory_info(self) -> MemoryInfo | None:
         free_bytes, total_bytes = torch.npu.mem_get_info()
-        return MemoryInfo(free_bytes, total_bytes, torch.npu.memory_allocated(), torch.npu.max_memory_allocated())
+        return MemoryInfo(free_bytes, total_bytes, torch.npu.memory_allocated(), torch.npu.max_memory_allocated(),
+                          torch.npu.memory_reserved())
 
     def reset_peak_memory(self) -> None:
         torch.npu.reset_peak_memory_stats()

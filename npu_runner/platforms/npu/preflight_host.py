@@ -57,6 +57,7 @@ class Outcome:
     reports: list[Any]
     error: str | None
     output: str = ""
+    is_timeout: bool = False
 
 
 def run_program(host: Host, arguments: Sequence[str], timeout_seconds: float | None = None) -> Outcome:
@@ -79,7 +80,7 @@ def run_program(host: Host, arguments: Sequence[str], timeout_seconds: float | N
                 _end(process)
         text = output.read_text(errors="replace")
         found = [json.loads(line) for line in reports.read_text().splitlines()]
-    return Outcome(found, _what_went_wrong(status, limit, text), text)
+    return Outcome(found, _what_went_wrong(status, limit, text), text, status is None)
 
 
 def run_function(host: Host, function: Callable[[str], None]) -> Outcome:

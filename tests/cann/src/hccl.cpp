@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -33,6 +34,9 @@ int connect_timeout_ms() {
   const char* seconds = std::getenv("HCCL_CONNECT_TIMEOUT");
   return seconds == nullptr ? 120000 : std::atoi(seconds) * 1000;
 }
+
+// Set while the graph engine's interpreter runs a collective; nothing else runs then.
+std::atomic<bool> is_graph_engine{false};
 
 using GroupPointer = std::shared_ptr<Group>;
 
@@ -124,6 +128,9 @@ HcclResult submit_call(const char* name, HcclComm comm, aclrtStream stream, Hccl
   if (int code = injected_failure(name)) return static_cast<HcclResult>(code);
   GroupPointer group = group_of(comm);
   if (group == nullptr) return fail(HCCL_E_PTR, std::string(name) + ": no communicator");
+  if (!group->serves(is_graph_engine)) {
+    return fail(HCCL_E_NOT_SUPPORT, std::string(name) + ": one communicator for single operators and for the graph engine");
+  }
   if (bytes_of(type) == 0) return fail(HCCL_E_NOT_SUPPORT, std::string(name) + ": data type " + std::to_string(type) + " is not emulated");
   for (auto [address, bytes] : buffers) {
     if (bytes > 0 && !is_device_range(address, bytes)) return fail(HCCL_E_PARA, std::string(name) + ": a buffer is not device memory");
@@ -133,6 +140,8 @@ HcclResult submit_call(const char* name, HcclComm comm, aclrtStream stream, Hccl
 
 }  // namespace
 }  // namespace emu
+
+EMU_EXPORT void cann_emu_graph_engine(int is_on) { emu::is_graph_engine = is_on != 0; }
 
 using emu::bytes_of;
 using emu::Group;

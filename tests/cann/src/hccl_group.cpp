@@ -63,6 +63,11 @@ void Group::announce(const char* what, const Announcement& mine) {
   }
 }
 
+bool Group::serves(bool is_graph_engine) {
+  int before = -1, mine = is_graph_engine ? 1 : 0;
+  return served_.compare_exchange_strong(before, mine) || before == mine;
+}
+
 void Group::attach(int timeout_ms) {
   Segment& s = *segment_;
   s.num_attached += 1;

@@ -48,8 +48,11 @@ class Group {
   void barrier(const char* what);
   void announce(const char* what, const Announcement& mine);
   void attach(int timeout_ms);
+  // A communicator serves single operators or the graph engine, not both (HCCL's documents). False for the other kind.
+  bool serves(bool is_graph_engine);
 
  private:
+  std::atomic<int> served_{-1};
   Segment* segment_;
   int rank_, num_ranks_;
   std::string name_;

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .memory import GraphEngineError, device_empty, to_device, uncounted
+from .memory import GraphEngineError, device_empty, runtime, to_device, uncounted
 from .operators import Call, on_device, register
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -26,8 +28,19 @@ def group_of(call: Call) -> Any:
     raise GraphEngineError(f"there is no communicator called {name}")
 
 
+@contextmanager
+def graph_engine() -> Iterator[None]:
+    """Collectives inside are the graph engine's: done when it ends, since the interpreter reads memory itself."""
+    finish()
+    runtime.cann_emu_graph_engine(1)
+    try:
+        yield
+        finish()
+    finally:
+        runtime.cann_emu_graph_engine(0)
+
+
 def finish() -> None:
-    """The interpreter reads memory itself: what a stream still has to do must be done before."""
     with uncounted():
         torch.npu.synchronize()
 
@@ -35,8 +48,8 @@ def finish() -> None:
 @register("HcomAllReduce")
 def all_reduce(call: Call) -> Tensor:
     result = to_device(call.hosts()[0])
-    dist.all_reduce(result, op=REDUCTIONS[call.attribute("reduction", "sum")], group=group_of(call))
-    finish()
+    with graph_engine():
+        dist.all_reduce(result, op=REDUCTIONS[call.attribute("reduction", "sum")], group=group_of(call))
     return result
 
 
@@ -44,6 +57,6 @@ def all_reduce(call: Call) -> Tensor:
 def all_gather(call: Call) -> Tensor:
     mine = on_device(call["x"])
     result = device_empty((call.attribute("rank_size") * mine.shape[0], *mine.shape[1:]), mine.dtype)
-    dist.all_gather_into_tensor(result, mine, group=group_of(call))
-    finish()
+    with graph_engine():
+        dist.all_gather_into_tensor(result, mine, group=group_of(call))
     return result
