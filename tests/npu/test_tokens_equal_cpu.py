@@ -132,6 +132,15 @@ def test_a_device_that_lags_behind_and_a_null_block_full_of_nan(mode: str, check
 
 
 @emulated
+def test_torch_npu_without_npugraph_ex_captures_through_torchair(checkpoint: Any, tmp_path: Path) -> None:
+    case = dataclasses.replace(tiny("qwen3", checkpoint, "reduce-overhead"), has_npugraph_ex=False)
+    (result,) = on_npu([case], tmp_path)
+    assert result["tokens"] == on_cpu(dataclasses.replace(case, has_npugraph_ex=True))["tokens"]
+    assert_graphs_are_whole(result, [4])
+    assert '"reduce-overhead" mode configuration will be deprecated' in result["stderr"], "torchair says which it is"
+
+
+@emulated
 def test_four_ranks(checkpoint: Any, tmp_path: Path) -> None:
     case = tiny("qwen3", checkpoint, "reduce-overhead", tensor_parallel_size=4)
     (result,) = on_npu([case], tmp_path, num_devices=4)
