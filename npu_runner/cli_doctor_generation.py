@@ -19,7 +19,7 @@ from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome, run_pr
 # Pictures about which the model is sure (every token's log probability leads by 10 and more), so that a wrong answer is
 # a fault and not rounding: a colour in the second of two pictures, a colour, a count, a list of several tokens.
 _SEEDS = [DEMO_SEEDS[index] for index in (31, 118, 46, 88)]
-_IF_SLOW = "give a longer --timeout; where that does not help, a device hangs (npu-smi info) or a rank waits for another"
+_IF_SLOW = "give a longer --timeout; else a device hangs (npu-smi info), or one rank waits for another"
 _IF_UNKNOWN = "see the failed checks above; README, Ascend, has a table of error codes"
 
 

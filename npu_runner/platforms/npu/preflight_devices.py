@@ -38,8 +38,8 @@ def check_devices(host: Host, outcome: Outcome, num_ranks: int = 1) -> Check:
         return Check(name, "failed", "torch_npu loads and sees no device", _why_no_device(host))
     if count is None or outcome.error is not None:
         working = len(found_devices(outcome))
-        remedy = "npu-smi info shows its health; a process that was killed may still hold it"
-        return Check(name, "failed", f"device {working} does not start: {outcome.error}", explain(outcome.output) or remedy)
+        remedy = explain(outcome.output) or "npu-smi info shows its health; a killed process may still hold it"
+        return Check(name, "failed", f"device {working} does not start: {outcome.error}", remedy)
     asked = visible_devices(host.environment.get("ASCEND_RT_VISIBLE_DEVICES", ""))
     if asked and count < len(asked):
         return Check(name, "failed", f"{count} of the {len(asked)} devices that ASCEND_RT_VISIBLE_DEVICES names",
