@@ -16,6 +16,7 @@ import pytest
 from npu_runner.cli_doctor import DoctorOptions, examine_host
 from npu_runner.cli_doctor_generation import judge
 from npu_runner.platforms.npu import preflight_devices as devices
+from npu_runner.platforms.npu import preflight_probes as probes
 from npu_runner.platforms.npu import preflight_software as software
 from npu_runner.platforms.npu.preflight_errors import ERROR_CODES
 from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome, run_function
@@ -238,15 +239,6 @@ def test_variables(name: str, value: str | None, status: str, remedy: str) -> No
     assert remedy in check.remedy
 
 
-@pytest.mark.npu
-@only_emulated
-def test_torch_npu_itself_refuses_what_the_doctor_calls_a_contradiction(emulated: dict[str, str]) -> None:
-    emulated["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True,max_split_size_mb:64"
-    done = subprocess.run([sys.executable, "-c", "import torch; torch.empty(1, device='npu')"], env=emulated,
-                          capture_output=True, text=True)
-    assert "cannot be enabled with `expandable_segments`" in done.stderr
-
-
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     """A port that somebody listens on, with room above it for HCCL's range."""
@@ -343,12 +335,11 @@ def test_set_env_that_went_stale(tmp_path: Path) -> None:
 @pytest.mark.npu
 @only_emulated
 def test_torch_npu_refuses_what_the_doctor_calls_incomplete(tmp_path: Path, emulated: dict[str, str]) -> None:
-    emulated |= {"ASCEND_HOME_PATH": str(tmp_path)}
-    checks = {check.name: check for check in
-              examine_host(empty_host(tmp_path, environment=emulated), DoctorOptions(platform="npu"))}
-    assert checks["CANN environment"].status == "failed"
-    assert "ASCEND_OPP_PATH environment variable is not set" in checks["devices"].found, "the cause, not what it led to"
-    assert "set_env.sh" in checks["devices"].remedy
+    host = empty_host(tmp_path, environment={**emulated, "ASCEND_HOME_PATH": str(tmp_path)})
+    assert software.check_toolkit(host, {"libascendcl.so": None}).status == "failed"
+    check = devices.check_devices(host, run_function(host, probes.devices))
+    assert "ASCEND_OPP_PATH environment variable is not set" in check.found, "the cause, not what it led to"
+    assert "set_env.sh" in check.remedy
 
 
 def test_driver_and_libatb(tmp_path: Path) -> None:

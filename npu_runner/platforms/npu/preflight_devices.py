@@ -178,6 +178,7 @@ def _allocator(environment: Environment) -> Check:
     if entries.get("expandable_segments", "").lower() != "true":
         return Check(name, "warning", f"{value!r} is without expandable_segments:True: pictures of ever different "
                      "sizes fragment the memory", f"export {name}=expandable_segments:True, or unset it")
+    # torch_npu says so at the first allocation.
     others = [key for key in ("max_split_size_mb", "garbage_collection_threshold") if key in entries]
     if others:
         return Check(name, "failed", f"{value!r}: torch_npu refuses {' and '.join(others)} beside expandable_segments",
