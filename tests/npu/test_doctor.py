@@ -262,6 +262,7 @@ def test_a_taken_port(taken_port: int) -> None:
     assert (one.status, two.status) == ("warning", "failed"), "one rank needs no port"
     assert str(taken_port) in two.found
     assert "export HCCL_IF_BASE_PORT=" in two.remedy
+    assert "asks HCCL for free ones" not in two.found, "with a base port it does not ask"
     advised = two.remedy.partition("HCCL_IF_BASE_PORT=")[2].partition(",")[0]
     assert devices.check_ports({"HCCL_IF_BASE_PORT": advised}, 2).status == "ok", "what it advises works"
     assert devices.check_ports({**wanted, "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}, 2).status == "ok"
