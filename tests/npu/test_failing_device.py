@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from npu_runner.assets import SHAPES_VL
 from tests.cann.environment import has_real_cann, run_python
 
 pytestmark = [
@@ -20,9 +21,9 @@ BUCKETS = [1, 4]
 NO_MEMORY, NO_RESOURCES, NO_STREAMS = 207001, 207005, 207008
 
 
-def runs(failures: list[str], folder: Path, **settings: Any) -> dict[str, dict[str, Any]]:
+def runs(model: Path, failures: list[str], folder: Path, **settings: Any) -> dict[str, dict[str, Any]]:
     """How the job ended under each failure; "" is the undisturbed one."""
-    spec = {"failures": ["", *failures], "settings": {**SETTINGS, **settings}}
+    spec = {"failures": ["", *failures], "settings": {"model": str(model), **SETTINGS, **settings}}
     (folder / "spec.json").write_text(json.dumps(spec))
     done = run_python(["-m", "tests.npu.programs.failing_device", str(folder / "spec.json"), str(folder / "out.json")],
                       timeout=800)
@@ -48,8 +49,8 @@ def assert_right_or_explained(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def test_memory_that_is_gone_for_good_ends_the_job_with_the_ledger(tmp_path: Path) -> None:
     """From every allocation of the run on, all fail."""
-    numbers = [*range(1, 18), 100]
-    found = runs([f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in numbers], tmp_path)
+    numbers = [*range(1, 9), 10, 12, 14, 100]
+    found = runs(SHAPES_VL, [f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in numbers], tmp_path)
     errors = assert_right_or_explained(found)
     assert errors.count("OutOfMemoryError") >= 5, "weights, profile and cache"
     assert errors.count("EngineDeadError") >= 2, "serving"
@@ -61,22 +62,24 @@ def test_memory_that_is_gone_for_good_ends_the_job_with_the_ledger(tmp_path: Pat
 def test_memory_that_comes_back_costs_a_second_try(tmp_path: Path) -> None:
     """Three allocations in a row fail: more than the allocator's own second try bears."""
     failures = [f"aclrtMallocPhysical:{number}-{number + 2}:{NO_MEMORY}" for number in range(8, 14, 2)]
-    found = runs(failures, tmp_path)
+    found = runs(SHAPES_VL, failures, tmp_path)
     assert_right_or_explained(found)
     assert any(result.get("num_retries") for result in found.values()), found
 
 
-def test_memory_that_runs_out_while_graphs_are_captured(tmp_path: Path) -> None:
-    failures = [f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in (10, 13, 16)]
-    found = runs(failures, tmp_path, graph_mode="reduce-overhead", graph_batch_sizes=BUCKETS)
+def test_memory_that_runs_out_while_graphs_are_captured(checkpoint: Any, tmp_path: Path) -> None:
+    failures = [f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in range(3, 12, 2)]
+    found = runs(checkpoint("qwen3", num_hidden_layers=1), failures, tmp_path, graph_mode="reduce-overhead",
+                 graph_batch_sizes=BUCKETS)
     assert_right_or_explained(found)
 
 
-def test_graphs_that_find_no_resources_run_eagerly(tmp_path: Path) -> None:
+def test_graphs_that_find_no_resources_run_eagerly(checkpoint: Any, tmp_path: Path) -> None:
     """Two captures for each bucket, the larger bucket first."""
     codes = [NO_STREAMS, NO_RESOURCES, NO_STREAMS, NO_RESOURCES]
     failures = [f"aclmdlRICaptureBegin:{number}+:{code}" for number, code in enumerate(codes, start=1)]
-    found = runs(failures, tmp_path, graph_mode="reduce-overhead", graph_batch_sizes=BUCKETS)
+    found = runs(checkpoint("qwen3", num_hidden_layers=1), failures, tmp_path, graph_mode="reduce-overhead",
+                 graph_batch_sizes=BUCKETS)
     for failure, result in found.items():
         assert result.get("tokens") == found[""]["tokens"], (failure, result)
     assert found[""]["graphs"] == "1, 4"

@@ -2,8 +2,8 @@
 
     python -m tests.npu.programs.failing_device SPEC.json RESULTS.json
 
-SPEC: {"failures": ["aclrtMallocPhysical:3+:207001", ...], "settings": {...}}. Each run is a fork of this process, which
-has imported everything and touched no device. The failure "" is none.
+SPEC: {"failures": ["aclrtMallocPhysical:3+:207001", ...], "settings": {"model": ..., ...}}. Each run is a fork of this
+process, which has imported everything and touched no device. The failure "" is none.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ import torch_npu  # noqa: F401 - imported for the children
 
 import npu_runner.runner.model_runner  # noqa: F401 - imported for the children
 from npu_runner import LLM, SamplingParams
-from npu_runner.assets import SHAPES_VL
 from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.errors import NpuRunnerError
 from tests.cann.programs.emulation import set_failures
 from tests.oracle.running import runner_of
 
-NUM_EXAMPLES = 6
+NUM_EXAMPLES = 5
 
 
 def job(settings: dict[str, Any]) -> dict[str, Any]:
     """Tokens of the job, or the error that ended it."""
     try:
-        with LLM(SHAPES_VL, platform="npu", **settings) as llm:
-            prompts = [llm.engine.processor(draw_example(seed).conversation()) for seed in TEST_SEEDS[:NUM_EXAMPLES]]
-            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+        with LLM(platform="npu", **settings) as llm:
+            conversations = [draw_example(seed).conversation() for seed in TEST_SEEDS[:NUM_EXAMPLES]]
+            if not runner_of(llm).strategy.is_multimodal:
+                conversations = [[{"role": "user", "content": "which picture " * (1 + index)}]
+                                 for index in range(NUM_EXAMPLES)]
+            prompts = [llm.engine.processor(conversation) for conversation in conversations]
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
             return {"tokens": [output.token_ids for output in outputs], "graphs": llm.engine.info.graphs,
                     "num_retries": runner_of(llm).guard.num_retries}
     except NpuRunnerError as error:
