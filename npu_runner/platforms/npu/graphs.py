@@ -11,6 +11,7 @@ B sequences of the step, W blocks per sequence.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 # The trace takes 0 and 1 for constants: shorter contexts than this would be traced again. A decoding sequence has a
 # prompt and a new token, so only padding is shorter, and the null block holds more than it reads.
 _LEAST_TRACED = 2
+_graph_numbers = itertools.count()
 # Stream exhaustion, resource allocation failure, and what the driver says when its queues run out.
 _RESOURCE_WORDS = ("207005", "207008", "sq cq", "out of memory")
 
@@ -77,7 +79,9 @@ class _AclGraph:
         # dynamo takes every integer for a constant until it sees it change. A trace in which the lengths are constants
         # only rehearses; the graph is made from the one in which they are symbols.
         self._backend = _Counted(backend, batch_size, num_symbols=batch_size)
-        self._decode = torch.compile(own_code(decode, f"decode_{batch_size}"), fullgraph=True, backend=self._backend)
+        # What it has seen change it remembers by the code's name, also for the next engine of this process.
+        name = f"decode_{batch_size}_of_graph_{next(_graph_numbers)}"
+        self._decode = torch.compile(own_code(decode, name), fullgraph=True, backend=self._backend)
         self._is_captured = False
 
     def set_context_lens(self, context_lens_B: Sequence[int]) -> None:
