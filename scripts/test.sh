@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Lint, types and all tests; makes the environment if needed. Arguments go to pytest.
+# TEST_PROCESSES: how many processes share the test files (2); 0 runs them in one, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup_env.sh dev
@@ -13,4 +14,4 @@ if command -v shellcheck >/dev/null; then
     shellcheck scripts/*.sh .ci/run
 fi
 echo "== pytest"
-.venv/bin/python -m pytest "$@"
+.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope "$@"

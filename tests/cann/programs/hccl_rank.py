@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch_npu  # noqa: F401
 
-from .emulation import calls, reset_counters
+from .emulation import calls, error_of, reset_counters
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -83,18 +83,25 @@ def check_collectives_in_a_graph() -> None:
         expect(x, torch.full((4,), float(step * SIZE * (SIZE + 1))))
 
 
-def check_collectives_in_a_graph_of_the_graph_engine() -> None:
+def run_in_the_graph_engine(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     import torch_npu.dynamo.torchair  # noqa: F401 (makes the name torchair importable)
     import torchair
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = functional.all_reduce(x, "sum", dist.group.WORLD)
-        return total * 2, functional.all_gather_tensor(x + 1, 0, dist.group.WORLD)
+        total = functional.all_reduce(x, "sum", group)
+        return total * 2, functional.all_gather_tensor(x + 1, 0, group)
 
     config = torchair.CompilerConfig()
     config.mode = "max-autotune"
     backend = torchair.get_npu_backend(compiler_config=config)
-    total, gathered = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)(mine(RANK).npu())
+    found: tuple[torch.Tensor, torch.Tensor] = torch.compile(
+        function, backend=backend, dynamic=False, fullgraph=True
+    )(mine(RANK).npu())
+    return found
+
+
+def check_collectives_in_a_graph_of_the_graph_engine() -> None:
+    total, gathered = run_in_the_graph_engine(dist.new_group(list(range(SIZE))))
     expect(total, 2 * sum(mine(rank) for rank in range(SIZE)))
     expect(gathered, torch.cat([mine(rank) + 1 for rank in range(SIZE)]))
 
@@ -105,6 +112,12 @@ def check_barriers_and_counters() -> None:
     dist.all_reduce(x)
     assert calls("launches")["HcclAllReduce"] == 1
     dist.barrier()
+
+
+def check_the_graph_engine_refuses_a_communicator_of_single_operators() -> None:
+    """Last: torch's process group does not work after a refusal."""
+    message = error_of(lambda: run_in_the_graph_engine(dist.group.WORLD))
+    assert "one communicator for single operators and for the graph engine" in message, message
 
 
 def main() -> None:
