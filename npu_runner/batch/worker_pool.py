@@ -230,7 +230,8 @@ class WorkerPool(Generic[Task]):
         return task, 1
 
     def _serve_events(self, selector: selectors.BaseSelector) -> None:
-        deadline = min(worker.deadline for worker in self._workers)
+        # Without a worker (the last one died when it was offered a task) the next round starts one at once.
+        deadline = min((worker.deadline for worker in self._workers), default=0.0)
         timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
         for key, _ in selector.select(timeout):
             if key.data is None:

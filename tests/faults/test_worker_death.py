@@ -54,6 +54,9 @@ def test_an_idle_worker_that_is_killed_costs_no_task(tmp_path: Path) -> None:
         yield 0
         for pid in pool.worker_pids():  # the pool's thread reads this when a worker is idle
             os.kill(pid, signal.SIGKILL)
+            # Dead, and its end of the channel closed, before the pool offers it the next task: then no worker is left.
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.001)
         yield from range(1, 6)
 
     pool: WorkerPool[int] = WorkerPool(
