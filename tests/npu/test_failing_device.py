@@ -49,7 +49,7 @@ def assert_right_or_explained(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def test_memory_that_is_gone_for_good_ends_the_job_with_the_ledger(tmp_path: Path) -> None:
     """From every allocation of the run on, all fail."""
-    numbers = [*range(1, 9), 10, 12, 14, 100]
+    numbers = [*range(1, 15), 100]
     found = runs(SHAPES_VL, [f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in numbers], tmp_path)
     errors = assert_right_or_explained(found)
     assert errors.count("OutOfMemoryError") >= 5, "weights, profile and cache"
@@ -68,7 +68,7 @@ def test_memory_that_comes_back_costs_a_second_try(tmp_path: Path) -> None:
 
 
 def test_memory_that_runs_out_while_graphs_are_captured(checkpoint: Any, tmp_path: Path) -> None:
-    failures = [f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in range(3, 12, 2)]
+    failures = [f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in range(1, 12)]
     found = runs(checkpoint("qwen3", num_hidden_layers=1), failures, tmp_path, graph_mode="reduce-overhead",
                  graph_batch_sizes=BUCKETS)
     assert_right_or_explained(found)

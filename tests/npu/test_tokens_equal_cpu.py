@@ -141,7 +141,8 @@ def test_torch_npu_without_npugraph_ex_captures_through_torchair(checkpoint: Any
 
 
 @emulated
-def test_four_ranks(checkpoint: Any, tmp_path: Path) -> None:
-    case = tiny("qwen3", checkpoint, "reduce-overhead", tensor_parallel_size=4)
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_four_ranks(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    case = tiny("qwen3", checkpoint, mode, tensor_parallel_size=4)
     (result,) = on_npu([case], tmp_path, num_devices=4)
     assert result["tokens"] == on_cpu(case)["tokens"]
