@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,6 @@ def assert_graphs_are_whole(result: dict[str, Any], sizes: list[int]) -> None:
     """Every bucket has its graph, and serving made no new one."""
     assert result["graphs"].partition(" (")[0] == ", ".join(map(str, sizes))
     assert result["after"] == result["before"], "nothing is traced, captured or compiled after warm-up"
-    if "CANN_EMU" in os.environ or "captured" in result["after"]:
+    if "captured" in result["after"]:  # only the emulated device counts
         made = result["after"]["captured"] + result["after"]["compiled"]
         assert made >= len(sizes), result["after"]

@@ -26,9 +26,7 @@ class PrefillPlan:
 
 
 class CpuAttention(AttentionBackend):
-    def __init__(self, *, num_kv_heads: int, head_dim: int, block_size: int):
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+    def __init__(self, *, block_size: int):
         self.block_size = block_size
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int],

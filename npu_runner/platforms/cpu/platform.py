@@ -55,7 +55,7 @@ class CpuPlatform(Platform):
                        dtype: torch.dtype) -> AttentionBackend:
         if name not in ("auto", "torch"):
             raise ConfigError(f"attention_backend {name!r}: cpu has torch")
-        return CpuAttention(num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
+        return CpuAttention(block_size=block_size)
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         return InductorCompiler(settings.mode)

@@ -42,10 +42,9 @@ class DeviceLengths(NamedTuple):
 
 
 class NpuAttention(AttentionBackend):
-    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device):
+    def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
         self.block_size = block_size
         self.mask = torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool).triu(1).to(device)
 

@@ -86,7 +86,7 @@ class NpuPlatform(Platform):
             raise ConfigError(f"attention_backend {name!r}: npu has fused")
         if name == "auto" and dtype == torch.float32:
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16")
-        return NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+        return NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
                             device=torch.device("npu", torch.npu.current_device()))
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
