@@ -11,9 +11,11 @@ B sequences of the step, W blocks per sequence.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,12 +98,29 @@ class _AclGraph:
     def _capture(self, inputs: tuple[Tensor, ...]) -> None:
         num_rows = len(self._context_lens)
         # Lengths that happen to be equal while they are traced must not become one symbol.
-        with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False):
+        with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False), _in_place_operators():
             for length in (_LEAST_TRACED, _LEAST_TRACED + 1):
                 self._decode(*inputs, [length] * num_rows)
                 torch.npu.synchronize()
         assert self._backend.num_compiled == 1, f"{self._backend.num_compiled} graphs for {num_rows} sequences"
         self._is_captured = True
+
+
+@contextlib.contextmanager
+def _in_place_operators() -> Iterator[None]:
+    """Lets operators return their inputs though their schemas do not say so.
+
+    npu_apply_rotary_pos_emb and the attention that writes into a given tensor do. torch looks for such operators when a
+    compiled function is called for the first time, warns of them, and refuses them where CI is set. It matters to a
+    graph that reads the old values afterwards; this one does not.
+    """
+    settings = torch._functorch.config
+    if not hasattr(settings, "error_on_custom_op_aliasing"):  # older than torch 2.11
+        yield
+        return
+    with settings.patch(error_on_custom_op_aliasing=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*The output of this custom operator")
+        yield
 
 
 class GraphEngineCompiler(GraphCompiler):
