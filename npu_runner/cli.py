@@ -128,9 +128,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _batch(arguments: argparse.Namespace) -> int:
     config, options = RunnerConfig(**given(arguments, RunnerConfig)), BatchOptions(**given(arguments, BatchOptions))
-    # OpenMP reads this when torch loads it. Threads that spin while they wait take the cores that preprocessing needs:
-    # on two cores the job served 65 rows/s instead of 55.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from npu_runner.batch.job import run_batch
 
     return run_batch(config, options).exit_status

@@ -4,8 +4,9 @@ Two sets of questions: `mixed`, every kind as the demo asks them, whose answers 
 dominate), and `describe`, whose answers are sentences (decoding dominates).
 
 Every engine runs in a process of its own over the same picture files, on the same cores, and must give the same
-answers. Time counts from the first row to the last, preprocessing included, start-up apart. Prints a table, then one
-JSON line.
+answers. Time counts from the first row to the last, preprocessing included, start-up apart. Our job prepares its first
+rows while its model loads: what those rows take one after the other is measured by itself and added to our time. Prints
+a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "npu_runner" / "assets" / "shapes-vl"
 MAX_TOKENS = 96
 ENGINES = ("npu_runner", "transformers-1", "transformers-batched")
+HEAD_START = "head-start"
 
 
 def main() -> None:
@@ -37,9 +39,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="of transformers' padded batches")
     parser.add_argument("--questions", choices=("mixed", "describe", "both"), default="both")
-    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", choices=(*ENGINES[1:], HEAD_START), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.engine == HEAD_START:
+        print(json.dumps(measure_head_start(arguments.folder)))
+        return
     if arguments.engine is not None:
         print(json.dumps(measure_transformers(arguments.folder, arguments.engine, arguments.batch_size)))
         return
@@ -89,8 +94,7 @@ def run_engine(engine: str, folder: Path, batch_size: int, repeat: int) -> dict[
                    str(output), "--model", str(MODEL), "--platform", "cpu", "--allowed-media-dir", str(folder),
                    "--summary", str(summary), "--progress", "off"]
     else:
-        command = [sys.executable, __file__, "--engine", engine, "--folder", str(folder), "--batch-size",
-                   str(batch_size)]
+        command = child_command(engine, folder, batch_size)
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         peak = _PeakMemory(process.pid)
@@ -98,8 +102,36 @@ def run_engine(engine: str, folder: Path, batch_size: int, repeat: int) -> dict[
         wall_seconds = time.perf_counter() - started
     if process.returncode:
         raise SystemExit(f"{engine} exited with status {process.returncode}")
-    figures = read_job(output, summary) if engine == "npu_runner" else json.loads(text.splitlines()[-1])
+    if engine == "npu_runner":
+        figures = read_job(output, summary)
+        measured = subprocess.run(child_command(HEAD_START, folder), stdout=subprocess.PIPE, text=True, check=True)
+        figures["serve_seconds"] += json.loads(measured.stdout)
+    else:
+        figures = json.loads(text.splitlines()[-1])
     return {**figures, "wall_seconds": wall_seconds, "peak_rss_mib": peak.stop() / 2**20}
+
+
+def child_command(engine: str, folder: Path, batch_size: int = 1) -> list[str]:
+    return [sys.executable, __file__, "--engine", engine, "--folder", str(folder), "--batch-size", str(batch_size)]
+
+
+def measure_head_start(folder: Path) -> float:
+    """Seconds that as many rows take as our job can have prepared before its model is loaded."""
+    from npu_runner.batch.input_file import InputFile
+    from npu_runner.batch.model_side import CheckpointSide
+    from npu_runner.batch.preprocessing import RowPreprocessor
+    from npu_runner.batch.worker_pool import PoolLimits
+    from npu_runner.config import RunnerConfig
+
+    prepare = RowPreprocessor(processor=CheckpointSide(RunnerConfig(model=str(MODEL))).processor,
+                              allowed_media_dir=folder)
+    with InputFile(str(folder / "requests.jsonl"), folder) as file:
+        rows = list(islice(file.rows(), PoolLimits(num_workers=1, task_timeout_seconds=1.0).max_ready))
+    prepare(rows[0])  # imports
+    started = time.perf_counter()
+    for row in rows:
+        prepare(row)
+    return time.perf_counter() - started
 
 
 def read_job(output: Path, summary: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
         # Pictures of one size lie together, so that attention runs over them as one batch.
         order = sorted(range(len(images)), key=lambda i: images[i].grid_thw)
         device = model.visual.pos_embed.weight.device
-        patches_PX = torch.cat([self.patchify(images[i], device) for i in order])
+        patches_PX = self.normalise(torch.cat([self.patchify(images[i], device) for i in order]))
         grids = [images[i].grid_thw[1:] for i in order]
         main_MD, levels = model.visual(patches_PX, grids)
         sizes = [images[i].num_tokens for i in order]
@@ -52,17 +52,20 @@ class Qwen3VLStrategy(CausalLMStrategy):
         return [encoded[i] for i in range(len(images))]
 
     def patchify(self, image: ImageInput, device: torch.device) -> Tensor:
-        """(P, X) float32: rescaled, normalised, frame repeated, in merge-block order; X = channel, frame, row, column.
+        """(P, X) uint8 in merge-block order, which is that of transformers' Qwen2-VL image processor.
 
-        The layout and the arithmetic are those of transformers' Qwen2-VL image processor.
+        X = row, column, channel: runs of bytes stay together, and PatchEmbed arranges its weight accordingly.
         """
-        settings = self.image_settings
-        pixels_HWC = torch.from_numpy(image.pixels_HWC).to(device)
-        mean, std = (torch.tensor(values, device=device) for values in (settings.image_mean, settings.image_std))
-        x_HWC = (pixels_HWC.float() * settings.rescale_factor - mean) / std
-        patch, merge = settings.patch_size, settings.merge_size
+        patch, merge = self.image_settings.patch_size, self.image_settings.merge_size
         _, rows, columns = image.grid_thw
-        blocks = x_HWC.view(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-        ordered = blocks.permute(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
-        repeated = ordered.expand(-1, -1, -1, -1, -1, settings.temporal_patch_size, -1, -1)
-        return repeated.reshape(rows * columns, -1)
+        pixels_HWC = torch.from_numpy(image.pixels_HWC).to(device)
+        blocks = pixels_HWC.view(rows // merge, merge, patch, columns // merge, merge, patch * 3)
+        return blocks.permute(0, 3, 1, 4, 2, 5).reshape(rows * columns, -1)
+
+    def normalise(self, patches_PX: Tensor) -> Tensor:
+        """(P, X) float32: rescaled, less the mean, over the deviation, each in float32 as transformers does it."""
+        settings = self.image_settings
+        pixels = settings.patch_size**2
+        mean_X, std_X = (torch.tensor(values, device=patches_PX.device).repeat(pixels)
+                         for values in (settings.image_mean, settings.image_std))
+        return patches_PX.float().mul_(settings.rescale_factor).sub_(mean_X).div_(std_X)

@@ -1,12 +1,13 @@
 """The Qwen3-VL vision tower: patches in, embeddings for the decoder and its deepstack levels out. Knows no text.
 
-P patches of all pictures, M = P / merge^2 picture tokens, X pixels of a patch over channels and frames, C hidden size,
+P patches of all pictures, M = P / merge^2 picture tokens, X values of a patch (row, column, channel), C hidden size,
 N heads, H head dim, D hidden size of the decoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from npu_runner.errors import ModelError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
 from npu_runner.model_config import VisionConfig
+from npu_runner.platforms.torch_ops import rotate_half
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -23,10 +25,15 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 _LAYER_NORM_EPS = 1e-6
+# What depends on a picture's size alone is kept for the last sizes, 64 bytes of the host's memory for each patch.
+_cached_by_size = lru_cache(maxsize=64)
 
 
 class PatchEmbed(nn.Module):
-    """The checkpoint's 3-D convolution, whose stride equals its kernel, as the matmul it is."""
+    """The checkpoint's 3-D convolution, whose stride equals its kernel, as the matmul it is.
+
+    A picture is a film of equal frames: one frame goes through the sum of the frames' weights.
+    """
 
     def __init__(self, config: VisionConfig, context: LayerContext):
         super().__init__()
@@ -38,7 +45,8 @@ class PatchEmbed(nn.Module):
                              "bias": [WeightPart("patch_embed.proj.bias", (config.hidden_size,))]}
 
     def forward(self, patches_PX: Tensor) -> Tensor:
-        return F.linear(patches_PX.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        weight_CX = self.weight.sum(2, dtype=torch.float32).permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
+        return F.linear(patches_PX.to(self.weight.dtype), weight_CX, self.bias)
 
 
 class VisionAttention(nn.Module):
@@ -54,9 +62,11 @@ class VisionAttention(nn.Module):
         self.proj = RowParallelLinear("proj", size, size, bias=True, context=context)
 
     def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, lengths: Sequence[int]) -> Tensor:
-        q_PNH, k_PNH, v_PNH = self.qkv(x_PC).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
-        q_PNH, k_PNH = _rotate(q_PNH, cos_PH, sin_PH), _rotate(k_PNH, cos_PH, sin_PH)
-        return self.proj(self.backend.vision(q_PNH, k_PNH, v_PNH, lengths, self.scale).flatten(-2))
+        qkv_P3NH = self.qkv(x_PC).unflatten(-1, (3, -1, self.head_dim))
+        # In float32, as the reference does whatever the model's dtype.
+        turned_P2NH = rotate_half(qkv_P3NH[:, :2].float(), cos_PH[:, None, None], sin_PH[:, None, None])
+        q_PNH, k_PNH = turned_P2NH.to(qkv_P3NH.dtype).unbind(1)
+        return self.proj(self.backend.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], lengths, self.scale).flatten(-2))
 
 
 class VisionBlock(nn.Module):
@@ -166,13 +176,7 @@ def _layer_norm(size: int, context: LayerContext) -> nn.LayerNorm:
     return nn.LayerNorm(size, eps=_LAYER_NORM_EPS, dtype=context.dtype, device=context.device)
 
 
-def _rotate(x_PNH: Tensor, cos_PH: Tensor, sin_PH: Tensor) -> Tensor:
-    """Rotate halves in float32, as the reference does whatever the model's dtype."""
-    x = x_PNH.float()
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos_PH[:, None] + torch.cat((-second, first), dim=-1) * sin_PH[:, None]).to(x_PNH.dtype)
-
-
+@_cached_by_size
 def _block_order(height: int, width: int, merge: int) -> Tensor:
     """(P, 2) row and column of each patch, in the order in which merge x merge blocks follow each other."""
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -180,6 +184,7 @@ def _block_order(height: int, width: int, merge: int) -> Tensor:
     return torch.stack([axis.reshape(blocks).transpose(1, 2).flatten() for axis in (rows, columns)], dim=-1)
 
 
+@_cached_by_size
 def _interpolation_taps(height: int, width: int, side: int, merge: int) -> tuple[Tensor, Tensor]:
     """(P, 4) int64 rows of the side x side grid around each patch, and their (P, 4) float32 weights."""
     places_P2 = _block_order(height, width, merge)

@@ -26,13 +26,19 @@ class TorchOps(Ops):
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos_TH[:, None, :], sin_TH[:, None, :]
-        return _rotate(q_TNH, cos, sin), _rotate(k_TKH, cos, sin)
+        return rotate_half(q_TNH, cos, sin), rotate_half(k_TKH, cos, sin)
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
         return F.silu(gate_TI) * up_TI
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the last dim, first half against second (arXiv 2104.09864); cos and sin broadcast to x."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    turned = x * cos
+    left, right = turned.chunk(2, dim=-1)
+    sin_first, sin_second = sin.chunk(2, dim=-1)
+    left.addcmul_(second, sin_first, value=-1)
+    right.addcmul_(first, sin_second)
+    return turned
