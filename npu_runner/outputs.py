@@ -94,3 +94,11 @@ class EngineStats:
     num_images_encoded: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    prepare_seconds: float = 0.0
+    """The host's part of all steps on rank 0: index arrays and their copy to the device, ..."""
+    launch_seconds: float = 0.0
+    """... handing out the forward, ..."""
+    sample_seconds: float = 0.0
+    """... handing out the choice of tokens, ..."""
+    wait_seconds: float = 0.0
+    """... and waiting for them."""

@@ -26,7 +26,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from bench_common import ROOT, commit
+
 MODEL = ROOT / "npu_runner" / "assets" / "shapes-vl"
 MAX_TOKENS = 96
 ENGINES = ("npu_runner", "transformers-1", "transformers-batched")
@@ -260,15 +261,9 @@ def report(questions: str, runs: dict[str, list[dict[str, Any]]], arguments: arg
     for engine, ratio in ratios.items():
         print(f"npu_runner is {ratio:.2f} times as fast as {engine}")
     machine = platform.processor() or platform.machine()
-    print(json.dumps({"bench": "bench_cpu", "questions": questions, "commit": _commit(), "machine": machine,
+    print(json.dumps({"bench": "bench_cpu", "questions": questions, "commit": commit(), "machine": machine,
                       "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
                       "repeats": arguments.repeats, "num_pictures": count, "ratios": ratios, "engines": rows}))
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

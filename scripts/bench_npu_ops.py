@@ -13,13 +13,13 @@ import importlib
 import importlib.metadata
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from bench_common import ROOT, commit
+
 MODES = ("eager", "reduce-overhead", "max-autotune")
 LAYERS = (2, 4)
 # GE operators that launch nothing: views, and transposes of weights, which go into the product.
@@ -43,7 +43,7 @@ def main() -> None:
         print_calls(title, {mode: launched(cost[key]) for mode, cost in costs.items()})
     for title, key in (("copies", "copies"), ("synchronisations", "syncs")):
         print_traffic(title, {mode: cost[key] for mode, cost in costs.items()})
-    print(json.dumps({"bench": "bench_npu_ops", "commit": _commit(), "batch_size": arguments.batch_size,
+    print(json.dumps({"bench": "bench_npu_ops", "commit": commit(), "batch_size": arguments.batch_size,
                       "versions": versions(), "modes": {mode: summary(cost) for mode, cost in costs.items()}}))
 
 
@@ -119,12 +119,6 @@ def versions() -> dict[str, str]:
     wheel = next(name for name in among_tests("cann.setup_site").PACKAGES if name.startswith("torch_npu"))
     return {"python": platform.python_version(), "torch": importlib.metadata.version("torch"),
             "torch_npu": wheel.partition("==")[2], "cann": "emulated"}
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -36,9 +36,8 @@ class TorchOps(Ops):
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the last dim, first half against second (arXiv 2104.09864); cos and sin broadcast to x."""
     first, second = x.chunk(2, dim=-1)
-    turned = x * cos
-    left, right = turned.chunk(2, dim=-1)
+    cos_first, cos_second = cos.chunk(2, dim=-1)
     sin_first, sin_second = sin.chunk(2, dim=-1)
-    left.addcmul_(second, sin_first, value=-1)
-    right.addcmul_(first, sin_second)
-    return turned
+    left = torch.addcmul(first * cos_first, second, sin_first, value=-1)
+    right = torch.addcmul(second * cos_second, first, sin_second)
+    return torch.cat((left, right), dim=-1)

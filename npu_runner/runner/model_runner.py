@@ -37,6 +37,7 @@ from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
 from npu_runner.runner.kv_cache import KVCacheShape, plan_kv_cache
 from npu_runner.runner.memory_guard import MemoryGuard
 from npu_runner.runner.settings import resolve_settings
+from npu_runner.runner.step_clock import StepClock
 from npu_runner.weights.loader import fill_with_random_weights
 from npu_runner.weights.reader import CheckpointReader
 from strategies import VisionEmbeddings, pick_strategy
@@ -68,6 +69,7 @@ class ModelRunner(ModelRunnerBase):
         self.largest_image = self.processor.largest_image() if self.strategy.is_multimodal else None
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
         self.num_images_encoded = 0
+        self.clock = StepClock()
         self.buckets: DecodeBuckets | None = None
         self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)
         with torch.inference_mode(), self.guard.starting(lambda: self._phase):
@@ -211,6 +213,7 @@ class ModelRunner(ModelRunnerBase):
                 self.sampler.remove(slot)
         self.vision_cache.clear()
         self.num_images_encoded = 0
+        self.clock = StepClock()
 
     def info(self) -> RunnerInfo:
         """What the engine needs to know once the runner is ready."""
@@ -237,6 +240,7 @@ class ModelRunner(ModelRunnerBase):
 
     def run(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         """Prepare, forward, sample. None on ranks that do not sample."""
+        self.clock.start()
         uniforms_B = self.prepare_sample(batch)
         return self.guard.step(lambda: self._run(batch, uniforms_B), batch.describe)
 
@@ -248,11 +252,14 @@ class ModelRunner(ModelRunnerBase):
         if bucket is not None:
             inputs = bucket.inputs
             self.prepare_decode_padded(batch, uniforms_B, bucket)
+            self.clock.end_prepare()
             logits_BV = bucket.forward(*(inputs[name] for name in _DECODE_ARGUMENTS))[: batch.batch_size]
         else:
             prepare = self.prepare_prefill if batch.is_prefill else self.prepare_decode
             inputs = prepare(batch, uniforms_B)
+            self.clock.end_prepare()
             logits_BV = self.run_model(batch, inputs)
+        self.clock.end_launch()
         return None if self.sampler is None else self._sample(batch, logits_BV, inputs)
 
     def prepare_sample(self, batch: ScheduledBatch) -> np.ndarray:
@@ -348,9 +355,12 @@ class ModelRunner(ModelRunnerBase):
         logprobs: list[TokenLogprobs | None] | None = None
         if len(rows):
             count = len(rows)
-            sampled = self.sampler(
+            on_device = self.sampler(
                 logits_BV, inputs["slots"][:count], inputs["uniforms"][:count], batch.slots_B[rows]
-            ).to_host()
+            )
+            self.clock.end_sample()
+            sampled = on_device.to_host()
+            self.clock.end_wait()
             for row, token in zip(rows, sampled.token_ids_B.tolist(), strict=True):
                 tokens[row] = [token]
             if sampled.sampled_logprobs_B is not None:

@@ -18,6 +18,10 @@ class RunnerCounters:
     vision_cache_evictions: int = 0
     vision_cache_bytes: int = 0
     num_images_encoded: int = 0
+    prepare_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
 
 class Executor(ABC):

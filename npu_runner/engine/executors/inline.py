@@ -30,5 +30,8 @@ class InlineExecutor(Executor):
 
 
 def runner_counters(runner: ModelRunner) -> RunnerCounters:
-    cache = runner.vision_cache.counters
-    return RunnerCounters(cache.hits, cache.misses, cache.evictions, cache.num_bytes, runner.num_images_encoded)
+    cache, clock = runner.vision_cache.counters, runner.clock
+    return RunnerCounters(
+        cache.hits, cache.misses, cache.evictions, cache.num_bytes, runner.num_images_encoded,
+        clock.prepare_seconds, clock.launch_seconds, clock.sample_seconds, clock.wait_seconds,
+    )

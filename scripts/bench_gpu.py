@@ -1,0 +1,146 @@
+"""npu-runner on random weights of real shapes, with transformers in the same run; made for one GPU.
+
+(a) text: the Qwen3-0.6B shape, 256 requests with prompts and outputs of 100 to 1,024 tokens; peer: transformers'
+    continuous batching, which is what its generate_batch runs.
+(b) decode: the Qwen3-8B shape at batch 1, 8 and 64 and a context of 512; milliseconds a step, where the host spends
+    them, and the share of the memory bandwidth (the bytes of weights and KV cache that a step must read, over the read
+    bandwidth measured in the same run); peer: generate.
+(c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 words each, 128 tokens of answer, through the
+    batch job, files to answers. The share of the time that the GPU idles comes from a second run under the profiler.
+
+Every measurement has a process of its own. Prints a table, then one JSON line. `--sizes tiny --platform cpu` shows in a
+minute that the script works; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from bench_common import ROOT, commit, versions
+from bench_gpu_work import SIZES, Sizes
+
+PARTS = ("text", "decode", "pictures")
+SIDES = ("npu_runner", "transformers")
+_HAS_PEER = ("text", "decode")
+_RESULT = "bench_gpu result: "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", default="cuda", help="cuda (default) or cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--graph-mode", default="auto", help="ours: auto, eager, reduce-overhead or max-autotune")
+    parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
+    parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
+    parser.add_argument("--repeats", type=int, default=3, help="of (a) and (b)")
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        part, side = arguments.measure
+        print(_RESULT + json.dumps(measure(part, side, arguments)))
+        return
+    sides = SIDES[:1] if arguments.no_peer else SIDES
+    results: dict[str, dict[str, Any]] = {}
+    for part in arguments.part or PARTS:
+        results[part] = {side: run_child(part, side) for side in sides if side == SIDES[0] or part in _HAS_PEER}
+        if part == "pictures":
+            results[part]["profiled"] = run_child("pictures", "profiled")
+        print("\n".join(REPORTS[part](results[part])), flush=True)
+    print(json.dumps({"bench": "bench_gpu", "commit": commit(), "device": device_name(arguments.platform),
+                      "versions": versions("torch", "triton", "transformers", "flashinfer-python", "npu-runner"),
+                      "sizes": arguments.sizes, "platform": arguments.platform, "dtype": arguments.dtype,
+                      "graph_mode": arguments.graph_mode, "repeats": arguments.repeats, "results": results}))
+
+
+def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One measurement, in the child process."""
+    sizes: Sizes = SIZES[arguments.sizes]
+    settings = {"platform": arguments.platform, "dtype": arguments.dtype}
+    if side == "transformers":
+        import bench_gpu_peers as peers
+
+        measure_peer = {"text": peers.measure_text, "decode": peers.measure_decode}[part]
+        return measure_peer(sizes, settings, arguments.repeats)
+    import bench_gpu_ours as ours
+
+    settings["graph_mode"] = arguments.graph_mode
+    if part == "pictures":
+        return ours.measure_pictures(sizes, settings, is_profiled=side == "profiled")
+    measure_ours = {"text": ours.measure_text, "decode": ours.measure_decode}[part]
+    return measure_ours(sizes, settings, arguments.repeats)
+
+
+def run_child(part: str, side: str) -> dict[str, Any]:
+    """What the child measured, or {"failed": why}: a peer that cannot run must not end the run."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--measure", part, side]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
+    if done.returncode == 0 and lines:
+        return dict(json.loads(lines[-1].removeprefix(_RESULT)))
+    sys.stderr.write(done.stderr[-4000:])
+    if side != "transformers":
+        raise SystemExit(f"{part} of {side} ended with status {done.returncode}")
+    return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+
+
+def report_text(results: dict[str, Any]) -> list[str]:
+    lines = [f"(a) text{'output tokens/s':>32}{'min-max':>20}"]
+    for side, result in results.items():
+        if "failed" in result:
+            lines.append(f"    {side:<20}failed: {result['failed']}")
+            continue
+        rates = result["output_tokens_per_second"]
+        lines.append(f"    {side:<20}{statistics.median(rates):>16.0f}{min(rates):>12.0f}-{max(rates):.0f}")
+    return lines
+
+
+def report_decode(results: dict[str, Any]) -> list[str]:
+    ours = results[SIDES[0]]
+    bandwidth = ours["read_bytes_per_second"]
+    weights = ours["weight_bytes_read"]
+    lines = [f"(b) decode: {bandwidth / 1e9:.0f} GB/s read, {weights / 1e9:.2f} GB of weights; {ours['graphs']}",
+             f"    {'batch':>5}{'ms/step':>9}{'min-max':>16}{'of bandwidth':>14}  host ms: " +
+             " ".join(f"{name:>8}" for name in next(iter(ours["batches"].values()))["parts"]) +
+             f"{'transformers ms':>18}"]
+    peer = results.get("transformers", {})
+    for size, batch in ours["batches"].items():
+        steps = batch["milliseconds"]
+        share = batch["bytes_read"] / bandwidth / (statistics.median(steps) / 1e3)
+        theirs = peer["batches"][size]["milliseconds"] if "batches" in peer else None
+        lines.append(f"    {size:>5}{statistics.median(steps):>9.3f}{min(steps):>9.3f}-{max(steps):<6.3f}{share:>13.1%}"
+                     "           " + " ".join(f"{value:>8.3f}" for value in batch["parts"].values()) +
+                     (f"{statistics.median(theirs):>18.3f}" if theirs else f"{peer.get('failed', '-'):>18}"))
+    return lines
+
+
+def report_pictures(results: dict[str, Any]) -> list[str]:
+    ours, idle = results[SIDES[0]], results["profiled"]["idle_share"]
+    return ["(c) pictures: {:.2f} pictures/s, {:.0f} output tokens/s, the device idles {} of the time".format(
+        ours["pictures_per_second"], ours["output_tokens_per_second"],
+        "(not measured here)" if idle is None else f"{idle:.1%}")]
+
+
+REPORTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "text": report_text, "decode": report_decode, "pictures": report_pictures,
+}
+
+
+def device_name(platform: str) -> str:
+    import torch
+
+    if platform == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"{platform}, {len(os.sched_getaffinity(0))} cores"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""npu-runner's side of bench_gpu: each function is one measurement, in a process of its own."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_gpu_shapes import make_text_model, make_vision_model
+from bench_gpu_work import Sizes, decode_prompts, text_requests, write_pictures
+
+from npu_runner import LLM, RunnerConfig, SamplingParams
+from npu_runner.multimodal.inputs import PromptInputs
+
+_WARM_UP_STEPS = 8
+_PHASES = ("prepare", "launch", "sample", "wait")
+_BANDWIDTH_BYTES = 4 << 30
+
+
+def measure_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """(a): output tokens per second of one call, for each repeat."""
+    with tempfile.TemporaryDirectory() as name:
+        path = make_text_model(Path(name), sizes.text_model)
+        with LLM(path, load_format="dummy", max_model_len=2 * sizes.most_tokens, **settings) as llm:
+            vocab_size = llm.engine.model_config.vocab_size
+            requests = text_requests(sizes, vocab_size)
+            params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count) for _, count in requests]
+            warm_up = SamplingParams(max_tokens=4, ignore_eos=True)
+            llm.generate([PromptInputs([1] * sizes.least_tokens)], warm_up)
+            rates = []
+            for repeat in range(repeats):
+                prompts = [PromptInputs(prompt) for prompt, _ in text_requests(sizes, vocab_size, repeat)]
+                started = time.perf_counter()
+                outputs = llm.generate(prompts, params)
+                seconds = time.perf_counter() - started
+                counts = [len(output.token_ids) for output in outputs]
+                assert counts == [count for _, count in requests], "every request gets the tokens it asked for"
+                rates.append(sum(counts) / seconds)
+            stats = llm.stats()
+    return {"output_tokens_per_second": rates, "preemptions": stats.num_preemptions,
+            "prefill_seconds": stats.prefill_seconds, "decode_seconds": stats.decode_seconds}
+
+
+def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """(b): for each batch size the milliseconds of a decode step, where they go, and the bytes the step must read."""
+    with tempfile.TemporaryDirectory() as name:
+        path = make_text_model(Path(name), sizes.decode_model)
+        with LLM(path, load_format="dummy", max_model_len=2 * sizes.context + 4 * sizes.decode_steps,
+                 max_num_seqs=max(sizes.decode_batches), **settings) as llm:
+            batches = {str(size): _decode_steps(llm, size, sizes, repeats) for size in sizes.decode_batches}
+            weights = _read_weight_bytes(llm)
+            token = llm.engine.model_config
+            token_bytes = 2 * token.num_layers * token.num_kv_heads * token.head_dim * _element_size(llm)
+            device = torch.device("cpu" if settings["platform"] == "cpu" else settings["platform"])
+            graphs = llm.engine.info.graphs
+    for size, batch in batches.items():
+        batch["bytes_read"] = weights + int(size) * batch["context"] * token_bytes
+    return {"batches": batches, "weight_bytes_read": weights, "graphs": graphs,
+            "read_bytes_per_second": measure_read_bandwidth(device)}
+
+
+def measure_pictures(sizes: Sizes, settings: dict[str, Any], is_profiled: bool) -> dict[str, Any]:
+    """(c): the batch job over picture files, once; profiled, the share of the time that the device does nothing."""
+    from npu_runner.batch.job import run_batch
+    from npu_runner.batch.options import BatchOptions
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        requests = write_pictures(folder, sizes)
+        path = make_vision_model(folder, sizes.vision_model, max(sizes.picture))
+        config = RunnerConfig.from_keywords(path, load_format="dummy", max_model_len=2048, **settings)
+        options = BatchOptions(input=str(requests), output=str(folder / "answers.jsonl"), allowed_media_dir=folder,
+                               progress="off")
+        if is_profiled and settings["platform"] == "cuda":
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profile:
+                summary = run_batch(config, options).to_json()
+            spans = [(event.start_ns(), event.end_ns()) for event in profile.profiler.kineto_results.events()
+                     if event.device_type() == torch.autograd.DeviceType.CUDA]
+            idle = idle_share(spans, summary["seconds"]["serve"])
+        else:
+            summary, idle = run_batch(config, options).to_json(), None
+    assert summary["rows"]["answered"] == sizes.num_pictures, summary["rows"]
+    seconds = summary["seconds"]["serve"]
+    return {"pictures_per_second": sizes.num_pictures / seconds, "idle_share": idle,
+            "output_tokens_per_second": summary["tokens"]["completion"] / seconds, "seconds": summary["seconds"]}
+
+
+def idle_share(spans_ns: Iterable[tuple[int, int]], window_seconds: float) -> float:
+    """Share of the last `window_seconds` before the last span's end that no span covers."""
+    ordered = sorted(spans_ns)
+    end = max(last for _, last in ordered)
+    start = end - int(window_seconds * 1e9)
+    busy, reached = 0, start
+    for first, last in ordered:
+        first = max(first, reached)
+        if last > first:
+            busy += last - first
+            reached = last
+    return 1 - busy / (end - start)
+
+
+def measure_read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of the best of ten sums over 4 GiB (over 64 MiB on a CPU)."""
+    num_bytes = _BANDWIDTH_BYTES if device.type != "cpu" else 64 << 20
+    values = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    best = float("inf")
+    for _ in range(11):  # the first one warms up
+        _synchronize(device)
+        started = time.perf_counter()
+        values.sum()
+        _synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return num_bytes / best
+
+
+def _decode_steps(llm: LLM, batch_size: int, sizes: Sizes, repeats: int) -> dict[str, Any]:
+    """Steps of `batch_size` sequences whose contexts pass through `sizes.context`."""
+    engine = llm.engine
+    num_prompt = sizes.context - sizes.decode_steps // 2 - _WARM_UP_STEPS
+    medians, parts = [], []
+    for repeat in range(repeats):
+        prompts = decode_prompts(batch_size, num_prompt, engine.model_config.vocab_size)
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=_WARM_UP_STEPS + sizes.decode_steps + 2)
+        for index, prompt in enumerate(prompts):
+            engine.add_request(f"{batch_size}-{repeat}-{index}", PromptInputs(prompt), params)
+        while engine.scheduler.waiting:
+            engine.step()
+        for _ in range(_WARM_UP_STEPS):
+            engine.step()
+        before, steps = engine.stats(), []
+        for _ in range(sizes.decode_steps):
+            started = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - started)
+        after = engine.stats()
+        medians.append(1e3 * statistics.median(steps))
+        parts.append(_parts(asdict(before), asdict(after), sum(steps), sizes.decode_steps))
+        while engine.has_unfinished_requests():
+            engine.step()
+    typical = {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+    return {"milliseconds": medians, "parts": typical, "context": sizes.context}
+
+
+def _parts(before: dict[str, Any], after: dict[str, Any], seconds: float, count: int) -> dict[str, float]:
+    """Mean milliseconds of a step by phase; `engine` is scheduling, text and bookkeeping."""
+    spent = {phase: after[f"{phase}_seconds"] - before[f"{phase}_seconds"] for phase in _PHASES}
+    spent["engine"] = seconds - sum(spent.values())
+    return {phase: 1e3 * value / count for phase, value in spent.items()}
+
+
+def _read_weight_bytes(llm: LLM) -> int:
+    """Bytes of the weights that a decode step reads: all but the rows of an embedding that is not the output head."""
+    runner: Any = llm.engine._executor._runner  # type: ignore[attr-defined]
+    model = runner.get_model()
+    total = sum(value.numel() * value.element_size() for value in model.parameters())
+    table = model.decoder.embed_tokens.weight
+    is_head = llm.engine.model_config.tie_word_embeddings
+    return int(total if is_head else total - table.numel() * table.element_size())
+
+
+def _element_size(llm: LLM) -> int:
+    runner: Any = llm.engine._executor._runner  # type: ignore[attr-defined]
+    return int(runner.k_cache.element_size())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()

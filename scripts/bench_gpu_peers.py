@@ -1,0 +1,91 @@
+"""transformers' side of bench_gpu: each function is one measurement, in a process of its own.
+
+The same shapes with random weights, built on the device; the same prompts and lengths.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_gpu_shapes import make_text_model
+from bench_gpu_work import Sizes, decode_prompts, text_requests
+
+_PATIENCE_SECONDS = 240.0
+
+
+def measure_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """(a) through continuous batching as `generate_batch` runs it, but each request with its own length."""
+    from transformers import GenerationConfig
+
+    model = _model(sizes.text_model, settings)
+    config = GenerationConfig(do_sample=True, temperature=0.6, top_k=0, max_new_tokens=sizes.most_tokens,
+                              eos_token_id=-1, pad_token_id=0)
+    rates = []
+    with model.continuous_batching_context_manager(generation_config=config) as manager:
+        _run_batch(manager, [([1] * sizes.least_tokens, 4)])  # warm-up
+        for repeat in range(repeats):
+            requests = text_requests(sizes, model.config.vocab_size, repeat)
+            started = time.perf_counter()
+            count = _run_batch(manager, requests)
+            rates.append(count / (time.perf_counter() - started))
+            assert count == sum(wanted for _, wanted in requests), f"{count} tokens came"
+    return {"output_tokens_per_second": rates}
+
+
+def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """(b) through `generate`: what `decode_steps` more tokens cost, a step."""
+    model = _model(sizes.decode_model, settings)
+    batches = {}
+    for batch_size in sizes.decode_batches:
+        prompts = decode_prompts(batch_size, sizes.context - sizes.decode_steps // 2, model.config.vocab_size)
+        inputs = torch.tensor(prompts, device=model.device)
+        _generate(model, inputs, 4)  # warm-up
+        milliseconds = []
+        for _ in range(repeats):
+            few, many = (_generate(model, inputs, count) for count in (2, 2 + sizes.decode_steps))
+            milliseconds.append(1e3 * (many - few) / sizes.decode_steps)
+        batches[str(batch_size)] = {"milliseconds": milliseconds}
+    return {"batches": batches}
+
+
+def _model(name: str, settings: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = getattr(torch, settings["dtype"])
+    with tempfile.TemporaryDirectory() as folder:
+        config = AutoConfig.from_pretrained(make_text_model(Path(folder), name))
+    torch.manual_seed(0)
+    with torch.device(settings["platform"]):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def _generate(model: Any, inputs: torch.Tensor, num_tokens: int) -> float:
+    """Seconds."""
+    started = time.perf_counter()
+    with torch.inference_mode():
+        output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+                                max_new_tokens=num_tokens, min_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0)
+    output.cpu()
+    return time.perf_counter() - started
+
+
+def _run_batch(manager: Any, requests: list[tuple[list[int], int]]) -> int:
+    """Number of tokens that came back."""
+    for prompt, count in requests:
+        manager.add_request(prompt, max_new_tokens=count)
+    num_tokens = num_finished = 0
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while num_finished < len(requests):
+        if time.monotonic() > deadline or not manager.is_running():
+            raise SystemExit(f"transformers' continuous batching stopped at {num_finished} of {len(requests)} requests")
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            if result.error is not None:
+                raise SystemExit(f"transformers' continuous batching: {result.error}")
+            num_finished += 1
+            num_tokens += len(result.generated_tokens)
+    return num_tokens

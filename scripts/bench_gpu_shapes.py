@@ -1,0 +1,75 @@
+"""Checkpoint folders without weights: real shapes for `load_format="dummy"` and for transformers' from_config.
+
+Shapes are those of the published config.json files. The tokenizer and chat template are shapes-vl's, because nothing
+here depends on what the tokens mean; only its picture tokens are put in place of the models' own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from bench_common import ROOT
+
+SHAPES_VL = ROOT / "npu_runner" / "assets" / "shapes-vl"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "vocab_size": 151936,
+    "head_dim": 128, "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
+    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151645,
+}
+_TINY_TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048, "bos_token_id": 0, "eos_token_id": 1}
+TEXT: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "tie_word_embeddings": True},
+    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                 "num_attention_heads": 32, "tie_word_embeddings": False},
+    "tiny": {**_QWEN3, **_TINY_TEXT, "tie_word_embeddings": True},
+}
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen3-vl-4b": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+                    "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304},
+    "tiny-vl": {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+}
+_VL_TEXT: dict[str, dict[str, Any]] = {
+    "qwen3-vl-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+                    "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}},
+    "tiny-vl": {**_TINY_TEXT,
+                "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [3, 3, 2]}},
+}
+
+
+def make_text_model(folder: Path, name: str) -> Path:
+    """A folder that `LLM(folder, load_format="dummy")` takes."""
+    return _write(folder / name, TEXT[name])
+
+
+def make_vision_model(folder: Path, name: str, side: int) -> Path:
+    """Likewise; pictures of up to side x side pixels are not scaled."""
+    ours = json.loads((SHAPES_VL / "config.json").read_text())
+    tokens = {key: ours[key] for key in ("image_token_id", "video_token_id", "vision_start_token_id",
+                                         "vision_end_token_id")}
+    text = {**_QWEN3, "model_type": "qwen3_vl_text", "rope_theta": 5000000.0, "max_position_embeddings": 262144,
+            **_VL_TEXT[name]}
+    vision = {"model_type": "qwen3_vl", "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+              "in_channels": 3, "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02, **_VISION[name]}
+    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "dtype": "bfloat16",
+              "tie_word_embeddings": True, "text_config": text, "vision_config": vision, **tokens}
+    path = _write(folder / name, config)
+    settings = json.loads((SHAPES_VL / "preprocessor_config.json").read_text())
+    settings["size"] = {"shortest_edge": 4096, "longest_edge": side * side}
+    (path / "preprocessor_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def _write(path: Path, config: dict[str, Any]) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    for name in _TOKENIZER_FILES:
+        shutil.copy(SHAPES_VL / name, path / name)
+    return path

@@ -1,0 +1,85 @@
+"""The work that both sides of bench_gpu do: the same prompts, lengths and pictures for everybody."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything; `real` is what is reported, `tiny` shows that the script works."""
+
+    text_model: str
+    num_texts: int
+    least_tokens: int
+    most_tokens: int
+    decode_model: str
+    decode_batches: tuple[int, ...]
+    context: int
+    decode_steps: int
+    vision_model: str
+    num_pictures: int
+    picture: tuple[int, int]
+    """Width and height in pixels."""
+    question_words: int
+    answer_tokens: int
+
+
+SIZES = {
+    "real": Sizes("qwen3-0.6b", 256, 100, 1024, "qwen3-8b", (1, 8, 64), 512, 64, "qwen3-vl-4b", 256, (896, 672), 32,
+                  128),
+    "tiny": Sizes("tiny", 16, 5, 40, "tiny", (1, 3), 24, 8, "tiny-vl", 6, (96, 64), 8, 6),
+}
+_NUM_TOKEN_IDS = 10000
+
+
+def text_requests(sizes: Sizes, vocab_size: int, repeat: int = 0) -> list[tuple[list[int], int]]:
+    """(prompt, number of output tokens): lengths and ids uniform, seed 0, as nano-vllm's benchmark draws them.
+
+    Every repeat has other ids, so that nothing comes out of a prefix cache.
+    """
+    random = Random(0)
+    num_ids = min(_NUM_TOKEN_IDS, vocab_size - 1) + 1
+    prompts = [[(random.randrange(num_ids) + repeat) % num_ids
+                for _ in range(random.randint(sizes.least_tokens, sizes.most_tokens))] for _ in range(sizes.num_texts)]
+    return [(prompt, random.randint(sizes.least_tokens, sizes.most_tokens)) for prompt in prompts]
+
+
+def decode_prompts(batch_size: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    """Distinct prompts of one length."""
+    random = Random(batch_size)
+    last_id = min(_NUM_TOKEN_IDS, vocab_size - 1)
+    return [[random.randint(0, last_id) for _ in range(num_tokens)] for _ in range(batch_size)]
+
+
+def write_pictures(folder: Path, sizes: Sizes) -> Path:
+    """Distinct JPEG files, and the JSONL file that asks about each of them; returns the latter."""
+    from PIL import Image
+
+    width, height = sizes.picture
+    requests = folder / "requests.jsonl"
+    with requests.open("w") as file:
+        for index in range(sizes.num_pictures):
+            # Smooth shapes with some noise: noise alone would make files of a megabyte.
+            draw = np.random.default_rng(index)
+            coarse = Image.fromarray(draw.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((width, height))
+            noise = draw.integers(-8, 9, (height, width, 3))
+            pixels = np.clip(np.asarray(coarse, dtype=np.int16) + noise, 0, 255).astype(np.uint8)
+            path = folder / f"{index}.jpg"
+            Image.fromarray(pixels).save(path, quality=90)
+            words = base64.b16encode(draw.bytes(2 * sizes.question_words)).decode().lower()
+            question = " ".join(words[i : i + 4] for i in range(0, len(words), 4))
+            content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": str(path)}},
+                                             {"type": "text", "text": question}]
+            body = {"model": sizes.vision_model, "messages": [{"role": "user", "content": content}], "temperature": 0,
+                    "max_tokens": sizes.answer_tokens, "min_tokens": sizes.answer_tokens, "ignore_eos": True}
+            row = {"custom_id": str(index), "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(row) + "\n")
+    return requests

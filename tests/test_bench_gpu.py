@@ -1,0 +1,43 @@
+"""scripts/bench_gpu.py at sizes that a CPU does in seconds: that it counts what it says. Times mean nothing here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.mark.slow
+def test_every_part_of_ours_at_tiny_sizes() -> None:
+    command = [sys.executable, str(SCRIPTS / "bench_gpu.py"), "--platform", "cpu", "--sizes", "tiny",
+               "--dtype", "float32", "--repeats", "1", "--no-peer"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+
+    assert len(results["text"]["npu_runner"]["output_tokens_per_second"]) == 1
+    decode = results["decode"]["npu_runner"]
+    # A tied head: every weight is read. Hidden size 64, 2 layers, 2 kv heads of 16, 2,048 tokens, MLP width 96.
+    layer = 64 * (4 * 16 + 2 * 2 * 16) + 4 * 16 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16
+    weights = 4 * (2048 * 64 + 2 * layer + 64)
+    assert decode["weight_bytes_read"] == weights
+    for size in (1, 3):
+        batch = decode["batches"][str(size)]
+        assert batch["bytes_read"] == weights + size * 24 * (2 * 2 * 2 * 16 * 4)
+        # The phases are the whole step: means of the same steps whose median is reported.
+        assert sum(batch["parts"].values()) >= 0.5 * batch["milliseconds"][0]
+    assert results["pictures"]["npu_runner"]["output_tokens_per_second"] > 0
+
+
+def test_idle_share_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from bench_gpu_ours import idle_share
+
+    second = 1_000_000_000
+    before, overlapping, last = (0, second), (10 * second, 12 * second), (11 * second, 13 * second)
+    assert idle_share([last, before, overlapping, (15 * second, 16 * second)], 8.0) == pytest.approx(0.5)
