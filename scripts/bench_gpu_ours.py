@@ -54,8 +54,9 @@ def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict
                  max_num_seqs=max(sizes.decode_batches), **settings) as llm:
             batches = {str(size): _decode_steps(llm, size, sizes, repeats) for size in sizes.decode_batches}
             weights = _read_weight_bytes(llm)
-            token = llm.engine.model_config
-            token_bytes = 2 * token.num_layers * token.num_kv_heads * token.head_dim * _element_size(llm)
+            model = llm.engine.model_config
+            element_size = _runner(llm).k_cache.element_size()
+            token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_size
             device = torch.device("cpu" if settings["platform"] == "cpu" else settings["platform"])
             graphs = llm.engine.info.graphs
     for size, batch in batches.items():
@@ -156,17 +157,16 @@ def _parts(before: dict[str, Any], after: dict[str, Any], seconds: float, count:
 
 def _read_weight_bytes(llm: LLM) -> int:
     """Bytes of the weights that a decode step reads: all but the rows of an embedding that is not the output head."""
-    runner: Any = llm.engine._executor._runner  # type: ignore[attr-defined]
-    model = runner.get_model()
+    model = _runner(llm).get_model()
     total = sum(value.numel() * value.element_size() for value in model.parameters())
     table = model.decoder.embed_tokens.weight
     is_head = llm.engine.model_config.tie_word_embeddings
     return int(total if is_head else total - table.numel() * table.element_size())
 
 
-def _element_size(llm: LLM) -> int:
-    runner: Any = llm.engine._executor._runner  # type: ignore[attr-defined]
-    return int(runner.k_cache.element_size())
+def _runner(llm: LLM) -> Any:
+    """The ModelRunner in this process."""
+    return llm.engine._executor._runner  # type: ignore[attr-defined]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -29,8 +29,8 @@ def test_every_part_of_ours_at_tiny_sizes() -> None:
     for size in (1, 3):
         batch = decode["batches"][str(size)]
         assert batch["bytes_read"] == weights + size * 24 * (2 * 2 * 2 * 16 * 4)
-        # The phases are the whole step: means of the same steps whose median is reported.
-        assert sum(batch["parts"].values()) >= 0.5 * batch["milliseconds"][0]
+        # `engine` is what the other phases leave of the step: below zero if they were booked twice.
+        assert all(value > 0 for value in batch["parts"].values()), batch["parts"]
     assert results["pictures"]["npu_runner"]["output_tokens_per_second"] > 0
 
 
