@@ -40,19 +40,23 @@ class SamplerOutput:
     logprobs: LogprobsTensors | None
     """None when no row asked."""
 
-    def to_host(self) -> HostSample:
-        """Everything in host memory, by one copy; waits for the step."""
-        columns = [self.token_ids_B[:, None].to(torch.int32)]
+    def to_host(self, receipts_B: Tensor) -> HostSample:
+        """Everything in host memory, by one copy; waits for the step.
+
+        receipts_B: int32 on the device, brought back with the tokens. What was sent with the step's own inputs shows
+        that the device ran this step, and that the tokens are not what an earlier one left in its memory.
+        """
+        columns = [self.token_ids_B[:, None].to(torch.int32), receipts_B[:, None]]
         if self.logprobs is not None:
             given = self.logprobs
             columns += [given.sampled_B[:, None].view(torch.int32), given.top_ids.to(torch.int32),
                         given.top_logprobs.view(torch.int32)]
         table = torch.cat(columns, dim=1).cpu().numpy()
         if self.logprobs is None:
-            return HostSample(table[:, 0], None, None, None)
-        first, second = 2, 2 + (table.shape[1] - 2) // 2
+            return HostSample(table[:, 0], table[:, 1], None, None, None)
+        first, second = 3, 3 + (table.shape[1] - 3) // 2
         floats = table.view(np.float32)
-        return HostSample(table[:, 0], floats[:, 1], table[:, first:second], floats[:, second:])
+        return HostSample(table[:, 0], table[:, 1], floats[:, 2], table[:, first:second], floats[:, second:])
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class HostSample:
     """A SamplerOutput in host memory; int32 and float32 arrays, the logprobs None when no row asked."""
 
     token_ids_B: np.ndarray
+    receipts_B: np.ndarray
     sampled_logprobs_B: np.ndarray | None
     top_ids_BK: np.ndarray | None
     top_logprobs_BK: np.ndarray | None

@@ -167,6 +167,8 @@ class Platform(ABC):
     supported_block_sizes: tuple[int, ...] | None = None
     """None: any."""
     graph_modes: tuple[str, ...] = ("eager", "reduce-overhead", "max-autotune")
+    lost_error_remedy = "run again with each operation waited for"
+    """What shows the error of an operation that runs behind the host's back."""
     keeps_graphs: tuple[str, ...] = ()
     """The graph modes whose compiled graphs can be kept from one run to the next."""
 

@@ -106,7 +106,7 @@ class DecodeBuckets:
     def _make(self, size: int, forward: DecodeForward) -> Bucket:
         shapes: dict[str, tuple[int, ...]] = {
             "input_ids": (size,), "positions": (size,), "slot_mapping": (size,), "context_lens": (size,),
-            "slots": (size,), "uniforms": (size,), "block_tables": (size, self.max_blocks),
+            "slots": (size,), "uniforms": (size,), "receipts": (size,), "block_tables": (size, self.max_blocks),
         }
         layout, num_elements = plan_layout(shapes, FLOAT_INPUTS)
         buffer = torch.zeros(num_elements, dtype=torch.int32, device=self.device)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.errors import EngineDeadError
 from npu_runner.layers.attention import bind_kv_cache
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.sampler import HostSample, Sampler
@@ -70,6 +71,7 @@ class ModelRunner(ModelRunnerBase):
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
         self.num_images_encoded = 0
         self.clock = StepClock()
+        self._step_number = 0
         self.buckets: DecodeBuckets | None = None
         self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)
         with torch.inference_mode(), self.guard.starting(lambda: self._phase):
@@ -241,6 +243,7 @@ class ModelRunner(ModelRunnerBase):
     def run(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         """Prepare, forward, sample. None on ranks that do not sample."""
         self.clock.start()
+        self._step_number = (self._step_number + 1) % 2**31
         uniforms_B = self.prepare_sample(batch)
         return self.guard.step(lambda: self._run(batch, uniforms_B), batch.describe)
 
@@ -284,6 +287,7 @@ class ModelRunner(ModelRunnerBase):
             "last_rows": (ends_B - 1)[batch.samples_B].astype(np.int32),
             "slots": batch.slots_B[batch.samples_B],
             "uniforms": uniforms_B,
+            "receipts": self._receipts(uniforms_B),
             "image_rows": np.concatenate(image_rows).astype(np.int32) if image_rows else np.zeros(0, dtype=np.int32),
         }
         return to_device(self.platform, arrays, self.device)
@@ -359,8 +363,12 @@ class ModelRunner(ModelRunnerBase):
                 logits_BV, inputs["slots"][:count], inputs["uniforms"][:count], batch.slots_B[rows]
             )
             self.clock.end_sample()
-            sampled = on_device.to_host()
+            sampled = on_device.to_host(inputs["receipts"][:count])
             self.clock.end_wait()
+            if (sampled.receipts_B != self._step_number).any():
+                raise EngineDeadError(f"the device did not run the {batch.describe()}: it takes no work since an "
+                                      "operation before failed, and the error of that got lost; "
+                                      f"{self.platform.lost_error_remedy}")
             for row, token in zip(rows, sampled.token_ids_B.tolist(), strict=True):
                 tokens[row] = [token]
             if sampled.sampled_logprobs_B is not None:
@@ -374,8 +382,12 @@ class ModelRunner(ModelRunnerBase):
         return {
             "input_ids": batch.token_ids_T, "positions": batch.positions, "slot_mapping": self._slot_mapping(batch),
             "context_lens": batch.context_lens_B, "slots": batch.slots_B, "uniforms": uniforms_B,
-            "block_tables": self.prepare_block_tables(batch),
+            "receipts": self._receipts(uniforms_B), "block_tables": self.prepare_block_tables(batch),
         }
+
+    def _receipts(self, uniforms_B: np.ndarray) -> np.ndarray:
+        """One int32 for each row that samples: the step's number, which must come back with its tokens."""
+        return np.full(len(uniforms_B), self._step_number, dtype=np.int32)
 
     def _slot_mapping(self, batch: ScheduledBatch) -> np.ndarray:
         """(T,) int32: block * block_size + offset of each of the step's tokens."""

@@ -47,6 +47,12 @@ def test_collectives(size: int, mode: str) -> None:
     assert {name for name in set(os.listdir("/dev/shm")) - before if "cann" in name} == set()
 
 
+def test_the_graph_engine_refuses_a_communicator_of_single_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators are waited for: torch_npu may lose the error of one that is not (docs/ascend.md)."""
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+    assert all("REFUSED" in out for out in run_ranks(2, "shared"))
+
+
 def test_a_rank_that_never_arrives_times_out() -> None:
     first, second, last = run_ranks(3, "absent", hccl_timeout_ms=1500)
     assert "TIMED OUT" in first

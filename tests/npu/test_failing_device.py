@@ -86,3 +86,17 @@ def test_graphs_that_find_no_resources_run_eagerly(checkpoint: Any, tmp_path: Pa
     assert found[failures[0]]["graphs"] == "none"
     assert found[failures[2]]["graphs"].startswith("4 (stopped at 1: ")
     assert str(NO_STREAMS) in found[failures[2]]["graphs"]
+
+
+@pytest.mark.parametrize("graph_mode", ["eager", "reduce-overhead"])
+def test_a_device_that_takes_no_work_any_more_is_noticed(graph_mode: str, checkpoint: Any) -> None:
+    """torch_npu loses errors; what it drops afterwards leaves the tokens of earlier steps in the device's memory."""
+    model = checkpoint("qwen3", num_hidden_layers=1)
+    done = run_python(["-m", "tests.npu.programs.lost_error", str(model), graph_mode], timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["first"]) == 6
+    assert "second" not in result, result
+    assert result["error"] == "EngineDeadError"
+    assert "the device did not run the prefill of 1 sequences" in result["message"]
+    assert "ASCEND_LAUNCH_BLOCKING=1" in result["message"]

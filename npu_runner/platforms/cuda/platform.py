@@ -23,6 +23,8 @@ class CudaPlatform(Platform):
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead")
 
+    lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
+
     @classmethod
     def why_unavailable(cls) -> str | None:
         if torch.version.cuda is None:

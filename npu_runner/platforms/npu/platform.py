@@ -31,6 +31,7 @@ class NpuPlatform(Platform):
     defaults = PlatformDefaults(block_size=128, max_num_seqs=128, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead")
     supported_block_sizes = (128,)
+    lost_error_remedy = "run again with ASCEND_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     keeps_graphs = ("max-autotune",)
     # HCCL: one communicator serves single operators or the graph engine, not both. Prefill runs eagerly.
     modes_with_own_communicator = ("max-autotune",)

@@ -114,29 +114,39 @@ def check_barriers_and_counters() -> None:
     dist.barrier()
 
 
-def check_the_graph_engine_refuses_a_communicator_of_single_operators() -> None:
-    """Last: torch's process group does not work after a refusal."""
+def share_a_communicator() -> None:
+    """One for single operators and for the graph engine: refused. torch's process group does not work after that."""
+    dist.all_reduce(torch.ones(2).npu())
     message = error_of(lambda: run_in_the_graph_engine(dist.group.WORLD))
-    assert "one communicator for single operators and for the graph engine" in message, message
+    is_refused = "one communicator for single operators and for the graph engine" in message
+    print("REFUSED" if is_refused else f"OTHER {message}", flush=True)
+    os._exit(0)
+
+
+def miss_a_collective() -> None:
+    """The last rank never joins the second one."""
+    x = torch.ones(2).npu()
+    dist.all_reduce(x)
+    torch.npu.synchronize()
+    if RANK == SIZE - 1:
+        print("ABSENT", flush=True)
+        os._exit(0)
+    dist.all_reduce(x)
+    try:
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        print("TIMED OUT" if "error 507048" in str(error) else f"OTHER {error}", flush=True)
+    os._exit(0)
 
 
 def main() -> None:
     torch.npu.set_device(RANK % torch.npu.device_count())
     dist.init_process_group("hccl", timeout=timedelta(seconds=120))
     mode = sys.argv[1]
-    if mode == "absent":  # the last rank never joins the second collective
-        x = torch.ones(2).npu()
-        dist.all_reduce(x)
-        torch.npu.synchronize()
-        if RANK == SIZE - 1:
-            print("ABSENT", flush=True)
-            os._exit(0)
-        dist.all_reduce(x)
-        try:
-            torch.npu.synchronize()
-        except RuntimeError as error:
-            print("TIMED OUT" if "error 507048" in str(error) else f"OTHER {error}", flush=True)
-        os._exit(0)
+    if mode == "absent":
+        miss_a_collective()
+    if mode == "shared":
+        share_a_communicator()
     for name, check in list(globals().items()):
         if name.startswith("check_") and (mode == "all" or "graph_engine" not in name):
             check()
