@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,12 +85,20 @@ class Ops(ABC):
 class AttentionBackend(ABC):
     """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""
 
+    name: str
+    """What `attention_backend` calls it."""
+
     @abstractmethod
-    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], device: torch.device) -> Any:
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                     device: torch.device) -> Any:
         """Host-side preparation of a prefill step, once for all layers."""
 
-    def plan_decode(self, context_lens_B: Sequence[int], device: torch.device) -> Any:
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
         """Host-side preparation of an eager decode step, once for all layers; most kernels need none."""
+        return None
+
+    def plan_replay(self, context_lens_B: np.ndarray, block_tables_BW: np.ndarray) -> None:
+        """The same for a decode graph of this batch size, padding included, before it is captured and each replay."""
         return None
 
     @abstractmethod

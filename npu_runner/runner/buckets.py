@@ -113,8 +113,12 @@ class DecodeBuckets:
         return Bucket(size, layout, num_elements, buffer, device_views(buffer, layout), forward)
 
 
-def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform, block_size: int) -> None:
-    """Fill the bucket's buffers with a smaller batch: padded rows have context length 1 in the null block."""
+def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform,
+             block_size: int) -> dict[str, np.ndarray]:
+    """Fill the bucket's buffers with a smaller batch, and return what they hold now.
+
+    Padded rows have context length 1 in the null block.
+    """
     padded = {}
     for name, (_, shape, is_float) in bucket.layout.items():
         target = np.full(shape, PADDED_CONTEXT_LEN if name == "context_lens" else 0,
@@ -126,3 +130,4 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform, 
         target[tuple(slice(0, extent) for extent in source.shape)] = source
         padded[name] = target
     bucket.buffer.copy_(pack(platform, padded, bucket.layout, bucket.num_elements), non_blocking=True)
+    return padded

@@ -50,8 +50,9 @@ def agrees_with_eager(compiled: DecodeForward, eager: DecodeForward, inputs: dic
     rng = np.random.default_rng(0)
     logits = [torch.zeros(0), torch.zeros(0)]
     for place in range(_NUM_TOKENS):
-        context_lens = _fill(inputs, rng, place, num_rows, block_size, vocab_size)
-        plan = attention.plan_decode(context_lens, inputs["input_ids"].device)
+        context_lens, block_tables = _fill(inputs, rng, place, num_rows, block_size, vocab_size)
+        plan = attention.plan_decode(context_lens.tolist(), block_tables, inputs["input_ids"].device)
+        attention.plan_replay(context_lens, block_tables)
         arguments = [inputs[name] for name in ("input_ids", "positions", "slot_mapping", "context_lens",
                                                "block_tables")]
         logits[0] = eager(*arguments, plan)[:num_rows].float()
@@ -61,7 +62,8 @@ def agrees_with_eager(compiled: DecodeForward, eager: DecodeForward, inputs: dic
 
 
 def _fill(inputs: dict[str, Tensor], rng: np.random.Generator, place: int, num_rows: int, block_size: int,
-          vocab_size: int) -> list[int]:
+          vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Also returns context lengths (B,) and block tables (B, W), int32."""
     batch_size = len(inputs["input_ids"])
     is_real = np.arange(batch_size) < num_rows
     blocks = np.where(is_real, np.arange(batch_size) + 1, 0)
@@ -73,7 +75,7 @@ def _fill(inputs: dict[str, Tensor], rng: np.random.Generator, place: int, num_r
     }
     for name, array in values.items():
         inputs[name].copy_(torch.from_numpy(array.astype(np.int32)))
-    tables = torch.zeros(tuple(inputs["block_tables"].shape), dtype=torch.int32)
-    tables[:, 0] = torch.from_numpy(blocks.astype(np.int32))
-    inputs["block_tables"].copy_(tables)
-    return [int(length) for length in context_lens]
+    tables = np.zeros(tuple(inputs["block_tables"].shape), dtype=np.int32)
+    tables[:, 0] = blocks
+    inputs["block_tables"].copy_(torch.from_numpy(tables))
+    return context_lens.astype(np.int32), tables

@@ -104,6 +104,7 @@ class ModelRunner(ModelRunnerBase):
             dtype=self.dtype,
         )
         self.attention = attention
+        logger.info("attention: %s", attention.name)
         context = LayerContext(self.platform.make_ops(), attention, self.tp, self.dtype, self.device)
         self.model = self.strategy.build(self.model_config, self.settings.max_model_len, context)
         if self.config.load_format == "dummy":
@@ -220,7 +221,8 @@ class ModelRunner(ModelRunnerBase):
     def info(self) -> RunnerInfo:
         """What the engine needs to know once the runner is ready."""
         largest_image_tokens = self.largest_image.num_tokens if self.largest_image else 0
-        description = {"dtype": self.settings.dtype, "graph_mode": self.settings.graph_mode}
+        description = {"dtype": self.settings.dtype, "graph_mode": self.settings.graph_mode,
+                       "attention": self.attention.name}
         return RunnerInfo(
             num_blocks=self.num_blocks,
             block_size=self.settings.block_size,
@@ -298,7 +300,8 @@ class ModelRunner(ModelRunnerBase):
     def prepare_decode_padded(self, batch: ScheduledBatch, uniforms_B: np.ndarray, bucket: Bucket) -> None:
         """Fill the bucket's static buffers, through one copy."""
         arrays = self._decode_arrays(batch, uniforms_B)
-        pad_into(bucket, arrays, self.platform, self.settings.block_size)
+        padded = pad_into(bucket, arrays, self.platform, self.settings.block_size)
+        self.attention.plan_replay(padded["context_lens"], padded["block_tables"])
         self.compiler.before_replay(bucket.batch_size, batch.context_lens_B.tolist())
 
     def prepare_block_tables(self, batch: ScheduledBatch) -> np.ndarray:
@@ -307,11 +310,12 @@ class ModelRunner(ModelRunnerBase):
     def run_model(self, batch: ScheduledBatch, inputs: dict[str, Tensor]) -> Tensor:
         """Logits (B, V) of the rows that sample, eagerly."""
         if not batch.is_prefill:
-            plan = self.attention.plan_decode(batch.context_lens_B.tolist(), self.device)
+            plan = self.attention.plan_decode(batch.context_lens_B.tolist(), batch.block_tables_BW, self.device)
             return self.decode_step(inputs["input_ids"], inputs["positions"], inputs["slot_mapping"],
                                     inputs["context_lens"], inputs["block_tables"], plan)
         model = self._causal_lm
-        plan = self.attention.plan_prefill(batch.query_lens_B.tolist(), batch.context_lens_B.tolist(), self.device)
+        plan = self.attention.plan_prefill(batch.query_lens_B.tolist(), batch.context_lens_B.tolist(),
+                                           batch.block_tables_BW, self.device)
         metadata = AttentionMetadata(
             True, inputs["slot_mapping"], inputs["context_lens"], inputs["block_tables"], plan
         )

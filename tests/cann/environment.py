@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .setup_site import HERE, SITE, setup
+from .setup_site import HERE, PRELOADED, SITE, setup
 
 ROOT = HERE.parent.parent
 
@@ -39,6 +39,8 @@ def environment(num_devices: int = 2, memory_bytes: int = 1 << 30, **switches: o
         # Where CI is set, torch refuses what it only warns of elsewhere: tests are as strict everywhere.
         "CI": "1",
     }
+    if PRELOADED.exists():
+        env["LD_PRELOAD"] = os.pathsep.join([str(PRELOADED), *filter(None, [env.get("LD_PRELOAD")])])
     for name, value in switches.items():
         text = str(int(value)) if isinstance(value, bool) else str(value)
         env[name if name.isupper() else f"CANN_EMU_{name.upper()}"] = text

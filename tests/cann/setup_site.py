@@ -11,8 +11,8 @@ from __future__ import annotations
 import concurrent.futures
 import fcntl
 import hashlib
+import importlib.util
 import json
-import os
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +23,7 @@ CACHE = HERE.parent.parent / ".cache"
 SITE = CACHE / "npu_site"
 BUILD = CACHE / "cann"
 LIBRARIES = BUILD / "lib"
+PRELOADED = LIBRARIES / "liballocator_keys.so"
 
 # torchair imports the others; the torch_npu wheel does not declare them.
 PACKAGES = ["torch_npu==2.13.0", "packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml"]
@@ -66,8 +67,15 @@ def install_packages() -> None:
 
 
 def torch_folder() -> Path:
-    code = "import torch, os; print(os.path.dirname(torch.__file__))"
-    return Path(run([sys.executable, "-c", code], env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).strip())
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise BuildError(f"torch is not installed for {sys.executable}")
+    return Path(found.origin).parent
+
+
+def is_cuda_build(torch: Path) -> bool:
+    """Whether this torch is for CUDA, as the one is that PyPI gives to Linux: torch_npu stops at once beside it."""
+    return (torch / "lib" / "libtorch_cuda.so").exists()
 
 
 def digest(*parts: str | bytes) -> str:
@@ -186,6 +194,10 @@ def link(torch: Path, runtime: list[Path], operators: list[Path]) -> None:
     for name in SONAMES:
         link_library(LIBRARIES / f"lib{name}.so", [], "-Wl,--no-as-needed", "-lascendcl")
     link_library(LIBRARIES / "libopapi.so", operators, f"-L{torch}/lib", "-ltorch_cpu", "-lc10", "-lascendcl")
+    PRELOADED.unlink(missing_ok=True)
+    if is_cuda_build(torch):
+        flags = ["-std=c++20", "-Wall", "-O1", "-fPIC", "-shared"]
+        run(["g++", *flags, str(HERE / "preload" / "allocator_keys.cpp"), "-o", str(PRELOADED), "-ldl"])
     (LIBRARIES / "libnnopbase.so").unlink(missing_ok=True)
     (LIBRARIES / "libnnopbase.so").symlink_to("libopapi.so")
 
@@ -196,12 +208,13 @@ def setup(jobs: int = 2) -> Path:
     with (BUILD / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         install_packages()
-        sources = sorted(path for path in (HERE / "src").rglob("*") if path.suffix in (".h", ".cpp"))
-        key = digest(Path(__file__).read_bytes(), sys.version, *(path.read_bytes() for path in sources))
+        sources = sorted(path for path in HERE.rglob("*") if path.suffix in (".h", ".cpp"))
+        torch = torch_folder()
+        key = digest(Path(__file__).read_bytes(), sys.version, f"{torch} {is_cuda_build(torch)}",
+                     *(path.read_bytes() for path in sources))
         stamp = BUILD / "built.json"
         if stamp.exists() and json.loads(stamp.read_text())["key"] == key:
             return LIBRARIES
-        torch = torch_folder()
         runtime, operators = compile_all(torch, jobs)
         link(torch, runtime, operators)
         stamp.write_text(json.dumps({"key": key}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,10 +33,12 @@ class PrefillPlan:
 
 
 class CpuAttention(AttentionBackend):
+    name = "torch"
+
     def __init__(self, *, block_size: int):
         self.block_size = block_size
 
-    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int],
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> PrefillPlan:
         masks = [None if q == c else _suffix_mask(q, c) for q, c in zip(query_lens_B, context_lens_B, strict=True)]
         lengths_B = torch.tensor(context_lens_B)

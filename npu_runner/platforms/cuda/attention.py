@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,14 +33,16 @@ class PrefillPlan:
 
 
 class TritonAttention(AttentionBackend):
+    name = "triton"
+
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.block_size = block_size
 
-    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int],
-                     device: torch.device) -> PrefillPlan:
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                     device: torch.device) -> Any:
         tiles = []
         first_row = 0
         for row, (query_len, context_len) in enumerate(zip(query_lens_B, context_lens_B, strict=True)):

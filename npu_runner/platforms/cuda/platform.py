@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from npu_runner.platforms.base import (
     Platform,
     PlatformDefaults,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class CudaPlatform(Platform):
@@ -57,12 +61,21 @@ class CudaPlatform(Platform):
 
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
+        from npu_runner.platforms.cuda import flashinfer_attention as flashinfer
         from npu_runner.platforms.cuda.attention import TritonAttention
 
-        if name not in ("auto", "triton"):
-            raise ConfigError(f"attention_backend {name!r}: cuda has triton")
-        return TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                               block_size=block_size)
+        if name not in ("auto", "triton", "flashinfer"):
+            raise ConfigError(f"attention_backend {name!r}: cuda has triton and flashinfer")
+        reason = flashinfer.why_not(head_dim, dtype)
+        if name == "flashinfer" and reason:
+            raise ConfigError(f"attention_backend flashinfer: {reason}; take triton or auto")
+        if name == "auto" and reason:
+            logger.info("attention is triton's, because %s", reason)
+        if reason or name == "triton":
+            return TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                                   block_size=block_size)
+        return flashinfer.FlashInferAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                                              block_size=block_size, dtype=dtype)
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         from npu_runner.platforms.cuda.graphs import CudaGraphCompiler

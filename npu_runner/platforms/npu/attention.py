@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torch_npu
@@ -42,17 +43,20 @@ class DeviceLengths(NamedTuple):
 
 
 class NpuAttention(AttentionBackend):
+    name = "fused"
+
     def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.block_size = block_size
         self.mask = torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool).triu(1).to(device)
 
-    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int],
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> HostLengths:
         return HostLengths(list(accumulate(query_lens_B)), list(context_lens_B))
 
-    def plan_decode(self, context_lens_B: Sequence[int], device: torch.device) -> HostLengths:
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                    device: torch.device) -> HostLengths:
         return HostLengths(list(range(1, len(context_lens_B) + 1)), list(context_lens_B))
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:

@@ -1,0 +1,162 @@
+"""Paged attention on CUDA through FlashInfer's wrappers, where it is installed. Knows nothing of models or requests.
+
+FlashInfer takes the pages of a step as one flat list and wants to know it on the host, before each step: `plan` of its
+wrappers divides the work and copies what it found to the device. A captured graph holds the wrapper of its batch size,
+whose buffers `plan` refills.
+
+T tokens, B sequences, N query heads, K kv heads, H head dim, W blocks per sequence, P pages of the step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.base import AttentionMetadata
+from npu_runner.platforms.cuda.attention import TritonAttention
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_HEAD_DIMS = (64, 128, 256)
+# FlashInfer's own recommendation for partial results; zeros, as it asks.
+_WORKSPACE_BYTES = 128 << 20
+_LAYOUT = "NHD"  # (NB, S, K, H), as our caches are
+
+
+def why_not(head_dim: int, dtype: torch.dtype) -> str | None:
+    """None when FlashInfer is installed and takes these, else the reason."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer is not installed"
+    if dtype not in _DTYPES:
+        return f"flashinfer takes float16 and bfloat16, not {dtype}"
+    if head_dim not in _HEAD_DIMS:
+        return f"flashinfer takes a head dim of {', '.join(map(str, _HEAD_DIMS))}, not {head_dim}"
+    return None
+
+
+class Pages(NamedTuple):
+    """Where a step's context lies. firsts_B1 and last_lens_B int32 in pinned host memory, indices_P on the device.
+
+    Row b has the pages firsts[b] to firsts[b + 1] of `indices_P`, the last of them holds last_lens[b] tokens.
+    """
+
+    firsts_B1: Tensor
+    indices_P: Tensor
+    last_lens_B: Tensor
+
+
+def find_pages(context_lens_B: np.ndarray, block_tables_BW: np.ndarray, block_size: int,
+               device: torch.device) -> Pages:
+    counts_B = -(-context_lens_B // block_size)
+    firsts_B1 = np.zeros(len(counts_B) + 1, dtype=np.int32)
+    np.cumsum(counts_B, out=firsts_B1[1:])
+    is_used_BW = np.arange(block_tables_BW.shape[1]) < counts_B[:, None]
+    indices_P = _pinned(block_tables_BW[is_used_BW]).to(device, non_blocking=True)
+    return Pages(_pinned(firsts_B1), indices_P, _pinned((context_lens_B - 1) % block_size + 1))
+
+
+class FlashInferAttention(TritonAttention):
+    """The cache is written, and pictures are seen, as in TritonAttention."""
+
+    name = "flashinfer"
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
+        super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
+        # Its kernels are compiled on first use; several ranks of one host wait for each other by file locks.
+        os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "warning")
+        import flashinfer
+
+        self._flashinfer = flashinfer
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        shape = {"num_qo_heads": num_heads, "num_kv_heads": num_kv_heads, "page_size": block_size}
+        kinds = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": head_dim**-0.5}
+        self._prefill_settings = {**shape, **kinds, "head_dim_qk": head_dim, "causal": True}
+        self._decode_settings = {**shape, **kinds, "head_dim": head_dim}
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT)
+        # Its kernels without tensor cores take one query head each; these take all of a kv head's.
+        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, _LAYOUT, use_tensor_cores=True)
+        self._replayed: dict[int, Any] = {}
+        self._key = next(_KEYS)
+        _BACKENDS[self._key] = self
+
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                     device: torch.device) -> Any:
+        pages = find_pages(np.asarray(context_lens_B, dtype=np.int32), block_tables_BW, self.block_size, device)
+        rows_B1 = np.zeros(len(query_lens_B) + 1, dtype=np.int32)
+        np.cumsum(query_lens_B, out=rows_B1[1:])
+        self._prefill.plan(_pinned(rows_B1), pages.firsts_B1, pages.indices_P, pages.last_lens_B,
+                           **self._prefill_settings)
+        return self._prefill
+
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
+        pages = find_pages(np.asarray(context_lens_B, dtype=np.int32), block_tables_BW, self.block_size, device)
+        self._decode.plan(*pages, **self._decode_settings)
+        return self._decode
+
+    def plan_replay(self, context_lens_B: np.ndarray, block_tables_BW: np.ndarray) -> None:
+        pages = find_pages(context_lens_B, block_tables_BW, self.block_size, self._device)
+        batch_size = len(context_lens_B)
+        if batch_size not in self._replayed:
+            self._replayed[batch_size] = self._make_replayed(batch_size, block_tables_BW.size)
+        self._replayed[batch_size].plan(*pages, **self._decode_settings)
+
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
+                scale: float) -> Tensor:
+        self._check(scale)
+        out_TNH: Tensor = metadata.plan.run(q_TNH.contiguous(), (k_cache, v_cache))
+        return out_TNH
+
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
+               scale: float) -> Tensor:
+        self._check(scale)
+        if metadata.plan is None:
+            return replayed_decode(q_BNH.contiguous(), k_cache, v_cache, self._key)
+        out_BNH: Tensor = metadata.plan.run(q_BNH.contiguous(), (k_cache, v_cache))
+        return out_BNH
+
+    def run_replayed(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        out_BNH: Tensor = self._replayed[len(q_BNH)].run(q_BNH, (k_cache, v_cache))
+        return out_BNH
+
+    def _make_replayed(self, batch_size: int, max_pages: int) -> Any:
+        def buffer(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, _LAYOUT, use_cuda_graph=True, use_tensor_cores=True,
+            paged_kv_indptr_buffer=buffer(batch_size + 1), paged_kv_indices_buffer=buffer(max_pages),
+            paged_kv_last_page_len_buffer=buffer(batch_size),
+        )
+
+    def _check(self, scale: float) -> None:
+        planned = self._decode_settings["sm_scale"]
+        assert math.isclose(scale, planned), f"planned for a scale of {planned}, asked for {scale}"
+
+
+# Backends by the number that compiled code knows them by.
+_BACKENDS: weakref.WeakValueDictionary[int, FlashInferAttention] = weakref.WeakValueDictionary()
+_KEYS = itertools.count()
+
+
+@torch.library.custom_op("npu_runner::flashinfer_decode", mutates_args=())
+def replayed_decode(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, key: int) -> Tensor:
+    """Attention of backend `key` for its graph of this batch size; an operator, so that inductor leaves it whole."""
+    return _BACKENDS[key].run_replayed(q_BNH, k_cache, v_cache)
+
+
+@replayed_decode.register_fake
+def _(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, key: int) -> Tensor:
+    return torch.empty_like(q_BNH)
+
+
+def _pinned(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).pin_memory()
