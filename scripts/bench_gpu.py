@@ -5,7 +5,7 @@
 (b) decode: the Qwen3-8B shape at batch 1, 8 and 64 and a context of 512; milliseconds a step, where the host spends
     them, and the share of the memory bandwidth (the bytes of weights and KV cache that a step must read, over the read
     bandwidth measured in the same run); peer: generate.
-(c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 words each, 128 tokens of answer, through the
+(c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer, through the
     batch job, files to answers. The share of the time that the GPU idles comes from a second run under the profiler.
 
 Every measurement has a process of its own. Prints a table, then one JSON line. `--sizes tiny --platform cpu` shows in a
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--platform", default="cuda", help="cuda (default) or cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--graph-mode", default="auto", help="ours: auto, eager, reduce-overhead or max-autotune")
+    parser.add_argument("--attention-backend", default="auto", help="ours: auto, or one that the platform names")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
     parser.add_argument("--repeats", type=int, default=3, help="of (a) and (b)")
@@ -57,7 +58,8 @@ def main() -> None:
     print(json.dumps({"bench": "bench_gpu", "commit": commit(), "device": device_name(arguments.platform),
                       "versions": versions("torch", "triton", "transformers", "flashinfer-python", "npu-runner"),
                       "sizes": arguments.sizes, "platform": arguments.platform, "dtype": arguments.dtype,
-                      "graph_mode": arguments.graph_mode, "repeats": arguments.repeats, "results": results}))
+                      "graph_mode": arguments.graph_mode, "attention_backend": arguments.attention_backend,
+                      "repeats": arguments.repeats, "results": results}))
 
 
 def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
         return measure_peer(sizes, settings, arguments.repeats)
     import bench_gpu_ours as ours
 
-    settings["graph_mode"] = arguments.graph_mode
+    settings |= {"graph_mode": arguments.graph_mode, "attention_backend": arguments.attention_backend}
     if part == "pictures":
         return ours.measure_pictures(sizes, settings, is_profiled=side == "profiled")
     measure_ours = {"text": ours.measure_text, "decode": ours.measure_decode}[part]

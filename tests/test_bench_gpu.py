@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+
+from npu_runner.assets import SHAPES_VL
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -41,3 +45,15 @@ def test_idle_share_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch
     second = 1_000_000_000
     before, overlapping, last = (0, second), (10 * second, 12 * second), (11 * second, 13 * second)
     assert idle_share([last, before, overlapping, (15 * second, 16 * second)], 8.0) == pytest.approx(0.5)
+
+
+def test_questions_have_the_tokens_that_they_are_said_to_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from bench_gpu_work import SIZES, write_pictures
+
+    sizes = dataclasses.replace(SIZES["real"], num_pictures=3, picture=(32, 32))
+    rows = write_pictures(tmp_path, sizes).read_text().splitlines()
+    tokenizer = Tokenizer.from_file(str(SHAPES_VL / "tokenizer.json"))
+    for row in rows:
+        text = json.loads(row)["body"]["messages"][0]["content"][1]["text"]
+        assert len(tokenizer.encode(text, add_special_tokens=False).ids) == 32

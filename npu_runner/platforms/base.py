@@ -173,6 +173,8 @@ class Platform(ABC):
     name: str
     distributed_backend: str
     defaults: PlatformDefaults
+    attention_backends: tuple[str, ...]
+    """What `attention_backend` may name beside auto."""
     supported_block_sizes: tuple[int, ...] | None = None
     """None: any."""
     graph_modes: tuple[str, ...] = ("eager", "reduce-overhead", "max-autotune")

@@ -196,6 +196,15 @@ def test_an_error_code_gets_its_remedy() -> None:
     assert "table" in judge("generation", "eager", Outcome([], "died by SIGSEGV")).remedy
 
 
+@pytest.mark.npu
+@only_emulated
+def test_a_torch_that_is_built_for_cuda_gets_its_remedy(emulated: dict[str, str]) -> None:
+    output = "what():  Duplicated key 'pinned_use_hip' found in device-specific configuration parser hook registration"
+    if emulated.pop("LD_PRELOAD", None):  # this torch is one
+        output = run_function(Host(environment=emulated), probes.devices).output
+    assert "CPU build" in software.import_remedy(Outcome([], "died by SIGABRT", output))
+
+
 def test_the_readme_explains_every_error_code_and_lists_every_pair() -> None:
     readme = (ROOT / "README.md").read_text()
     rows = [line for line in readme.splitlines() if line.startswith("|")]

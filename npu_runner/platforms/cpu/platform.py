@@ -24,6 +24,7 @@ from npu_runner.platforms.torch_ops import TorchOps
 
 class CpuPlatform(Platform):
     name = "cpu"
+    attention_backends = ("torch",)
     distributed_backend = "gloo"
     # Eager starts at once; inductor needs tens of seconds a bucket (README has the figures). float32 because few CPUs
     # multiply faster in 16 bits, and because answers then equal the reference token for token.

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 class CudaPlatform(Platform):
     name = "cuda"
+    attention_backends = ("triton", "flashinfer")
     distributed_backend = "nccl"
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead")

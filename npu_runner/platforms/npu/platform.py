@@ -26,6 +26,7 @@ _OUT_OF_MEMORY = ("NPU out of memory", "207001")
 
 class NpuPlatform(Platform):
     name = "npu"
+    attention_backends = ("fused",)
     distributed_backend = "hccl"
     # Blocks of 128: the only size that every document of the attention kernel allows for prefill and decode.
     defaults = PlatformDefaults(block_size=128, max_num_seqs=128, max_num_batched_tokens=8192,

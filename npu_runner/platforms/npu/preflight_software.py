@@ -142,6 +142,9 @@ def import_remedy(outcome: Outcome) -> str:
     text = outcome.output
     if "static TLS" in text:
         return "load the library that is named first: export LD_PRELOAD=<its full path>"
+    if "Duplicated key" in text:
+        return ("torch is built for CUDA, and torch_npu does not load beside that: install its CPU build, "
+                f"pip install --index-url https://download.pytorch.org/whl/cpu, or {_IMAGE}")
     if "undefined symbol" in text:
         return f"torch_npu does not fit torch or CANN: {_IMAGE}"
     if "cannot open shared object file" in text or "set_env.sh" in text:
