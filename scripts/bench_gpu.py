@@ -5,8 +5,9 @@
 (b) decode: the Qwen3-8B shape at batch 1, 8 and 64 and a context of 512; milliseconds a step, where the host spends
     them, and the share of the memory bandwidth (the bytes of weights and KV cache that a step must read, over the read
     bandwidth measured in the same run); peer: generate.
-(c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer, through the
-    batch job, files to answers. The share of the time that the GPU idles comes from a second run under the profiler.
+(c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer,
+    through the batch job, files to answers. The share of the time that the GPU idles comes from a second run under the
+    profiler.
 
 Every measurement has a process of its own. Prints a table, then one JSON line. `--sizes tiny --platform cpu` shows in a
 minute that the script works; its figures mean nothing.

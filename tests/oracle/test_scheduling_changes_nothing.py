@@ -103,9 +103,10 @@ def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monk
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager(checkpoint: Any, platform_name: str) -> None:
+@pytest.mark.parametrize("graph_mode", ["reduce-overhead", "max-autotune"])
+def test_compiled_equals_eager(graph_mode: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl", num_hidden_layers=1, vision={"depth": 1, "deepstack_visual_indexes": [0]})
-    with LLM(path, platform=platform_name, graph_mode="reduce-overhead", graph_batch_sizes=(4,), **SMALL) as llm:
+    with LLM(path, platform=platform_name, graph_mode=graph_mode, graph_batch_sizes=(4,), **SMALL) as llm:
         prompts, images = make_prompts(llm, LAYOUTS[:4])
         import torch._dynamo
 

@@ -67,10 +67,10 @@ class TritonAttention(AttentionBackend):
         plan: PrefillPlan = metadata.plan
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         kernels.prefill[(len(plan.tiles), self.num_heads)](
-            q_TNH, k_cache, v_cache, out_TNH, plan.tiles, metadata.block_tables_BW, scale, q_TNH.stride(0),
+            q_TNH, k_cache, v_cache, out_TNH, plan.tiles, metadata.block_tables_BW, q_TNH.stride(0),
             metadata.block_tables_BW.stride(0), self.num_heads, self.num_kv_heads, self.head_dim, self.block_size,
-            ROWS=_TILE_ROWS, COLUMNS=self._columns(q_TNH), HEAD=max(16, triton.next_power_of_2(self.head_dim)),
-            num_warps=4, num_stages=2,
+            SCALE=scale, ROWS=_TILE_ROWS, COLUMNS=self._columns(q_TNH),
+            HEAD=max(16, triton.next_power_of_2(self.head_dim)), num_warps=4, num_stages=2,
         )
         return out_TNH
 
@@ -85,10 +85,10 @@ class TritonAttention(AttentionBackend):
         group = self.num_heads // self.num_kv_heads
         head = max(16, triton.next_power_of_2(self.head_dim))
         kernels.decode[(batch_size, self.num_kv_heads, num_parts)](
-            q_BNH, k_cache, v_cache, parts, weights, metadata.block_tables_BW, metadata.context_lens_B, scale,
+            q_BNH, k_cache, v_cache, parts, weights, metadata.block_tables_BW, metadata.context_lens_B,
             q_BNH.stride(0), metadata.block_tables_BW.stride(0), self.num_heads, self.num_kv_heads, group,
             self.head_dim, self.block_size, num_parts,
-            GROUP=max(16, triton.next_power_of_2(group)), COLUMNS=self._columns(q_BNH), HEAD=head,
+            SCALE=scale, GROUP=max(16, triton.next_power_of_2(group)), COLUMNS=self._columns(q_BNH), HEAD=head,
             num_warps=4, num_stages=2,
         )
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)

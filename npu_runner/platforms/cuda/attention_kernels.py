@@ -1,7 +1,8 @@
 """Triton kernels of paged attention: online softmax (arXiv 2205.14135), split contexts for decode (flash-decoding).
 
 A cache row is one token's K * H values; the row of context token `t` is block_table[t // S] * S + t % S, for any block
-size S. Products are exact in float32 inputs (no TF32), sums are float32 always.
+size S. Products are exact in float32 inputs (no TF32), sums are float32 always. SCALE is a constant, because a float
+argument is float64 to inductor and would make the sums so.
 """
 # mypy: ignore-errors
 
@@ -23,8 +24,8 @@ def write_kv(k, v, k_cache, v_cache, slots, stride_k, stride_v, width, BLOCK: tl
 
 
 @triton.jit
-def prefill(q, k_cache, v_cache, out, tiles, block_tables, scale, stride_q, stride_table, num_heads, num_kv_heads,
-            head_dim, block_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
+def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_table, num_heads, num_kv_heads, head_dim,
+            block_size, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
     """ROWS query tokens of one head over everything before and at them."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -51,7 +52,7 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, scale, stride_q, stri
         place = row[:, None] * (num_kv_heads * head_dim) + kv_head * head_dim + dims[None, :]
         kv_mask = is_there[:, None] & (dims < head_dim)[None, :]
         keys = tl.load(k_cache + place, mask=kv_mask, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
         scores = tl.where((context[None, :] <= places[:, None]) & is_there[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         probabilities = tl.exp(scores - new_highest[:, None])
@@ -66,9 +67,9 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, scale, stride_q, stri
 
 
 @triton.jit
-def decode(q, k_cache, v_cache, parts, weights, block_tables, context_lens, scale, stride_q, stride_table, num_heads,
-           num_kv_heads, group, head_dim, block_size, num_parts, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-           HEAD: tl.constexpr):
+def decode(q, k_cache, v_cache, parts, weights, block_tables, context_lens, stride_q, stride_table, num_heads,
+           num_kv_heads, group, head_dim, block_size, num_parts, SCALE: tl.constexpr, GROUP: tl.constexpr,
+           COLUMNS: tl.constexpr, HEAD: tl.constexpr):
     """All query heads of one kv head, one sequence, one part of its context: unscaled sum, its weight and maximum."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -93,7 +94,7 @@ def decode(q, k_cache, v_cache, parts, weights, block_tables, context_lens, scal
         place = row[:, None] * (num_kv_heads * head_dim) + kv_head * head_dim + dims[None, :]
         kv_mask = is_there[:, None] & (dims < head_dim)[None, :]
         keys = tl.load(k_cache + place, mask=kv_mask, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
         scores = tl.where(is_there[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         probabilities = tl.exp(scores - new_highest[:, None])

@@ -1,5 +1,6 @@
 // Loaded before everything else where torch is a build for CUDA. torch keeps the names of the allocators' settings in one
-// set, and stops the program when a second vendor brings one of the first's; torch_npu's are kept apart here.
+// set, and stops the program when a second vendor registers a name again: torch_npu registers its own into a set apart,
+// which then becomes part of the other.
 #include <dlfcn.h>
 
 #include <cstring>
@@ -9,12 +10,16 @@
 using Keys = std::unordered_set<std::string>;
 
 // c10::CachingAllocator::AcceleratorAllocatorConfig::getMutableKeys
-__attribute__((visibility("default"))) Keys& mutable_keys() __asm__(
-    "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev");
+#define MUTABLE_KEYS "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev"
+__attribute__((visibility("default"))) Keys& mutable_keys() __asm__(MUTABLE_KEYS);
 
 Keys& mutable_keys() {
-  static Keys of_torch, of_torch_npu;
+  static Keys registered_by_torch_npu;
+  static void* torch = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+  static Keys& registered = reinterpret_cast<Keys& (*)()>(dlsym(torch, MUTABLE_KEYS))();
   Dl_info caller;
   bool is_torch_npu = dladdr(__builtin_return_address(0), &caller) != 0 && std::strstr(caller.dli_fname, "libtorch_npu") != nullptr;
-  return is_torch_npu ? of_torch_npu : of_torch;
+  if (is_torch_npu && registered_by_torch_npu.empty()) return registered_by_torch_npu;
+  registered.insert(registered_by_torch_npu.begin(), registered_by_torch_npu.end());
+  return registered;
 }
