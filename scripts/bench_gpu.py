@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
     parser.add_argument("--repeats", type=int, default=3, help="of (a) and (b)")
+    parser.add_argument("--peer-repeats", type=int, help="of the peer's (a) and (b); as --repeats unless given")
+    parser.add_argument("--commit", default=commit(), help="to be reported; default: the checkout's (%(default)s)")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -56,7 +58,7 @@ def main() -> None:
         if part == "pictures":
             results[part]["profiled"] = run_child("pictures", "profiled")
         print("\n".join(REPORTS[part](results[part])), flush=True)
-    print(json.dumps({"bench": "bench_gpu", "commit": commit(), "device": device_name(arguments.platform),
+    print(json.dumps({"bench": "bench_gpu", "commit": arguments.commit, "device": device_name(arguments.platform),
                       "versions": versions("torch", "triton", "transformers", "flashinfer-python", "npu-runner"),
                       "sizes": arguments.sizes, "platform": arguments.platform, "dtype": arguments.dtype,
                       "graph_mode": arguments.graph_mode, "attention_backend": arguments.attention_backend,
@@ -71,7 +73,7 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
         import bench_gpu_peers as peers
 
         measure_peer = {"text": peers.measure_text, "decode": peers.measure_decode}[part]
-        return measure_peer(sizes, settings, arguments.repeats)
+        return measure_peer(sizes, settings, arguments.peer_repeats or arguments.repeats)
     import bench_gpu_ours as ours
 
     settings |= {"graph_mode": arguments.graph_mode, "attention_backend": arguments.attention_backend}
@@ -88,6 +90,7 @@ def run_child(part: str, side: str) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
     if done.returncode == 0 and lines:
+        sys.stderr.write(f"{part} {side}: {lines[-1].removeprefix(_RESULT)}\n")  # not lost when a later one hangs
         return dict(json.loads(lines[-1].removeprefix(_RESULT)))
     sys.stderr.write(done.stderr[-4000:])
     if side != "transformers":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,8 +69,7 @@ class FlashInferAttention(TritonAttention):
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
         super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
-        # Its kernels are compiled on first use; several ranks of one host wait for each other by file locks.
-        os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "warning")
+        # Compiles its kernels on first use, says so and keeps them; ranks of one host wait for each other.
         import flashinfer
 
         self._flashinfer = flashinfer
