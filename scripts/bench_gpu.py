@@ -73,7 +73,10 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
         import bench_gpu_peers as peers
 
         measure_peer = {"text": peers.measure_text, "decode": peers.measure_decode}[part]
-        return measure_peer(sizes, settings, arguments.peer_repeats or arguments.repeats)
+        try:
+            return measure_peer(sizes, settings, arguments.peer_repeats or arguments.repeats)
+        except peers.PeerStoppedError as stopped:
+            return {"failed": str(stopped)}
     import bench_gpu_ours as ours
 
     settings |= {"graph_mode": arguments.graph_mode, "attention_backend": arguments.attention_backend}
@@ -87,15 +90,14 @@ def run_child(part: str, side: str) -> dict[str, Any]:
     """What the child measured, or {"failed": why}: a peer that cannot run must not end the run."""
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", part, side]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
     if done.returncode == 0 and lines:
         sys.stderr.write(f"{part} {side}: {lines[-1].removeprefix(_RESULT)}\n")  # not lost when a later one hangs
         return dict(json.loads(lines[-1].removeprefix(_RESULT)))
-    sys.stderr.write(done.stderr[-4000:])
     if side != "transformers":
         raise SystemExit(f"{part} of {side} ended with status {done.returncode}")
-    return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    return {"failed": f"ended with status {done.returncode}"}
 
 
 def report_text(results: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ The same shapes with random weights, built on the device; the same prompts and l
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +15,12 @@ import torch
 from bench_gpu_shapes import make_text_model
 from bench_gpu_work import Sizes, decode_prompts, text_requests
 
-_PATIENCE_SECONDS = 240.0
+_PATIENCE_SECONDS = 150.0
+_REPORT_SECONDS = 10.0
+
+
+class PeerStoppedError(Exception):
+    """The peer did not do its work; the message says how far it came."""
 
 
 def measure_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
@@ -78,14 +84,19 @@ def _run_batch(manager: Any, requests: list[tuple[list[int], int]]) -> int:
     for prompt, count in requests:
         manager.add_request(prompt, max_new_tokens=count)
     num_tokens = num_finished = 0
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    started = reported = time.monotonic()
     while num_finished < len(requests):
-        if time.monotonic() > deadline or not manager.is_running():
-            raise SystemExit(f"transformers' continuous batching stopped at {num_finished} of {len(requests)} requests")
+        now = time.monotonic()
+        progress = f"{num_finished} of {len(requests)} requests, {num_tokens} tokens of these, in {now - started:.0f} s"
+        if now - reported > _REPORT_SECONDS:
+            print(f"transformers: {progress}", file=sys.stderr, flush=True)
+            reported = now
+        if now - started > _PATIENCE_SECONDS or not manager.is_running():
+            raise PeerStoppedError(f"stopped: {progress}")
         result = manager.get_result(timeout=1)
         if result is not None and result.is_finished():
             if result.error is not None:
-                raise SystemExit(f"transformers' continuous batching: {result.error}")
+                raise PeerStoppedError(str(result.error))
             num_finished += 1
             num_tokens += len(result.generated_tokens)
     return num_tokens

@@ -44,6 +44,9 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     graph_mode = defaults.graph_mode if graph_mode == "auto" else graph_mode
     if graph_mode not in platform.graph_modes:
         raise ConfigError(f"graph_mode {graph_mode!r}: {platform.name} supports {', '.join(platform.graph_modes)}")
+    if config.attention_backend not in ("auto", *platform.attention_backends):
+        raise ConfigError(f"attention_backend {config.attention_backend!r}: {platform.name} has "
+                          f"{', '.join(platform.attention_backends)}")
     if graph_mode == "eager" and config.graph_batch_sizes is not None:
         raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes} has no use in eager mode; set graph_mode")
     dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model_config.dtype)

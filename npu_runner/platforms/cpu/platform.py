@@ -7,7 +7,6 @@ import sys
 
 import torch
 
-from npu_runner.errors import ConfigError
 from npu_runner.platforms.base import (
     AttentionBackend,
     GraphCompiler,
@@ -54,8 +53,6 @@ class CpuPlatform(Platform):
 
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
-        if name not in ("auto", "torch"):
-            raise ConfigError(f"attention_backend {name!r}: cpu has torch")
         return CpuAttention(block_size=block_size)
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:

@@ -65,8 +65,6 @@ class CudaPlatform(Platform):
         from npu_runner.platforms.cuda import flashinfer_attention as flashinfer
         from npu_runner.platforms.cuda.attention import TritonAttention
 
-        if name not in ("auto", "triton", "flashinfer"):
-            raise ConfigError(f"attention_backend {name!r}: cuda has triton and flashinfer")
         reason = flashinfer.why_not(head_dim, dtype)
         if name == "flashinfer" and reason:
             raise ConfigError(f"attention_backend flashinfer: {reason}; take triton or auto")

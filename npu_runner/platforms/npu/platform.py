@@ -84,8 +84,6 @@ class NpuPlatform(Platform):
                        dtype: torch.dtype) -> AttentionBackend:
         from npu_runner.platforms.npu.attention import NpuAttention
 
-        if name not in ("auto", "fused"):
-            raise ConfigError(f"attention_backend {name!r}: npu has fused")
         if name == "auto" and dtype == torch.float32:
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16")
         return NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
