@@ -14,4 +14,4 @@ if command -v shellcheck >/dev/null; then
     shellcheck scripts/*.sh .ci/run
 fi
 echo "== pytest"
-.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope "$@"
+.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope --no-loadscope-reorder "$@"

@@ -17,6 +17,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--platform", default="cpu", help="platform the oracle tests run on: cpu (default), cuda or npu")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: where several processes share the files, none has one left to do alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def platform_name(request: pytest.FixtureRequest) -> str:
     """The platform under test; tests that need it are skipped, with the reason, where it cannot be used."""
