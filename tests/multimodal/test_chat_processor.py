@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import pickle
@@ -16,10 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from preprocessing_checkpoints import write_json, write_llama, write_qwen_vl
+from transformers import ProcessorMixin
 
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
+
+# Only tokenizers do in the last transformers for Python 3.10.
+PROCESSORS_ESCAPE = "sanitize_control_tokens" in inspect.signature(ProcessorMixin.apply_chat_template).parameters
 
 
 def picture(width: int = 100, height: int = 70, seed: int = 0) -> Image.Image:
@@ -158,7 +163,8 @@ def test_any_text_is_encoded_as_transformers_does_with_control_tokens_escaped(
     # In the model's own words its tags stay tokens; transformers escapes them there too.
     said = answer.replace("think>", "thought>")
     messages = [user("q" + question), {"role": "assistant", "content": said}, user([text("one " + answer)])]
-    assert qwen(messages).token_ids == expected(hf_qwen, messages, sanitize_control_tokens=True)["input_ids"][0]
+    if PROCESSORS_ESCAPE:
+        assert qwen(messages).token_ids == expected(hf_qwen, messages, sanitize_control_tokens=True)["input_ids"][0]
     messages[2] = user("one " + answer)
     theirs = hf_llama.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False, sanitize_control_tokens=True

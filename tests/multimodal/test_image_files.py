@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import struct
 import zlib
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from transformers.image_transforms import convert_to_rgb
 
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
@@ -22,6 +25,11 @@ from npu_runner.multimodal.processor import ChatProcessor
 SETTINGS = ImageSettings(
     min_pixels=64 * 64, max_pixels=512 * 512, patch_size=16, image_mean=(0.5,) * 3, image_std=(0.5,) * 3
 )
+# The last transformers for Python 3.10 drops what is transparent, later ones put it on white, as we do everywhere.
+REFERENCE_SHOWS_WHITE = "return_numpy" in inspect.signature(convert_to_rgb).parameters
+MODES = ["RGB", "L", "P", "CMYK", *(["RGBA", "LA"] if REFERENCE_SHOWS_WHITE else [])]
+# The last Pillow for Python 3.10 cannot read the uncompressed YCbCr that it writes.
+READS_RAW_YCBCR = int(PIL.__version__.partition(".")[0]) >= 13
 
 
 def photo(width: int = 60, height: int = 40) -> Image.Image:
@@ -67,7 +75,7 @@ def test_common_formats_show_the_picture(kind: str) -> None:
 
 
 def test_grey_palette_one_bit_and_cmyk_pictures_become_rgb() -> None:
-    for mode in ("L", "P", "1", "CMYK", "YCbCr"):
+    for mode in ("L", "P", "1", "CMYK", *(["YCbCr"] if READS_RAW_YCBCR else [])):
         changed = photo().convert(mode)
         kind = "PNG" if mode in ("L", "P", "1") else "TIFF"
         np.testing.assert_array_equal(pixels(encoded(changed, kind)), np.asarray(changed.convert("RGB")))
@@ -278,9 +286,7 @@ def test_random_bytes_raise_nothing_but_request_errors(head: bytes, tail: bytes)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    width=st.integers(1, 900), height=st.integers(1, 900), mode=st.sampled_from(["RGB", "L", "RGBA", "P", "LA", "CMYK"])
-)
+@given(width=st.integers(1, 900), height=st.integers(1, 900), mode=st.sampled_from(MODES))
 def test_pixels_equal_transformers_for_any_size_and_mode(
     width: int, height: int, mode: str, qwen: ChatProcessor, hf_qwen: Any
 ) -> None:
