@@ -25,7 +25,7 @@ from npu_runner.errors import NpuRunnerError
 from tests.cann.programs.emulation import set_failures
 from tests.oracle.running import runner_of
 
-NUM_EXAMPLES = 5
+NUM_EXAMPLES = 3
 
 
 def job(settings: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def job(settings: dict[str, Any]) -> dict[str, Any]:
                 conversations = [[{"role": "user", "content": "which picture " * (1 + index)}]
                                  for index in range(NUM_EXAMPLES)]
             prompts = [llm.engine.processor(conversation) for conversation in conversations]
-            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
             return {"tokens": [output.token_ids for output in outputs], "graphs": llm.engine.info.graphs,
                     "num_retries": runner_of(llm).guard.num_retries}
     except NpuRunnerError as error:
