@@ -143,8 +143,8 @@ def import_remedy(outcome: Outcome) -> str:
     if "static TLS" in text:
         return "load the library that is named first: export LD_PRELOAD=<its full path>"
     if "Duplicated key" in text:
-        return ("torch is built for CUDA, and torch_npu does not load beside that: install its CPU build, "
-                f"pip install --index-url https://download.pytorch.org/whl/cpu, or {_IMAGE}")
+        return ("torch is built for CUDA, and torch_npu does not load beside that: install the CPU build of the same "
+                f"version (torch's own installation page has the command), or {_IMAGE}")
     if "undefined symbol" in text:
         return f"torch_npu does not fit torch or CANN: {_IMAGE}"
     if "cannot open shared object file" in text or "set_env.sh" in text:
