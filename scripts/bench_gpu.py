@@ -1,7 +1,8 @@
 """npu-runner on random weights of real shapes, with transformers in the same run; made for one GPU.
 
 (a) text: the Qwen3-0.6B shape, 256 requests with prompts and outputs of 100 to 1,024 tokens; peer: transformers'
-    continuous batching, which is what its generate_batch runs.
+    continuous batching, which is what its generate_batch runs, compiled. It takes flash attention where a package
+    for it is installed; without one it takes minutes a repeat and is stopped.
 (b) decode: the Qwen3-8B shape at batch 1, 8 and 64 and a context of 512; milliseconds a step, where the host spends
     them, and the share of the memory bandwidth (the bytes of weights and KV cache that a step must read, over the read
     bandwidth measured in the same run); peer: generate.
@@ -107,7 +108,8 @@ def report_text(results: dict[str, Any]) -> list[str]:
             lines.append(f"    {side:<20}failed: {result['failed']}")
             continue
         rates = result["output_tokens_per_second"]
-        lines.append(f"    {side:<20}{statistics.median(rates):>16.0f}{min(rates):>12.0f}-{max(rates):.0f}")
+        lines.append(f"    {side:<20}{statistics.median(rates):>16.0f}{min(rates):>12.0f}-{max(rates):.0f}"
+                     + (f"  ({result['attention']})" if "attention" in result else ""))
     return lines
 
 

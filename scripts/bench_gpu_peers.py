@@ -1,6 +1,7 @@
 """transformers' side of bench_gpu: each function is one measurement, in a process of its own.
 
-The same shapes with random weights, built on the device; the same prompts and lengths.
+The same shapes with random weights, built on the device; the same prompts and lengths. On a GPU with the settings that
+its authors recommend for speed: compiled, and flash attention where that is installed, which it picks by itself.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ class PeerStoppedError(Exception):
 
 def measure_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
     """(a) through continuous batching as `generate_batch` runs it, but each request with its own length."""
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
 
     model = _model(sizes.text_model, settings)
     config = GenerationConfig(do_sample=True, temperature=0.6, top_k=0, max_new_tokens=sizes.most_tokens,
                               eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(default_compile_level=int(settings["platform"] == "cuda"))
+    hints = WorkloadHints(sizes.most_tokens, sizes.most_tokens, sizes.num_texts)  # what generate_batch gives
     rates = []
-    with model.continuous_batching_context_manager(generation_config=config) as manager:
+    with model.continuous_batching_context_manager(generation_config=config, continuous_batching_config=batching,
+                                                   workload_hints=hints) as manager:
         _run_batch(manager, [([1] * sizes.least_tokens, 4)])  # warm-up
         for repeat in range(repeats):
             requests = text_requests(sizes, model.config.vocab_size, repeat)
@@ -39,20 +44,23 @@ def measure_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[s
             count = _run_batch(manager, requests)
             rates.append(count / (time.perf_counter() - started))
             assert count == sum(wanted for _, wanted in requests), f"{count} tokens came"
-    return {"output_tokens_per_second": rates}
+        attention = model.config._attn_implementation
+    return {"output_tokens_per_second": rates, "attention": attention}
 
 
 def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """(b) through `generate`: what `decode_steps` more tokens cost, a step."""
+    """(b) through `generate` over a static cache, compiled: what `decode_steps` more tokens cost, a step."""
     model = _model(sizes.decode_model, settings)
     batches = {}
     for batch_size in sizes.decode_batches:
         prompts = decode_prompts(batch_size, sizes.context - sizes.decode_steps // 2, model.config.vocab_size)
         inputs = torch.tensor(prompts, device=model.device)
-        _generate(model, inputs, 4)  # warm-up
+        counts = (2 + sizes.decode_steps, 2)  # the larger first: the cache keeps its size
+        for count in (*counts, *counts):  # warm-up: compilation, then its graph
+            _generate(model, inputs, count)
         milliseconds = []
         for _ in range(repeats):
-            few, many = (_generate(model, inputs, count) for count in (2, 2 + sizes.decode_steps))
+            many, few = (_generate(model, inputs, count) for count in counts)
             milliseconds.append(1e3 * (many - few) / sizes.decode_steps)
         batches[str(batch_size)] = {"milliseconds": milliseconds}
     return {"batches": batches}
@@ -74,7 +82,8 @@ def _generate(model: Any, inputs: torch.Tensor, num_tokens: int) -> float:
     started = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
-                                max_new_tokens=num_tokens, min_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0)
+                                max_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0,
+                                cache_implementation="static")
     output.cpu()
     return time.perf_counter() - started
 
