@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from npu_runner import LLM
+from npu_runner.platforms import pick_platform
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 from tests.oracle.test_scheduling_changes_nothing import text_prompts
@@ -18,6 +19,13 @@ CASES = {
     "qwen3": {"vocab_size": 321},  # a vocabulary that does not divide
     "qwen3_vl": {"tie_word_embeddings": True},
 }
+
+
+@pytest.fixture(autouse=True)
+def _two_devices(platform_name: str) -> None:
+    count = pick_platform(platform_name).device_count()
+    if count < 2:
+        pytest.skip(f"two ranks need two devices, {platform_name} has {count} here")
 
 
 @pytest.mark.parametrize("model_type", CASES)
