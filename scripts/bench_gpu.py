@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--platform", default="cuda", help="cuda (default) or cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--graph-mode", default="auto", help="ours: auto, eager, reduce-overhead or max-autotune")
+    parser.add_argument("--graph-batch-sizes", type=int, nargs="+", help="ours: the batches to capture; default: all")
     parser.add_argument("--attention-backend", default="auto", help="ours: auto, or one that the platform names")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
@@ -80,7 +81,7 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
             return {"failed": str(stopped)}
     import bench_gpu_ours as ours
 
-    settings |= {"graph_mode": arguments.graph_mode, "attention_backend": arguments.attention_backend}
+    settings |= {name: getattr(arguments, name) for name in ("graph_mode", "graph_batch_sizes", "attention_backend")}
     if part == "pictures":
         return ours.measure_pictures(sizes, settings, is_profiled=side == "profiled")
     measure_ours = {"text": ours.measure_text, "decode": ours.measure_decode}[part]

@@ -51,7 +51,7 @@ def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict
     with tempfile.TemporaryDirectory() as name:
         path = make_text_model(Path(name), sizes.decode_model)
         with LLM(path, load_format="dummy", max_model_len=2 * sizes.context + 4 * sizes.decode_steps,
-                 max_num_seqs=max(sizes.decode_batches), graph_batch_sizes=sizes.decode_batches, **settings) as llm:
+                 max_num_seqs=max(sizes.decode_batches), **settings) as llm:
             batches = {str(size): _decode_steps(llm, size, sizes, repeats) for size in sizes.decode_batches}
             weights = _read_weight_bytes(llm)
             model = llm.engine.model_config

@@ -40,15 +40,10 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     allowed = platform.supported_block_sizes
     if allowed is not None and block_size not in allowed:
         raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
-    graph_mode = "eager" if config.enforce_eager else config.graph_mode
-    graph_mode = defaults.graph_mode if graph_mode == "auto" else graph_mode
-    if graph_mode not in platform.graph_modes:
-        raise ConfigError(f"graph_mode {graph_mode!r}: {platform.name} supports {', '.join(platform.graph_modes)}")
+    graph_mode = _graph_mode(config, platform, max_num_seqs)
     if config.attention_backend not in ("auto", *platform.attention_backends):
         raise ConfigError(f"attention_backend {config.attention_backend!r}: {platform.name} has "
                           f"{', '.join(platform.attention_backends)}")
-    if graph_mode == "eager" and config.graph_batch_sizes is not None:
-        raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes} has no use in eager mode; set graph_mode")
     dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model_config.dtype)
     return Settings(
         dtype=dtype,
@@ -60,6 +55,19 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config, platform, graph_mode),
     )
+
+
+def _graph_mode(config: RunnerConfig, platform: Platform, max_num_seqs: int) -> str:
+    graph_mode = "eager" if config.enforce_eager else config.graph_mode
+    graph_mode = platform.defaults.graph_mode if graph_mode == "auto" else graph_mode
+    if graph_mode not in platform.graph_modes:
+        raise ConfigError(f"graph_mode {graph_mode!r}: {platform.name} supports {', '.join(platform.graph_modes)}")
+    if graph_mode == "eager" and config.graph_batch_sizes is not None:
+        raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes} has no use in eager mode; set graph_mode")
+    if config.graph_batch_sizes is not None and config.graph_batch_sizes[-1] > max_num_seqs:
+        raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes}: no step has more than max_num_seqs "
+                          f"{max_num_seqs} sequences; raise that or leave the larger sizes out")
+    return graph_mode
 
 
 def _graph_cache_dir(config: RunnerConfig, platform: Platform, graph_mode: str) -> Path | None:
