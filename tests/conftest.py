@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--platform", default="cpu", help="platform the oracle tests run on: cpu (default), cuda or npu")
+    parser.addoption("--platform", default="cpu", choices=("cpu", "cuda", "npu"), help="what the oracle tests run on")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,10 +25,16 @@ def pick_platform(name: str) -> Platform:
     candidates = list(_HOMES) if name == "auto" else [name]
     reasons = []
     for candidate in candidates:
-        module, attribute = _HOMES[candidate].split(":")
-        platform_class: type[Platform] = getattr(importlib.import_module(module), attribute)
-        reason = platform_class.why_unavailable()
+        found = platform_class(candidate)
+        reason = found.why_unavailable()
         if reason is None:
-            return platform_class()
+            return found()
         reasons.append(f"{candidate}: {reason}")
     raise ConfigError(f"platform {name!r} cannot be used here ({'; '.join(reasons)})")
+
+
+def platform_class(name: str) -> type[Platform]:
+    """The class of the platform called `name`, whether this host can use it or not."""
+    module, attribute = _HOMES[name].split(":")
+    found: type[Platform] = getattr(importlib.import_module(module), attribute)
+    return found
