@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -75,15 +76,13 @@ class ScheduledBatch:
 
 
 class RunningTable:
-    """Rows of everything that runs, kept across steps so that a decode step is a few array reads.
+    """Blocks of everything that runs, kept across steps so that a decode step copies only what is new.
 
     A row is a slot; `max_blocks` is the longest block table a sequence may have.
     """
 
     def __init__(self, num_slots: int, max_blocks: int):
         self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
-        self.context_lens = np.zeros(num_slots, dtype=np.int32)
-        self.last_tokens = np.zeros(num_slots, dtype=np.int32)
         self.position_deltas = np.zeros(num_slots, dtype=np.int32)
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -105,15 +104,14 @@ class RunningTable:
         self._freed.append(seq.slot)
         seq.slot = None
 
-    def refresh(self, seq: Sequence) -> None:
-        """Copy what changed of `seq` since the last step into its row."""
-        slot = seq.slot
-        known = self._num_blocks[slot]
-        if len(seq.block_table) != known:
-            self.block_tables[slot, known : len(seq.block_table)] = seq.block_table[known:]
-            self._num_blocks[slot] = len(seq.block_table)
-        self.context_lens[slot] = len(seq.token_ids)
-        self.last_tokens[slot] = seq.token_ids[-1]
+    def refresh(self, running: SequenceOf[Sequence], slots_B: np.ndarray) -> None:
+        """Copy the blocks that `running`, in rows `slots_B`, got since the last step."""
+        num_blocks_B = _per_sequence(len(seq.block_table) for seq in running)
+        known_B = self._num_blocks[slots_B]
+        for row in np.flatnonzero(num_blocks_B != known_B).tolist():
+            blocks = running[row].block_table
+            self.block_tables[slots_B[row], known_B[row] : len(blocks)] = blocks[known_B[row]:]
+        self._num_blocks[slots_B] = num_blocks_B
 
     def take_freed_slots(self) -> list[int]:
         freed, self._freed = self._freed, []
@@ -121,15 +119,16 @@ class RunningTable:
 
 
 def decode_batch(running: SequenceOf[Sequence], table: RunningTable, block_size: int) -> ScheduledBatch:
-    """One token for each of `running`, whose rows in `table` are fresh."""
-    slots_B = np.fromiter((seq.slot for seq in running), dtype=np.int32, count=len(running))
-    context_lens_B = table.context_lens[slots_B]
+    """One token for each of `running`, blocks already allocated."""
+    slots_B = _per_sequence(seq.slot for seq in running)
+    table.refresh(running, slots_B)
+    context_lens_B = _per_sequence(len(seq.token_ids) for seq in running)
     width = -(-int(context_lens_B.max()) // block_size)
     return ScheduledBatch(
         is_prefill=False,
         request_ids=[seq.request_id for seq in running],
         slots_B=slots_B,
-        token_ids_T=table.last_tokens[slots_B],
+        token_ids_T=_per_sequence(seq.token_ids[-1] for seq in running),
         positions=context_lens_B - 1 + table.position_deltas[slots_B],
         query_lens_B=np.ones(len(running), dtype=np.int32),
         context_lens_B=context_lens_B,
@@ -137,6 +136,10 @@ def decode_batch(running: SequenceOf[Sequence], table: RunningTable, block_size:
         samples_B=np.ones(len(running), dtype=np.bool_),
         freed_slots=table.take_freed_slots(),
     )
+
+
+def _per_sequence(values: Iterable[int | None]) -> np.ndarray:
+    return np.fromiter(values, dtype=np.int32)
 
 
 def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable, *, uses_mrope: bool) -> ScheduledBatch:

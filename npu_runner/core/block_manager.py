@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,6 +102,11 @@ class BlockManager:
             seq.block_table.append(block)
         self._note_peak()
         return True
+
+    def without_room(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those of `running` whose blocks do not hold their last token yet."""
+        size = self.block_size
+        return [seq for seq in running if len(seq.token_ids) > len(seq.block_table) * size]
 
     def commit(self, seq: Sequence) -> None:
         """Offer the blocks that `seq` has computed in full to other sequences."""

@@ -158,11 +158,9 @@ class Scheduler:
 
     def _choose_decode(self) -> list[Sequence]:
         """Every running sequence that has, or can be given, a block for its next token."""
-        for seq in sorted(self.running, key=lambda seq: seq.arrival):
+        for seq in sorted(self.block_manager.without_room(self.running), key=lambda seq: seq.arrival):
             while seq.slot is not None and not self.block_manager.allocate(seq, seq.num_tokens):
                 self._preempt(self._latest_arrival())
-        for seq in self.running:
-            self._table.refresh(seq)
         return self.running[:]
 
     def _latest_arrival(self) -> Sequence:

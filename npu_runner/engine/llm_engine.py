@@ -36,11 +36,13 @@ from strategies import pick_strategy
 
 @dataclass(eq=False)
 class _Generation:
-    """One sequence with its text so far."""
+    """One sequence with its text so far, and what ends it."""
 
     sequence: Sequence
     detokenizer: IncrementalDetokenizer
-    max_output_tokens: int
+    end_tokens: frozenset[int]
+    max_tokens: int
+    """Of prompt and output together."""
     logprobs: list[PositionLogprobs] | None
     finished: CompletionOutput | None = None
 
@@ -90,6 +92,8 @@ class LLMEngine:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
         self._check(prompt, params)
         room = self.max_model_len - len(prompt.token_ids)
+        eos_tokens = () if params.ignore_eos else self.model_config.eos_token_ids
+        end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
         request = self._requests[request_id] = _Request(request_id)
         for index in range(params.n):
             sequence = Sequence(
@@ -98,8 +102,8 @@ class LLMEngine:
             )
             self._next_seq_id += 1
             generation = _Generation(
-                sequence, IncrementalDetokenizer(self.processor.tokenizer, stop=params.stop),
-                min(room, params.max_tokens or room), None if params.logprobs is None else [],
+                sequence, IncrementalDetokenizer(self.processor.tokenizer, stop=params.stop), end_tokens,
+                len(prompt.token_ids) + min(room, params.max_tokens or room), None if params.logprobs is None else [],
             )
             request.generations.append(generation)
             self._generation_of[sequence.seq_id] = generation
@@ -129,19 +133,25 @@ class LLMEngine:
             output = self._executor.execute_model(batch)
             sequences = self.scheduler.complete()
             for row, sequence in enumerate(sequences):
-                for token in output.sampled_token_ids[row]:
+                tokens = output.sampled_token_ids[row]
+                if batch.is_prefill and tokens:
+                    self._note_cached_tokens(sequence)
+                for token in tokens:
                     self._append(sequence, token, output.logprobs[row] if output.logprobs else None)
             self._count(batch.is_prefill, batch.num_tokens, time.perf_counter() - started)
         ready, self._ready = self._ready, []
         return ready
 
+    def _note_cached_tokens(self, sequence: Sequence) -> None:
+        """The request's first prefill counts; a preempted one finds its own blocks."""
+        request = self._requests[sequence.request_id]
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = sequence.num_cached_tokens
+
     # -- one token -------------------------------------------------------------------------------------------------
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         generation = self._generation_of[sequence.seq_id]
-        request = self._requests[sequence.request_id]
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = sequence.num_cached_tokens
         if token == NO_TOKEN:
             self._finish(generation, "error", error="the model's output is not a number (NaN or infinity)")
             return
@@ -149,14 +159,12 @@ class LLMEngine:
         params = sequence.params
         if generation.logprobs is not None and logprobs is not None:
             generation.logprobs.append(self._position_logprobs(token, logprobs, params))
-        may_stop = sequence.num_output_tokens >= params.min_tokens
-        if may_stop and token in params.stop_token_ids:
-            self._finish(generation, "stop", stop_reason=token)
-        elif may_stop and not params.ignore_eos and token in self.model_config.eos_token_ids:
-            self._finish(generation, "stop")
+        may_stop = not params.min_tokens or sequence.num_output_tokens >= params.min_tokens
+        if may_stop and token in generation.end_tokens:
+            self._finish(generation, "stop", stop_reason=token if token in params.stop_token_ids else None)
         elif (stop := generation.detokenizer.append([token], stops_allowed=may_stop)) is not None:
             self._finish(generation, "stop", stop_reason=stop)
-        elif sequence.num_output_tokens >= generation.max_output_tokens:
+        elif len(sequence.token_ids) >= generation.max_tokens:
             self._finish(generation, "length")
 
     def _finish(self, generation: _Generation, reason: FinishReason, *, stop_reason: str | int | None = None,
