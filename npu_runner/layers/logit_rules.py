@@ -8,7 +8,7 @@ Shapes: S slots, B rows of the step, V vocabulary, E rules, P longest rule prefi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +82,6 @@ class RuleTable:
         """int32 arrays for `install`; none where the device is up to date. outputs: the newcomers' tokens so far."""
         if not self._has_changed:
             return []
-        self._has_changed = False
         width = max([self._recent_SP.shape[1], *(rules.longest_prefix for rules in self._rules.values())])
         slots_E = np.repeat(list(self._rules), [len(rules) for rules in self._rules.values()])
         columns = [np.concatenate([np.zeros(0, dtype), *(getattr(rules, name) for rules in self._rules.values())])
@@ -110,6 +109,7 @@ class RuleTable:
             self._recent_SP = torch.cat([self._recent_SP.new_full((num_slots, missing), _NO_TOKEN), self._recent_SP], 1)
         if len(slots_R):
             self._recent_SP.index_copy_(0, slots_R.long(), last_RP)
+        self._has_changed = False
 
     def apply(self, logits_BV: Tensor, slots_B: Tensor, *, match_prefixes: bool) -> None:
         """Add what the rules say, in place. Without `match_prefixes` no row has a rule with a prefix."""
@@ -123,13 +123,20 @@ class RuleTable:
         values_E = torch.where(applies_E, self._values_E, 0.0)
         logits_BV.view(-1).scatter_add_(0, row_E.clamp(min=0) * self._vocab_size + self._tokens_E, values_E)
 
-    def advance(self, slots_B: Tensor, tokens_B: Tensor, *, match_prefixes: bool) -> None:
-        """Record one more generated token per row."""
-        self._num_generated_S.scatter_add_(0, slots_B, torch.ones_like(slots_B, dtype=torch.int32))
+    def prepare_advance(self, slots_B: Tensor, tokens_B: Tensor, *, match_prefixes: bool) -> Callable[[], object]:
+        """What records one more generated token per row, its memory taken already."""
+        ones_B = torch.ones_like(slots_B, dtype=torch.int32)
+        shifted_BP = None
         if match_prefixes:
             recent_BP = self._recent_SP.index_select(0, slots_B)
             shifted_BP = torch.cat([recent_BP[:, 1:], tokens_B[:, None].to(torch.int32)], dim=1)
-            self._recent_SP.index_copy_(0, slots_B, shifted_BP)
+
+        def record() -> None:
+            self._num_generated_S.scatter_add_(0, slots_B, ones_B)
+            if shifted_BP is not None:
+                self._recent_SP.index_copy_(0, slots_B, shifted_BP)
+
+        return record
 
 
 def _right_aligned(rows: Sequence[Sequence[int]], width: int, filler: int) -> np.ndarray:

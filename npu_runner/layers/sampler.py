@@ -39,19 +39,12 @@ class SamplerOutput:
     token_ids_B: Tensor
     logprobs: LogprobsTensors | None
     """None when no row asked."""
+    table: Tensor
+    """int32 (B, columns): all of it and the step's receipts, side by side."""
 
-    def to_host(self, receipts_B: Tensor) -> HostSample:
-        """Everything in host memory, by one copy; waits for the step.
-
-        receipts_B: int32 on the device, brought back with the tokens. What was sent with the step's own inputs shows
-        that the device ran this step, and that the tokens are not what an earlier one left in its memory.
-        """
-        columns = [self.token_ids_B[:, None].to(torch.int32), receipts_B[:, None]]
-        if self.logprobs is not None:
-            given = self.logprobs
-            columns += [given.sampled_B[:, None].view(torch.int32), given.top_ids.to(torch.int32),
-                        given.top_logprobs.view(torch.int32)]
-        table = torch.cat(columns, dim=1).cpu().numpy()
+    def to_host(self) -> HostSample:
+        """Everything in host memory, by one copy; waits for the step."""
+        table = self.table.cpu().numpy()
         if self.logprobs is None:
             return HostSample(table[:, 0], table[:, 1], None, None, None)
         first, second = 3, 3 + (table.shape[1] - 3) // 2
@@ -102,8 +95,13 @@ class Sampler:
         return self._state.uniforms(slots)
 
     @torch.inference_mode()
-    def __call__(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, host_slots: np.ndarray) -> SamplerOutput:
-        """One token per row. logits_BV (any float type) is left as it is; host_slots says slots_B on the host."""
+    def __call__(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, receipts_B: Tensor,
+                 host_slots: np.ndarray) -> SamplerOutput:
+        """One token per row. logits_BV (any float type) is left as it is; host_slots says slots_B on the host.
+
+        receipts_B: int32 on the device, brought back with the tokens. What was sent with the step's own inputs shows
+        that the device ran this step, and that the tokens are not what an earlier one left in its memory.
+        """
         state = self._state
         state.upload()
         features = state.features(host_slots)
@@ -118,7 +116,8 @@ class Sampler:
         logprobs = None
         if features & Feature.LOGPROBS:
             logprobs = _logprobs(logits_BV.float(), tokens_B1, state.num_logprobs(host_slots))
-        output = SamplerOutput(tokens_B1.masked_fill(is_unusable_B1, -1).squeeze(-1), logprobs)
+        token_ids_B = tokens_B1.masked_fill(is_unusable_B1, -1).squeeze(-1)
+        output = SamplerOutput(token_ids_B, logprobs, _table(token_ids_B, receipts_B, logprobs))
         # Last: a call that fails for want of memory changes nothing, and can be made again.
         state.advance(features, slots_B, tokens_B1.squeeze(-1), host_slots)
         return output
@@ -159,6 +158,14 @@ class Sampler:
                 top_p_B1=fields_FB1[Field.TOP_P], min_p_B1=min_p_B1)
             tokens_B1 = torch.where(fields_FB1[Field.DRAWS_FROM_TOP] > 0.0, drawn_B1, tokens_B1)
         return tokens_B1
+
+
+def _table(token_ids_B: Tensor, receipts_B: Tensor, logprobs: LogprobsTensors | None) -> Tensor:
+    columns = [token_ids_B[:, None].to(torch.int32), receipts_B[:, None]]
+    if logprobs is not None:
+        columns += [logprobs.sampled_B[:, None].view(torch.int32), logprobs.top_ids.to(torch.int32),
+                    logprobs.top_logprobs.view(torch.int32)]
+    return torch.cat(columns, dim=1)
 
 
 def _logprobs(logits_BV: Tensor, tokens_B1: Tensor, num_top: int) -> LogprobsTensors:

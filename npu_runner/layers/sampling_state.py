@@ -154,12 +154,16 @@ class SamplingState:
         self._newcomers.clear()
 
     def advance(self, features: Feature, slots_B: Tensor, tokens_B: Tensor, host_slots: np.ndarray) -> None:
-        """Record one more generated token per row."""
-        self._num_generated_S[host_slots] += 1
+        """Record one more generated token per row: all of it, or nothing where memory runs out."""
+        recorders = []
         if features & (Feature.REPETITION | Feature.FREQUENCY):
-            self.counts.advance(slots_B, tokens_B)
+            recorders.append(self.counts.prepare_advance(slots_B, tokens_B))
         if features & Feature.RULES:
-            self.rules.advance(slots_B, tokens_B, match_prefixes=Feature.PREFIX_RULES in features)
+            prefixes = Feature.PREFIX_RULES in features
+            recorders.append(self.rules.prepare_advance(slots_B, tokens_B, match_prefixes=prefixes))
+        for record in recorders:
+            record()
+        self._num_generated_S[host_slots] += 1
 
 
 def _features(params: SamplingParams, vocab_size: int) -> Feature:

@@ -7,7 +7,8 @@ Shapes: S slots, B rows of the step, V vocabulary, R newcomers with penalties, N
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -52,8 +53,9 @@ class TokenCounts:
         assert self._counts_SV is not None, "no sequence with a penalty has joined"
         return self._counts_SV.index_select(0, slots_B)
 
-    def advance(self, slots_B: Tensor, tokens_B: Tensor) -> None:
-        """Count one more generated token per row."""
+    def prepare_advance(self, slots_B: Tensor, tokens_B: Tensor) -> Callable[[], object]:
+        """What counts one more generated token per row, its memory taken already."""
         assert self._counts_SV is not None, "no sequence with a penalty has joined"
         indices_B = slots_B * self._shape[1] + tokens_B
-        self._counts_SV.view(-1).scatter_add_(0, indices_B, torch.ones_like(indices_B, dtype=torch.float32))
+        ones_B = torch.ones_like(indices_B, dtype=torch.float32)
+        return partial(self._counts_SV.view(-1).scatter_add_, 0, indices_B, ones_B)

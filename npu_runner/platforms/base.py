@@ -147,7 +147,8 @@ class GraphCompiler(ABC):
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
         """A callable for exactly this batch size and its static buffers, compiled or captured on its first call.
 
-        That first call raises GraphResourceError when the device has no resources left for another graph.
+        That first call raises GraphResourceError when the device has no resources left for another graph; the caller
+        treats a want of memory alike.
         """
 
     def was_loaded(self, batch_size: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, Platform
-from npu_runner.runner.inputs import Layout, device_views, pack, plan_layout
+from npu_runner.runner.inputs import plan_layout, views
 
 # B bucket's batch size, W blocks of the longest sequence allowed
 
@@ -34,11 +34,12 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass
 class Bucket:
-    """Static device buffers of one batch size, and what runs on them."""
+    """Static buffers of one batch size, `host` and `inputs` the views of theirs, and what runs on the device's."""
 
     batch_size: int
-    layout: Layout
     num_elements: int
+    staging: np.ndarray
+    host: dict[str, np.ndarray]
     buffer: Tensor
     inputs: dict[str, Tensor]
     forward: DecodeForward
@@ -62,7 +63,8 @@ class DecodeBuckets:
 
         A graph kept from an earlier run must agree with `forward` (`agrees(bucket)`), or it is compiled anew.
 
-        When the device has no resources for one more graph, what fits is kept and the rest runs eagerly.
+        When the device has no resources for one more graph, what fits is kept. Smaller batches are then padded to the
+        smallest graph there is, which costs less than to launch each operator; without any graph all steps are eager.
         """
         for size in sorted(self.sizes, reverse=True):
             bucket = self._make(size, compiler.compile(forward, size))
@@ -79,8 +81,9 @@ class DecodeBuckets:
             except GraphResourceError as full:
                 del self._buckets[size]
                 self._refused = (size, str(full))
-                logger.warning("no resources for a graph of batch size %d (%s); it and smaller ones run eagerly",
-                               size, full)
+                instead = f"are padded to {min(self._buckets)}" if self._buckets else "run eagerly, as all do"
+                logger.warning("no resources for a graph of batch size %d (%s); batches of up to %d %s", size, full,
+                               size, instead)
                 return
 
     def find(self, batch_size: int) -> Bucket | None:
@@ -109,25 +112,26 @@ class DecodeBuckets:
             "slots": (size,), "uniforms": (size,), "receipts": (size,), "block_tables": (size, self.max_blocks),
         }
         layout, num_elements = plan_layout(shapes, FLOAT_INPUTS)
+        staging = torch.zeros(num_elements, dtype=torch.int32)
+        host = {name: view.numpy() for name, view in views(staging, layout).items()}
         buffer = torch.zeros(num_elements, dtype=torch.int32, device=self.device)
-        return Bucket(size, layout, num_elements, buffer, device_views(buffer, layout), forward)
+        return Bucket(size, num_elements, staging.numpy(), host, buffer, views(buffer, layout), forward)
 
 
 def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform,
              block_size: int) -> dict[str, np.ndarray]:
-    """Fill the bucket's buffers with a smaller batch, and return what they hold now.
+    """Fill the bucket's buffers with a smaller batch, and return what they hold now, until the next call.
 
-    Padded rows have context length 1 in the null block.
+    Padded rows have context length 1 in the null block. Behind a row's blocks stand those of earlier steps: nobody
+    reads beyond a context, and to clear the longest row that may come, every step, costs more than all the rest.
     """
-    padded = {}
-    for name, (_, shape, is_float) in bucket.layout.items():
-        target = np.full(shape, PADDED_CONTEXT_LEN if name == "context_lens" else 0,
-                         dtype=np.float32 if is_float else np.int32)
-        if name == "slot_mapping":
-            # Not all the same: kernels promise nothing for a slot that is written twice.
-            target[:] = np.arange(bucket.batch_size) % block_size
-        source = arrays[name]
-        target[tuple(slice(0, extent) for extent in source.shape)] = source
-        padded[name] = target
-    bucket.buffer.copy_(pack(platform, padded, bucket.layout, bucket.num_elements), non_blocking=True)
-    return padded
+    for name, source in arrays.items():
+        target, count = bucket.host[name], len(source)
+        target[(slice(0, count), *(slice(0, extent) for extent in source.shape[1:]))] = source
+        # Not all slots the same: kernels promise nothing for one that is written twice.
+        target[count:] = (np.arange(count, bucket.batch_size) % block_size if name == "slot_mapping"
+                          else PADDED_CONTEXT_LEN if name == "context_lens" else 0)
+    buffer = platform.host_buffer(bucket.num_elements)
+    buffer.numpy()[:] = bucket.staging
+    bucket.buffer.copy_(buffer, non_blocking=True)
+    return bucket.host

@@ -32,31 +32,23 @@ def plan_layout(shapes: Mapping[str, tuple[int, ...]], float_names: frozenset[st
     return layout, start
 
 
-def device_views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The arrays inside a device buffer."""
-    views = {}
+def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The arrays inside a buffer, int32 (num_elements,)."""
+    found = {}
     for name, (start, shape, is_float) in layout.items():
         size = int(np.prod(shape, dtype=np.int64))
         view = buffer[start : start + size].view(shape)
-        views[name] = view.view(torch.float32) if is_float else view
-    return views
-
-
-def pack(platform: Platform, arrays: Mapping[str, np.ndarray], layout: Layout, num_elements: int) -> Tensor:
-    """`arrays` laid out in host memory of their own, int32 (num_elements,)."""
-    buffer = platform.host_buffer(num_elements)
-    host = buffer.numpy()
-    for name, (start, shape, is_float) in layout.items():
-        size = int(np.prod(shape, dtype=np.int64))
-        target = host[start : start + size]
-        (target.view(np.float32) if is_float else target)[:] = arrays[name].reshape(-1)
-    return buffer
+        found[name] = view.view(torch.float32) if is_float else view
+    return found
 
 
 def to_device(platform: Platform, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """All of `arrays` (4-byte integers or float32) on the device, through one copy."""
     floats = frozenset(name for name, array in arrays.items() if array.dtype == np.float32)
     layout, num_elements = plan_layout({name: array.shape for name, array in arrays.items()}, floats)
+    host = platform.host_buffer(num_elements)
+    for name, view in views(host, layout).items():
+        view.numpy()[:] = arrays[name]
     buffer = torch.empty(num_elements, dtype=torch.int32, device=device)
-    buffer.copy_(pack(platform, arrays, layout, num_elements), non_blocking=True)
-    return device_views(buffer, layout)
+    buffer.copy_(host, non_blocking=True)
+    return views(buffer, layout)

@@ -28,7 +28,7 @@ from npu_runner.models.decoder import CausalLM
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import AttentionMetadata, GraphSettings
+from npu_runner.platforms.base import AttentionMetadata, GraphResourceError, GraphSettings
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, TokenLogprobs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes, pad_into
 from npu_runner.runner.decode_step import DecodeStep
@@ -172,8 +172,13 @@ class ModelRunner(ModelRunnerBase):
 
         def warm_up(batch_size: int) -> None:
             self._progress(f"compiling bucket {batch_size}")
-            # The first call compiles or captures, the second proves that it stays compiled.
-            self.dummy_run(batch_size, batch_size, expected_decode_len=2, in_capturing=True)
+            try:
+                # The first call compiles or captures, the second proves that it stays compiled.
+                self.dummy_run(batch_size, batch_size, expected_decode_len=2, in_capturing=True)
+            except (RuntimeError, MemoryError) as error:
+                if not self.platform.is_out_of_memory(error):
+                    raise
+                raise GraphResourceError(str(error).partition("\n")[0]) from error
 
         def agrees(bucket: Bucket) -> bool:
             self._progress(f"comparing the kept graph of bucket {bucket.batch_size}")
@@ -364,10 +369,10 @@ class ModelRunner(ModelRunnerBase):
         if len(rows):
             count = len(rows)
             on_device = self.sampler(
-                logits_BV, inputs["slots"][:count], inputs["uniforms"][:count], batch.slots_B[rows]
+                logits_BV, *(inputs[name][:count] for name in ("slots", "uniforms", "receipts")), batch.slots_B[rows]
             )
             self.clock.end_sample()
-            sampled = on_device.to_host(inputs["receipts"][:count])
+            sampled = on_device.to_host()
             self.clock.end_wait()
             if (sampled.receipts_B != self._step_number).any():
                 raise EngineDeadError(f"the device did not run the {batch.describe()}: it takes no work since an "

@@ -22,12 +22,13 @@ def make_sampler(vocab_size: int, max_num_seqs: int = 8,
 
 
 def step(sampler: Sampler, logits_BV: Tensor, slots: Sequence[int],
-         uniforms: Sequence[float] | None = None) -> SamplerOutput:
+         uniforms: Sequence[float] | None = None, receipt: int = 0) -> SamplerOutput:
     """One step of the sequences in `slots`, with the sampler's own uniforms unless others are given."""
     host_slots = np.asarray(slots, dtype=np.int32)
     uniforms_B = sampler.host_inputs(host_slots) if uniforms is None else np.asarray(uniforms, dtype=np.float32)
     assert uniforms_B.dtype == np.float32
-    return sampler(logits_BV, torch.from_numpy(host_slots), torch.from_numpy(uniforms_B), host_slots)
+    receipts_B = torch.full((len(slots),), receipt, dtype=torch.int32)
+    return sampler(logits_BV, torch.from_numpy(host_slots), torch.from_numpy(uniforms_B), receipts_B, host_slots)
 
 
 def sample_one(params: SamplingParams, logits_V: Tensor, *, prompt: Sequence[int] = (), output: Sequence[int] = (),

@@ -197,10 +197,9 @@ def test_host_copy_holds_the_same():
     sampler.add(1, GREEDY, [1], seed=0)
     logits_BV = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     logits_BV[1, 3] = torch.nan
-    output = step(sampler, logits_BV, [0, 1])
-    receipts_B = torch.tensor([7, 8], dtype=torch.int32)
-    host = output.to_host(receipts_B)
-    assert host.receipts_B.tolist() == [7, 8]
+    output = step(sampler, logits_BV, [0, 1], receipt=7)
+    host = output.to_host()
+    assert host.receipts_B.tolist() == [7, 7]
     assert output.logprobs is not None
     assert host.token_ids_B.tolist() == output.token_ids_B.tolist() == [int(logits_BV[0].argmax()), -1]
     assert host.sampled_logprobs_B is not None
@@ -210,7 +209,7 @@ def test_host_copy_holds_the_same():
     assert host.top_logprobs_BK is not None
     assert host.top_logprobs_BK[0].tolist() == output.logprobs.top_logprobs[0].tolist()
     sampler.add(0, GREEDY, [1], seed=0)
-    without = step(sampler, logits_BV, [0, 1]).to_host(receipts_B)
+    without = step(sampler, logits_BV, [0, 1]).to_host()
     assert without.sampled_logprobs_B is without.top_ids_BK is without.top_logprobs_BK is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +95,47 @@ def test_coming_going_and_preemption_make_no_difference(table_VV, alone):
     assert [one.output for one in everyone] == alone
 
 
+class MemoryRunsOut(TorchDispatchMode):
+    """The `at`-th operator that takes memory fails."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.num_left = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func._schema.is_mutable and not func.is_view:
+            self.num_left -= 1
+            if self.num_left == 0:
+                raise MemoryError
+        return result
+
+
+def test_a_step_that_runs_out_of_memory_can_be_made_again(table_VV, alone):
+    """Whichever operator it is that fails, in steps that sequences join and in others."""
+    most = 12  # tokens, of which memory runs out for the first five
+    for at in itertools.count(1, 3):
+        sampler, failing = make_sampler(VOCAB, 16, spell), MemoryRunsOut(at)
+        everyone = {number: conversation(number) for number in range(len(SEVERAL))}
+        for number_step in range(most):
+            for number in {0: range(6), 2: range(6, len(SEVERAL))}.get(number_step, ()):
+                add(sampler, number, everyone[number])
+            running = {slot: one for slot, one in everyone.items() if number_step >= 2 or slot < 6}
+            if number_step >= 5:
+                run_together(sampler, table_VV, running, 1)
+                continue
+            try:
+                with failing:
+                    run_together(sampler, table_VV, running, 1)
+            except MemoryError:
+                run_together(sampler, table_VV, running, 1)
+        got = [one.output for one in everyone.values()]
+        assert got == [tokens[: len(output)] for tokens, output in zip(alone, got, strict=True)], f"operator {at}"
+        if failing.num_left > 0:
+            break
+    assert at > 200
+
+
 def test_different_seeds_give_different_tokens(table_VV):
     outputs = {tuple(generate(table_VV, Conversation(SamplingParams(), [1], seed), 20)) for seed in range(50)}
     assert len(outputs) == 50
@@ -153,7 +195,7 @@ def test_no_step_reads_the_device_or_shapes_by_values(table_VV):
     assert not WAITS_FOR_VALUES & set(names)
 
 
-def test_greedy_rows_cost_an_argmax_and_a_check():
+def test_greedy_rows_cost_an_argmax_a_check_and_the_table_for_the_host():
     sampler = make_sampler(VOCAB)
     for slot in range(4):
         sampler.add(slot, SamplingParams(temperature=0.0), [1], seed=slot)
@@ -162,7 +204,7 @@ def test_greedy_rows_cost_an_argmax_and_a_check():
     with operators() as names:
         step(sampler, logits_BV, range(4))
     assert not {"exp_", "exp", "cumsum", "topk", "sort", "scatter_add_", "index_select", "clone"} & set(names)
-    assert len(names) <= 16
+    assert len(names) <= 20
 
 
 def test_features_cost_nothing_in_steps_without_their_rows(table_VV):
@@ -173,7 +215,7 @@ def test_features_cost_nothing_in_steps_without_their_rows(table_VV):
     step(sampler, table_VV[: len(SEVERAL)], range(len(SEVERAL)))
     with operators() as names:
         step(sampler, table_VV[:1], [0])
-    assert len(names) <= 16
+    assert len(names) <= 20
 
 
 def test_min_tokens_costs_nothing_once_reached():

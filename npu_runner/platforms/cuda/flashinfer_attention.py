@@ -57,9 +57,27 @@ def find_pages(context_lens_B: np.ndarray, block_tables_BW: np.ndarray, block_si
     counts_B = -(-context_lens_B // block_size)
     firsts_B1 = np.zeros(len(counts_B) + 1, dtype=np.int32)
     np.cumsum(counts_B, out=firsts_B1[1:])
-    is_used_BW = np.arange(block_tables_BW.shape[1]) < counts_B[:, None]
-    indices_P = _pinned(block_tables_BW[is_used_BW]).to(device, non_blocking=True)
+    width = int(counts_B.max())
+    is_used_BW = np.arange(width) < counts_B[:, None]
+    indices_P = _pinned(block_tables_BW[:, :width][is_used_BW]).to(device, non_blocking=True)
     return Pages(_pinned(firsts_B1), indices_P, _pinned((context_lens_B - 1) % block_size + 1))
+
+
+class _Planned:
+    """A wrapper whose plans do not overtake each other.
+
+    `plan` writes one pinned buffer that it has copied to the device later: while steps are not waited for (chunks of a
+    prompt that sample nothing), the next plan would change what an earlier one is still to bring there.
+    """
+
+    def __init__(self, wrapper: Any):
+        self.wrapper = wrapper
+        self._copied = torch.cuda.Event()
+
+    def plan(self, *arguments: Any, **settings: Any) -> None:
+        self._copied.synchronize()
+        self.wrapper.plan(*arguments, **settings)
+        self._copied.record()
 
 
 class FlashInferAttention(TritonAttention):
@@ -79,10 +97,11 @@ class FlashInferAttention(TritonAttention):
         kinds = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": head_dim**-0.5}
         self._prefill_settings = {**shape, **kinds, "head_dim_qk": head_dim, "causal": True}
         self._decode_settings = {**shape, **kinds, "head_dim": head_dim}
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT)
+        self._prefill = _Planned(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT))
         # Its kernels without tensor cores take one query head each; these take all of a kv head's.
-        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, _LAYOUT, use_tensor_cores=True)
-        self._replayed: dict[int, Any] = {}
+        self._decode = _Planned(
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, _LAYOUT, use_tensor_cores=True))
+        self._replayed: dict[int, _Planned] = {}
         self._key = next(_KEYS)
         _BACKENDS[self._key] = self
 
@@ -93,12 +112,12 @@ class FlashInferAttention(TritonAttention):
         np.cumsum(query_lens_B, out=rows_B1[1:])
         self._prefill.plan(_pinned(rows_B1), pages.firsts_B1, pages.indices_P, pages.last_lens_B,
                            **self._prefill_settings)
-        return self._prefill
+        return self._prefill.wrapper
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
         pages = find_pages(np.asarray(context_lens_B, dtype=np.int32), block_tables_BW, self.block_size, device)
         self._decode.plan(*pages, **self._decode_settings)
-        return self._decode
+        return self._decode.wrapper
 
     def plan_replay(self, context_lens_B: np.ndarray, block_tables_BW: np.ndarray) -> None:
         pages = find_pages(context_lens_B, block_tables_BW, self.block_size, self._device)
@@ -122,18 +141,18 @@ class FlashInferAttention(TritonAttention):
         return out_BNH
 
     def run_replayed(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        out_BNH: Tensor = self._replayed[len(q_BNH)].run(q_BNH, (k_cache, v_cache))
+        out_BNH: Tensor = self._replayed[len(q_BNH)].wrapper.run(q_BNH, (k_cache, v_cache))
         return out_BNH
 
-    def _make_replayed(self, batch_size: int, max_pages: int) -> Any:
+    def _make_replayed(self, batch_size: int, max_pages: int) -> _Planned:
         def buffer(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=self._device)
 
-        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        return _Planned(self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, _LAYOUT, use_cuda_graph=True, use_tensor_cores=True,
             paged_kv_indptr_buffer=buffer(batch_size + 1), paged_kv_indices_buffer=buffer(max_pages),
             paged_kv_last_page_len_buffer=buffer(batch_size),
-        )
+        ))
 
     def _check(self, scale: float) -> None:
         planned = self._decode_settings["sm_scale"]

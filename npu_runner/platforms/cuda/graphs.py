@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
+from npu_runner.platforms.base import DecodeForward, GraphCompiler
 from npu_runner.platforms.dynamo import own_code
 
 
@@ -26,16 +26,13 @@ class CudaGraphCompiler(GraphCompiler):
     def capture(self, forward: DecodeForward, inputs: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Run once to warm kernels up, then record; graphs share memory, since only one runs at a time."""
         graph = torch.cuda.CUDAGraph()
-        try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                forward(*inputs)
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(graph, pool=self._pool):
-                output = forward(*inputs)
-        except torch.OutOfMemoryError as error:
-            raise GraphResourceError(str(error).partition("\n")[0]) from error
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            forward(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = forward(*inputs)
         self._pool = self._pool or graph.pool()
         return graph, output
 

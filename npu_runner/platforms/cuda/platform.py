@@ -20,6 +20,10 @@ from npu_runner.platforms.base import (
 
 logger = logging.getLogger(__name__)
 
+# torch has a class for its own allocator's error only; these come as RuntimeError from the driver and the libraries.
+_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+                  "CUDNN_STATUS_ALLOC_FAILED")
+
 
 class CudaPlatform(Platform):
     name = "cuda"
@@ -96,7 +100,7 @@ class CudaPlatform(Platform):
         torch.cuda.synchronize()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, torch.OutOfMemoryError)
+        return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY)
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
