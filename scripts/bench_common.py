@@ -1,10 +1,16 @@
-"""What the benchmarks share: which commit, which versions, which machine."""
+"""What the benchmarks share: which commit, which versions, and what a job prepares before its model is there."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import subprocess
+import time
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from npu_runner.config import RunnerConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,3 +31,23 @@ def versions(*packages: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def measure_head_start(config: RunnerConfig, requests: Path) -> float:
+    """Seconds that as many rows take, one after the other, as our job can have prepared before its model is loaded.
+
+    Pictures lie in the folder of `requests`.
+    """
+    from npu_runner.batch.input_file import InputFile
+    from npu_runner.batch.model_side import CheckpointSide
+    from npu_runner.batch.preprocessing import RowPreprocessor
+    from npu_runner.batch.worker_pool import PoolLimits
+
+    prepare = RowPreprocessor(processor=CheckpointSide(config).processor, allowed_media_dir=requests.parent)
+    with InputFile(str(requests), requests.parent) as file:
+        rows = list(islice(file.rows(), PoolLimits(num_workers=1, task_timeout_seconds=1.0).max_ready))
+    prepare(rows[0])  # imports
+    started = time.perf_counter()
+    for row in rows:
+        prepare(row)
+    return time.perf_counter() - started

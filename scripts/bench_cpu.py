@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT, commit
+from bench_common import ROOT, commit, measure_head_start
 
 MODEL = ROOT / "npu_runner" / "assets" / "shapes-vl"
 MAX_TOKENS = 96
@@ -44,7 +44,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine == HEAD_START:
-        print(json.dumps(measure_head_start(arguments.folder)))
+        from npu_runner.config import RunnerConfig
+
+        config = RunnerConfig(model=str(MODEL))
+        print(json.dumps(measure_head_start(config, arguments.folder / "requests.jsonl")))
         return
     if arguments.engine is not None:
         print(json.dumps(measure_transformers(arguments.folder, arguments.engine, arguments.batch_size)))
@@ -114,25 +117,6 @@ def run_engine(engine: str, folder: Path, batch_size: int, repeat: int) -> dict[
 
 def child_command(engine: str, folder: Path, batch_size: int = 1) -> list[str]:
     return [sys.executable, __file__, "--engine", engine, "--folder", str(folder), "--batch-size", str(batch_size)]
-
-
-def measure_head_start(folder: Path) -> float:
-    """Seconds that as many rows take as our job can have prepared before its model is loaded."""
-    from npu_runner.batch.input_file import InputFile
-    from npu_runner.batch.model_side import CheckpointSide
-    from npu_runner.batch.preprocessing import RowPreprocessor
-    from npu_runner.batch.worker_pool import PoolLimits
-    from npu_runner.config import RunnerConfig
-
-    prepare = RowPreprocessor(processor=CheckpointSide(RunnerConfig(model=str(MODEL))).processor,
-                              allowed_media_dir=folder)
-    with InputFile(str(folder / "requests.jsonl"), folder) as file:
-        rows = list(islice(file.rows(), PoolLimits(num_workers=1, task_timeout_seconds=1.0).max_ready))
-    prepare(rows[0])  # imports
-    started = time.perf_counter()
-    for row in rows:
-        prepare(row)
-    return time.perf_counter() - started
 
 
 def read_job(output: Path, summary: Path) -> dict[str, Any]:

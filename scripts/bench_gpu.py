@@ -7,8 +7,8 @@
     them, and the share of the memory bandwidth (the bytes of weights and KV cache that a step must read, over the read
     bandwidth measured in the same run); peer: generate.
 (c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer,
-    through the batch job, files to answers. The share of the time that the GPU idles comes from a second run under the
-    profiler.
+    through the batch job, files to answers, with the time for what it prepares while the model loads. The share of the
+    time that the GPU idles comes from one more run, under the profiler.
 
 Every measurement has a process of its own. Prints a table, then one JSON line. `--sizes tiny --platform cpu` shows in a
 minute that the script works; its figures mean nothing.
@@ -30,8 +30,9 @@ from bench_gpu_work import SIZES, Sizes
 
 PARTS = ("text", "decode", "pictures")
 SIDES = ("npu_runner", "transformers")
-_HAS_PEER = ("text", "decode")
 _RESULT = "bench_gpu result: "
+# From a graph's launch to its tokens the device works, while the host launches the sampler and waits.
+_WHILE_DEVICE_WORKS = ("launch", "sample", "wait")
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--attention-backend", default="auto", help="ours: auto, or one that the platform names")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
-    parser.add_argument("--repeats", type=int, default=3, help="of (a) and (b)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each part")
     parser.add_argument("--peer-repeats", type=int, help="of the peer's (a) and (b); as --repeats unless given")
     parser.add_argument("--commit", default=commit(), help="to be reported; default: the checkout's (%(default)s)")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
@@ -56,9 +57,11 @@ def main() -> None:
     sides = SIDES[:1] if arguments.no_peer else SIDES
     results: dict[str, dict[str, Any]] = {}
     for part in arguments.part or PARTS:
-        results[part] = {side: run_child(part, side) for side in sides if side == SIDES[0] or part in _HAS_PEER}
         if part == "pictures":
-            results[part]["profiled"] = run_child("pictures", "profiled")
+            results[part] = {SIDES[0]: [run_child(part, SIDES[0]) for _ in range(arguments.repeats)],
+                             "profiled": run_child(part, "profiled")}
+        else:
+            results[part] = {side: run_child(part, side) for side in sides}
         print("\n".join(REPORTS[part](results[part])), flush=True)
     print(json.dumps({"bench": "bench_gpu", "commit": arguments.commit, "device": device_name(arguments.platform),
                       "versions": versions("torch", "triton", "transformers", "flashinfer-python", "npu-runner"),
@@ -121,7 +124,7 @@ def report_decode(results: dict[str, Any]) -> list[str]:
     lines = [f"(b) decode: {bandwidth / 1e9:.0f} GB/s read, {weights / 1e9:.2f} GB of weights; {ours['graphs']}",
              f"    {'batch':>5}{'ms/step':>9}{'min-max':>16}{'of bandwidth':>14}  host ms: " +
              " ".join(f"{name:>8}" for name in next(iter(ours["batches"].values()))["parts"]) +
-             f"{'transformers ms':>18}"]
+             f"  device ms{'transformers ms':>18}"]
     peer = results.get("transformers", {})
     for size, batch in ours["batches"].items():
         steps = batch["milliseconds"]
@@ -129,15 +132,18 @@ def report_decode(results: dict[str, Any]) -> list[str]:
         theirs = peer["batches"][size]["milliseconds"] if "batches" in peer else None
         lines.append(f"    {size:>5}{statistics.median(steps):>9.3f}{min(steps):>9.3f}-{max(steps):<6.3f}{share:>13.1%}"
                      "           " + " ".join(f"{value:>8.3f}" for value in batch["parts"].values()) +
+                     f"{sum(batch['parts'][name] for name in _WHILE_DEVICE_WORKS):>11.3f}" +
                      (f"{statistics.median(theirs):>18.3f}" if theirs else f"{peer.get('failed', '-'):>18}"))
     return lines
 
 
 def report_pictures(results: dict[str, Any]) -> list[str]:
-    ours, idle = results[SIDES[0]], results["profiled"]["idle_share"]
-    return ["(c) pictures: {:.2f} pictures/s, {:.0f} output tokens/s, the device idles {} of the time".format(
-        ours["pictures_per_second"], ours["output_tokens_per_second"],
-        "(not measured here)" if idle is None else f"{idle:.1%}")]
+    rates, tokens = ([run[name] for run in results[SIDES[0]]]
+                     for name in ("pictures_per_second", "output_tokens_per_second"))
+    idle = results["profiled"]["idle_share"]
+    return ["(c) pictures: {:.2f} pictures/s ({:.2f}-{:.2f}), {:.0f} output tokens/s, the device idles {} of the time"
+            .format(statistics.median(rates), min(rates), max(rates), statistics.median(tokens),
+                    "(not measured here)" if idle is None else f"{idle:.1%}")]
 
 
 REPORTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {

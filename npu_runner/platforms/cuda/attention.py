@@ -22,7 +22,7 @@ from npu_runner.platforms.torch_attention import segment_attention
 _TILE_ROWS = 64
 # Enough programs to fill a GPU of this many multiprocessors twice.
 _WANTED_PROGRAMS = 264
-_MAX_PARTS = 32
+_NUMBERS_OF_PARTS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass
@@ -35,11 +35,13 @@ class PrefillPlan:
 class TritonAttention(AttentionBackend):
     name = "triton"
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int):
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.block_size = block_size
+        self.dtype = dtype
+        self._has_combined = False
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
@@ -53,6 +55,19 @@ class TritonAttention(AttentionBackend):
         tiles.sort(key=lambda tile: -tile[3])
         host = torch.from_numpy(np.array(tiles, dtype=np.int32)).pin_memory()
         return PrefillPlan(host.to(device, non_blocking=True))
+
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
+        """Nothing to plan; the first eager step compiles `combine` for every number of parts that later ones may have.
+
+        Graphs have theirs from the step that warms them up.
+        """
+        for num_parts in () if self._has_combined else _NUMBERS_OF_PARTS:
+            parts = torch.zeros((1, self.num_heads, num_parts, self.head_dim), dtype=torch.float32, device=device)
+            weights = torch.ones((1, self.num_heads, num_parts, 2), dtype=torch.float32, device=device)
+            self._combine(parts, weights, torch.empty((1, self.num_heads, self.head_dim), dtype=self.dtype,
+                                                      device=device))
+        self._has_combined = True
+        return None
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         width = self.num_kv_heads * self.head_dim
@@ -78,7 +93,7 @@ class TritonAttention(AttentionBackend):
                scale: float) -> Tensor:
         batch_size = q_BNH.shape[0]
         wanted = triton.cdiv(_WANTED_PROGRAMS, batch_size * self.num_kv_heads)
-        num_parts = min(_MAX_PARTS, triton.next_power_of_2(wanted))
+        num_parts = min(_NUMBERS_OF_PARTS[-1], triton.next_power_of_2(wanted))
         shape = (batch_size, self.num_heads, num_parts)
         parts = torch.empty((*shape, self.head_dim), dtype=torch.float32, device=q_BNH.device)
         weights = torch.empty((*shape, 2), dtype=torch.float32, device=q_BNH.device)
@@ -92,10 +107,14 @@ class TritonAttention(AttentionBackend):
             num_warps=4, num_stages=2,
         )
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
-        kernels.combine[(batch_size, self.num_heads)](
-            parts, weights, out_BNH, self.num_heads, self.head_dim, PARTS=num_parts, HEAD=head, num_warps=1
-        )
+        self._combine(parts, weights, out_BNH)
         return out_BNH
+
+    def _combine(self, parts_BNPH: Tensor, weights_BNP2: Tensor, out_BNH: Tensor) -> None:
+        kernels.combine[(len(out_BNH), self.num_heads)](
+            parts_BNPH, weights_BNP2, out_BNH, self.num_heads, self.head_dim, PARTS=parts_BNPH.shape[2],
+            HEAD=max(16, triton.next_power_of_2(self.head_dim)), num_warps=1,
+        )
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
         return segment_attention(q_TNH, k_TNH, v_TNH, lengths, scale)

@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# What differs from step to step: a kernel of its own for values like 1 and 16 would be compiled while serving.
+_CHANGES = ["stride_table", "num_parts"]
+
 
 @triton.jit
 def write_kv(k, v, k_cache, v_cache, slots, stride_k, stride_v, width, BLOCK: tl.constexpr):
@@ -23,7 +26,7 @@ def write_kv(k, v, k_cache, v_cache, slots, stride_k, stride_v, width, BLOCK: tl
     tl.store(v_cache + slot * width + columns, tl.load(v + token * stride_v + columns, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGES)
 def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_table, num_heads, num_kv_heads, head_dim,
             block_size, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
     """ROWS query tokens of one head over everything before and at them."""
@@ -66,7 +69,7 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_tabl
     tl.store(out + place, result, mask=q_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGES)
 def decode(q, k_cache, v_cache, parts, weights, block_tables, context_lens, stride_q, stride_table, num_heads,
            num_kv_heads, group, head_dim, block_size, num_parts, SCALE: tl.constexpr, GROUP: tl.constexpr,
            COLUMNS: tl.constexpr, HEAD: tl.constexpr):

@@ -86,7 +86,8 @@ class FlashInferAttention(TritonAttention):
     name = "flashinfer"
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
-        super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
+        super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+                         dtype=dtype)
         # Compiles its kernels on first use, says so and keeps them; ranks of one host wait for each other.
         import flashinfer
 

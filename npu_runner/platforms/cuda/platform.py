@@ -76,7 +76,7 @@ class CudaPlatform(Platform):
             logger.info("attention is triton's, because %s", reason)
         if reason or name == "triton":
             return TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                                   block_size=block_size)
+                                   block_size=block_size, dtype=dtype)
         return flashinfer.FlashInferAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                                               block_size=block_size, dtype=dtype)
 
