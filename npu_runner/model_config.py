@@ -90,6 +90,11 @@ def read_model_config(path: Path) -> ModelConfig:
         raise ModelError(
             f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
+    quantised = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        raise ModelError(f"{path}: the weights are quantised ({method}), which is not supported; take the checkpoint "
+                         "in bfloat16 or float16")
     try:
         return _build(raw, read_json(path, "generation_config.json") or {})
     except KeyError as missing:

@@ -137,6 +137,8 @@ class _Job:
         # Workers prepare the first rows while the model loads.
         with self._start_pool(model, file.rows(work.wanted)) as pool, model.load() as engine:
             pool.raise_failure()
+            facts = ", ".join(f"{name} {value}" for name, value in engine.describe().items())
+            self._progress.say(f"model {work.model_folder}: {facts}\n{engine.ledger}")
             manifest = self._manifest(model, engine, work, destination)
             # From here on a signal lets the step under way end, and then the job.
             self._signals.defer()

@@ -93,7 +93,8 @@ def write_report(
         output=output.name,
     )
     with clear_file_errors(f"report {target}"), replacing(target) as page_file:
-        page.dump(page_file, encoding="utf-8")
+        # "replace": the page shows rows that were refused for half a surrogate pair, which no file can hold.
+        page.dump(page_file, encoding="utf-8", errors="replace")
 
 
 def _starts(rows: InputScan, output: Path) -> np.ndarray:

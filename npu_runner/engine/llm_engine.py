@@ -248,6 +248,11 @@ class LLMEngine:
             **asdict(self._executor.counters()),
         )
 
+    @property
+    def ledger(self) -> str:
+        """Where the device's memory went, in lines."""
+        return self.info.ledger
+
     def describe(self) -> dict[str, str]:
         """Everything beside the checkpoint and the request that shapes an answer."""
         return {**self.info.description, "max_model_len": str(self.max_model_len),

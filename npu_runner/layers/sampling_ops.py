@@ -81,8 +81,8 @@ def repetition_penalty(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -
 
 def count_penalties(logits_BV: Tensor, counts_BV: Tensor, frequency_B1: Tensor, presence_B1: Tensor) -> Tensor:
     """Logits less frequency * count, less presence where the count is not 0. counts_BV: float32."""
-    less_often_BV = torch.addcmul(logits_BV, counts_BV, frequency_B1, value=-1)
-    return less_often_BV.addcmul_(counts_BV.clamp(max=1.0), presence_B1, value=-1)
+    less_often_BV = logits_BV - counts_BV * frequency_B1
+    return less_often_BV.sub_(counts_BV.clamp(max=1.0).mul_(presence_B1))
 
 
 def _negated_top(logits_BV: Tensor, num_candidates: int) -> Tensor:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from npu_runner.core.batch import ImageSlice, SamplingEntry, ScheduledBatch
 from npu_runner.multimodal.inputs import ImageInput
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
-# The widest path through the sampler: sorting, thresholds and a draw.
-_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, top_k=50)
+# What takes most memory in the sampler: counts of every token, the whole vocabulary sorted, and log probabilities.
+_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
+                         logprobs=MAX_TOP_LOGPROBS)
+
+
+def dummy_images(largest: ImageInput, num_tokens: int) -> list[ImageInput]:
+    """As many pictures of the largest size as fit into `num_tokens`, at least one; none is taken for another."""
+    count = max(1, num_tokens // largest.num_tokens)
+    return [replace(largest, content_hash=index.to_bytes(16, "little")) for index in range(count)]
 
 
 def dummy_prefill(num_tokens: int, batch_size: int, *, block_size: int, uses_mrope: bool,

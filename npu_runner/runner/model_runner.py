@@ -32,7 +32,7 @@ from npu_runner.platforms.base import AttentionMetadata, GraphResourceError, Gra
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, TokenLogprobs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes, pad_into
 from npu_runner.runner.decode_step import DecodeStep
-from npu_runner.runner.dummy import dummy_decode, dummy_prefill
+from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
 from npu_runner.runner.inputs import to_device
 from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
 from npu_runner.runner.kv_cache import KVCacheShape, plan_kv_cache
@@ -205,8 +205,11 @@ class ModelRunner(ModelRunnerBase):
 
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
-        images = [self.largest_image] if self.largest_image is not None else []
-        slots = list(range(batch_size))
+        images = []
+        if self.largest_image is not None:
+            # Many pictures cost time; where nobody measures memory, one takes the same path.
+            is_measured = self.platform.memory_info() is not None
+            images = dummy_images(self.largest_image, self.settings.max_num_batched_tokens if is_measured else 0)
         steps = [] if in_capturing else [dummy_prefill(
             num_tokens, batch_size, block_size=self.settings.block_size, uses_mrope=self.uses_mrope, images=images
         )]
@@ -216,9 +219,8 @@ class ModelRunner(ModelRunnerBase):
             steps.append(dummy_decode(batch_size, context_len, block_size=self.settings.block_size))
         for step in steps:
             self.run(step)
-        if self.sampler is not None:
-            for slot in slots if not in_capturing else []:
-                self.sampler.remove(slot)
+        if self.sampler is not None and not in_capturing:
+            self.sampler = self._make_sampler()  # counts of tokens and all: memory that many a job never needs
         self.vision_cache.clear()
         self.num_images_encoded = 0
         self.clock = StepClock()

@@ -16,6 +16,7 @@ from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import WeightPart
 from npu_runner.weights.reader import CheckpointReader
 
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Buffers that old checkpoints stored and every model computes.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
@@ -31,7 +32,7 @@ def load_weights(model: nn.Module, reader: CheckpointReader, *, ignored: tuple[s
     num_bytes = 0
     for parameter, part in wanted:
         values = reader.read(part.name, part.dim, part.start, part.length)
-        if not values.is_floating_point():
+        if values.dtype not in _DTYPES:
             raise WeightsError(f"{part.name} holds {values.dtype}; quantised or integer weights are not supported")
         target = parameter.data
         if part.dim is not None:

@@ -63,6 +63,8 @@ class ScriptedEngine:
     waiting: list[tuple[str, str, SamplingParams]] = field(default_factory=list)
     running: dict[str, tuple[int, str, SamplingParams]] = field(default_factory=dict)
 
+    ledger = "no memory at all"
+
     def describe(self) -> dict[str, str]:
         return {"engine": "scripted", "seed": str(self.config.seed)}
 

@@ -109,6 +109,11 @@ def test_nothing_in_a_row_becomes_markup(tmp_path: Path) -> None:
     assert "&lt;b&gt;why&lt;/b&gt;" in text
 
 
+def test_half_a_surrogate_pair_is_shown_as_a_question_mark(tmp_path: Path) -> None:
+    assert "is \ud800 it" not in (text := report(tmp_path, [row("a", "is \ud800 it")], [failure("a")]))
+    assert "is ? it" in text
+
+
 def test_malformed_rows_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
     bodies: list[Any] = [
         5,

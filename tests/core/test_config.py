@@ -80,6 +80,7 @@ def test_an_unknown_model_type_gets_the_list_of_known_ones(model_type: str | Non
         ({"num_hidden_layers": "many"}, "config.json: invalid literal"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"dtype": "int4"}, "dtype 'int4' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
     ],
     ids=lambda value: str(value)[:40],

@@ -100,10 +100,11 @@ def test_other_formats_are_refused_with_the_remedy(checkpoint: Any, tmp_path: Pa
     assert "holds neither model.safetensors nor model.safetensors.index.json" in refusal(path)
 
 
-def test_integer_weights_are_refused_by_name(checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantised_weights_are_refused_by_name(dtype: torch.dtype, checkpoint: Any, tmp_path: Path) -> None:
     path: Path = shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
-    change(path, QUERY, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.int8)}))
-    assert re.search(f"{re.escape(QUERY)} holds torch.int8; quantised", refusal(path))
+    change(path, QUERY, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(dtype)}))
+    assert re.search(f"{re.escape(QUERY)} holds {dtype}; quantised", refusal(path))
 
 
 def test_a_rank_of_many_names_the_tensor_too(checkpoint: Any, tmp_path: Path) -> None:

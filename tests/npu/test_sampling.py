@@ -1,0 +1,19 @@
+"""Every sampling parameter draws on the npu platform what it draws on the CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.cann.environment import run_python
+from tests.npu.programs.sampling import draw
+
+pytestmark = pytest.mark.npu
+
+
+def test_every_parameter_draws_the_same_tokens() -> None:
+    done = run_python(["-m", "tests.npu.programs.sampling"])
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == draw(torch.device("cpu"))
