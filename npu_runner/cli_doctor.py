@@ -6,6 +6,7 @@ Imports no torch: on the hosts that need a doctor that may fail. Knows nothing o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform as python_platform
 import textwrap
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from npu_runner import __version__
 from npu_runner.cli_doctor_generation import check_generation
 from npu_runner.platforms.npu.preflight import examine, examine_without_npu, signs_of_an_npu, survey
-from npu_runner.platforms.npu.preflight_host import Check, Host
+from npu_runner.platforms.npu.preflight_host import Check, Host, run_function
 
 # inductor needs most of a minute for a bucket on a CPU, so that is left to those who ask for it.
 _MODES = {"npu": ("eager", "reduce-overhead"), "cuda": ("eager", "reduce-overhead"), "cpu": ("eager",)}
@@ -23,7 +24,7 @@ _MODES = {"npu": ("eager", "reduce-overhead"), "cuda": ("eager", "reduce-overhea
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What is looked at. platform "auto": npu where anything hints at one, else cpu."""
+    """What is looked at. platform "auto": npu where anything hints at one, else cuda where it is usable, else cpu."""
 
     platform: str = "auto"
     graph_modes: tuple[str, ...] = ()
@@ -59,13 +60,19 @@ def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
     """Every check, as soon as it is done."""
     found = survey(host)
     signs = signs_of_an_npu(found)
-    platform = options.platform if options.platform != "auto" else "npu" if signs else "cpu"
+    platform, cuda = options.platform, None
+    if platform == "auto":
+        platform = "npu" if signs else "cuda"
+    if platform == "cuda":
+        cuda = _cuda(host)
+        if options.platform == "auto" and cuda.status != "ok":
+            platform, cuda = "cpu", None
     yield _what_is_here(platform, signs)
     is_hopeless = False
     examined = examine(found, options.tensor_parallel_size) if platform == "npu" else examine_without_npu(found)
-    for check in examined:
+    for check in itertools.chain(examined, [cuda] if cuda else []):
         # Without these there is nothing to start; any other failure may still let a generation through.
-        is_hopeless |= check.name in ("devices", "import torch") and check.status != "ok"
+        is_hopeless |= check.name in ("devices", "import torch", "cuda") and check.status != "ok"
         yield check
     for mode in options.graph_modes or _MODES[platform]:
         if not options.generation:
@@ -82,8 +89,27 @@ def _what_is_here(platform: str, signs: list[str]) -> Check:
         return Check("platform", "ok", f"npu: {hints}")
     if signs:
         return Check("platform", "ok", f"{platform}, as asked for; the NPU is not looked at ({'; '.join(signs)})")
-    return Check("platform", "ok", "no NPU on this host: no torch_npu, no CANN, no /dev/davinci*. Every command works "
-                 f"here with --platform cpu, slowly; {platform} is looked at now")
+    instead = "" if platform == "cuda" else "Every command works here with --platform cpu, slowly; "
+    return Check("platform", "ok", f"no NPU on this host: no torch_npu, no CANN, no /dev/davinci*. {instead}{platform} "
+                 "is looked at now")
+
+
+def _cuda(host: Host) -> Check:
+    outcome = run_function(host, _why_not_cuda)
+    reason = outcome.reports[-1] if outcome.reports else outcome.error
+    if reason is None:
+        return Check("cuda", "ok", "a device, and a torch and triton that can use it")
+    return Check("cuda", "failed", str(reason), "take a torch that is built for CUDA, with triton; nvidia-smi says "
+                 "which GPUs the driver sees, CUDA_VISIBLE_DEVICES which of them a process may use")
+
+
+def _why_not_cuda(reports: str) -> None:
+    import json
+
+    from npu_runner.platforms import platform_class
+
+    with open(reports, "a") as file:
+        file.write(json.dumps(platform_class("cuda").why_unavailable()) + "\n")
 
 
 def _as_text(check: Check) -> str:

@@ -9,7 +9,7 @@ from npu_runner.config import GRAPH_MODES, PLATFORMS
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", choices=PLATFORMS, default="auto",
-                        help="what to look at; auto: npu where anything hints at one, else cpu")
+                        help="what to look at; auto: npu where anything hints at one, else cuda if usable, else cpu")
     parser.add_argument("--graph-mode", choices=[mode for mode in GRAPH_MODES if mode != "auto"], action="append",
                         help="a mode to generate in; may be repeated (default: eager, and reduce-overhead on devices)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="generate with N ranks")

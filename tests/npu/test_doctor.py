@@ -198,6 +198,18 @@ def test_an_error_code_gets_its_remedy() -> None:
 
 @pytest.mark.npu
 @only_emulated
+def test_cuda_that_cannot_be_used_fails_with_its_reason(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("cuda can be used here")
+    checks = {check.name: check for check in examine_host(empty_host(tmp_path), DoctorOptions(platform="cuda"))}
+    assert checks["cuda"].status == "failed"
+    assert checks["cuda"].found in ("this torch is built without CUDA", "no CUDA device is visible")
+    assert "CUDA_VISIBLE_DEVICES" in checks["cuda"].remedy
+    assert checks["generation (cuda, eager)"].status == "skipped"
+
+
 def test_a_torch_that_is_built_for_cuda_gets_its_remedy(emulated: dict[str, str]) -> None:
     output = "what():  Duplicated key 'pinned_use_hip' found in device-specific configuration parser hook registration"
     if emulated.pop("LD_PRELOAD", None):  # this torch is one
