@@ -35,7 +35,8 @@ class RunnerConfig:
     tensor_parallel_size: int = 1
     """Devices (on the cpu platform: processes) that share each layer."""
     max_model_len: int | None = None
-    """Longest prompt plus output in tokens; None: the checkpoint's, cut to what the KV cache holds."""
+    """Longest prompt plus output in tokens; None: the checkpoint's, 32,768 at most, cut to what the KV
+    cache holds."""
     max_num_seqs: int | None = None
     """Most sequences decoded together; None: the platform's default."""
     max_num_batched_tokens: int | None = None

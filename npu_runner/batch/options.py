@@ -29,7 +29,7 @@ class BatchOptions:
     overwrite: bool = False
     """Replace an existing output instead of resuming it."""
     summary: Path | None = None
-    """Write the closing summary to this file, as JSON."""
+    """Write the closing summary of this run to this file, as JSON; a resumed job counts what it added."""
     report: Path | None = None
     """Write a page to look at (pictures, questions, answers) to this HTML file."""
     report_rows: int = 300

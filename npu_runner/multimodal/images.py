@@ -129,7 +129,8 @@ def _open(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image
     except UnidentifiedImageError as error:
         raise _not_recognised(bytes(data[:32])) from error
     except Image.DecompressionBombError as error:
-        raise RequestError(f"the image is too large: {error}; scale it down", code="image_too_large") from error
+        raise RequestError(f"the image declares far more pixels than the {max_source_pixels} allowed "
+                           "(max_source_pixels); scale it down", code="image_too_large") from error
     except Exception as error:  # as in open_image
         raise _decoding_error(error) from error
 

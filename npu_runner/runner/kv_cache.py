@@ -79,9 +79,10 @@ def _measured_budget(profile: MemoryProfile, memory_utilization: float, reserved
 def _ledger(shape: KVCacheShape, profile: MemoryProfile, is_measured: bool, reserved_bytes: int,
             num_blocks: int) -> str:
     kv_bytes = num_blocks * shape.bytes_per_block
-    rows = [("weights", profile.weights_bytes), ("activations, worst prefill", profile.activation_peak_bytes)]
+    rows = [("weights", profile.weights_bytes)]
     if is_measured:
-        rows += [("outside the allocator", profile.outside_bytes), ("in use by others", profile.other_bytes),
+        rows += [("activations, worst step", profile.activation_peak_bytes),
+                 ("outside the allocator", profile.outside_bytes), ("in use by others", profile.other_bytes),
                  ("headroom", HEADROOM_BYTES)]
     rows += [("vision cache, at most", reserved_bytes), ("KV cache", kv_bytes)]
     lines = [f"  {name:<28}{_size(value):>12}" for name, value in rows]
