@@ -11,7 +11,8 @@
     time that the GPU idles comes from one more run, under the profiler.
 
 Every measurement has a process of its own. Prints a table, then one JSON line. `--sizes tiny --platform cpu` shows in a
-minute that the script works; its figures mean nothing.
+minute that the script works; its figures mean nothing. `--sizes host --platform cpu --part decode --no-peer` shows what
+a decode step costs the host, whatever the model.
 """
 
 from __future__ import annotations

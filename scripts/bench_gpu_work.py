@@ -13,7 +13,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything; `real` is what is reported, `tiny` shows that the script works."""
+    """How much of everything; `real` is what is reported, `tiny` shows that the script works.
+
+    `host` has next to no model, and many sequences: what a step costs the host.
+    """
 
     text_model: str
     num_texts: int
@@ -34,6 +37,7 @@ class Sizes:
 SIZES = {
     "real": Sizes("qwen3-0.6b", 256, 100, 1024, "qwen3-8b", (1, 8, 64), 512, 64, "qwen3-vl-4b", 256, (896, 672), 32,
                   128),
+    "host": Sizes("tiny", 256, 30, 60, "tiny", (1, 64, 256), 64, 64, "tiny-vl", 64, (96, 64), 8, 6),
     "tiny": Sizes("tiny", 16, 5, 40, "tiny", (1, 3), 24, 8, "tiny-vl", 6, (96, 64), 8, 6),
 }
 _NUM_TOKEN_IDS = 10000

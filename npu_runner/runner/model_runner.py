@@ -176,7 +176,8 @@ class ModelRunner(ModelRunnerBase):
                 # The first call compiles or captures, the second proves that it stays compiled.
                 self.dummy_run(batch_size, batch_size, expected_decode_len=2, in_capturing=True)
             except (RuntimeError, MemoryError) as error:
-                if not self.platform.is_out_of_memory(error):
+                # One rank of several cannot go without a graph alone: others would wait in that graph's collectives.
+                if self.tp.size > 1 or not self.platform.is_out_of_memory(error):
                     raise
                 raise GraphResourceError(str(error).partition("\n")[0]) from error
 

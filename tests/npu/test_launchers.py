@@ -31,7 +31,7 @@ echo "careless $NOT_SET_ANYWHERE" >/dev/null
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
     """The environment of a shell that has not sourced the toolkit, but says where it is."""
-    env = environment()
+    env = environment(memory_bytes=2 << 30)
     home = tmp_path / "Ascend/ascend-toolkit/latest"
     for name in ("runtime", "compiler", "opp"):
         (home / name).mkdir(parents=True)

@@ -22,7 +22,8 @@ MODES = ["eager", "reduce-overhead", "max-autotune"]
 
 
 def shapes(mode: str, **settings: Any) -> Case:
-    common: dict[str, Any] = {"graph_mode": mode, "max_model_len": 1024, "max_num_seqs": 16, **FLOAT32}
+    common: dict[str, Any] = {"graph_mode": mode, "max_model_len": 1024, "max_num_seqs": 16,
+                              "vision_cache_bytes": SMALL["vision_cache_bytes"], **FLOAT32}
     if mode != "eager":
         common["graph_batch_sizes"] = BUCKETS
     return Case(str(SHAPES_VL), {**common, **settings}, "shapes", NUM_PICTURES, max_tokens=48, ignore_eos=False)

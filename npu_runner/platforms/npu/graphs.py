@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _LEAST_TRACED = 2
 _graph_numbers = itertools.count()
 # Stream exhaustion, resource allocation failure, and what the driver says when its queues run out.
-_RESOURCE_WORDS = ("207005", "207008", "sq cq", "out of memory")
+_RESOURCE_WORDS = ("207005", "207008", "sq cq")
 
 
 class AclGraphCompiler(GraphCompiler):

@@ -21,7 +21,7 @@ from npu_runner.platforms.base import (
 )
 
 # What the allocator says, and the driver's code where somebody else asks it for memory.
-_OUT_OF_MEMORY = ("NPU out of memory", "207001")
+_OUT_OF_MEMORY = ("out of memory", "207001")
 
 
 class NpuPlatform(Platform):
