@@ -49,7 +49,7 @@ def assert_right_or_explained(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def test_memory_that_is_gone_for_good_ends_the_job_with_the_ledger(tmp_path: Path) -> None:
     """From every allocation of the run on, all fail."""
-    numbers = [*range(1, 31, 4), *range(32, 44, 2), 100]  # the start takes about 31, serving ten more
+    numbers = [*range(1, 31, 6), *range(32, 44, 3), 100]  # the start takes about 31, serving ten more
     found = runs(SHAPES_VL, [f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in numbers], tmp_path)
     errors = assert_right_or_explained(found)
     assert errors.count("OutOfMemoryError") >= 5, "weights, profile and cache"
