@@ -90,11 +90,6 @@ def read_model_config(path: Path) -> ModelConfig:
         raise ModelError(
             f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
-    quantised = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-        raise ModelError(f"{path}: the weights are quantised ({method}), which is not supported; take the checkpoint "
-                         "in bfloat16 or float16")
     try:
         return _build(raw, read_json(path, "generation_config.json") or {})
     except KeyError as missing:
@@ -106,6 +101,10 @@ def read_model_config(path: Path) -> ModelConfig:
 def _build(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     model_type = raw["model_type"]
     text = raw.get("text_config", raw)
+    quantised = raw.get("quantization_config") or text.get("quantization_config")
+    if quantised:
+        raise ModelError(f"the weights are quantised ({quantised['quant_method']}), which is not supported; take the "
+                         "checkpoint in bfloat16 or float16")
     hidden_act = text.get("hidden_act", "silu")
     if hidden_act != "silu":
         raise ModelError(f"hidden_act {hidden_act!r} is not supported in the language model; supported is silu")

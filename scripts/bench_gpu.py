@@ -5,7 +5,7 @@
     for it is installed; without one it takes minutes a repeat and is stopped.
 (b) decode: the Qwen3-8B shape at batch 1, 8 and 64 and a context of 512; milliseconds a step, where the host spends
     them, and the share of the memory bandwidth (the bytes of weights and KV cache that a step must read, over the read
-    bandwidth measured in the same run); peer: generate.
+    bandwidth measured in the same run); peer: generate with a static cache, compiled.
 (c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer,
     through the batch job, files to answers, with the time for what it prepares while the model loads. The share of the
     time that the GPU idles comes from one more run, under the profiler.

@@ -196,8 +196,6 @@ def test_an_error_code_gets_its_remedy() -> None:
     assert "table" in judge("generation", "eager", Outcome([], "died by SIGSEGV")).remedy
 
 
-@pytest.mark.npu
-@only_emulated
 def test_cuda_that_cannot_be_used_fails_with_its_reason(tmp_path: Path) -> None:
     import torch
 
@@ -210,6 +208,8 @@ def test_cuda_that_cannot_be_used_fails_with_its_reason(tmp_path: Path) -> None:
     assert checks["generation (cuda, eager)"].status == "skipped"
 
 
+@pytest.mark.npu
+@only_emulated
 def test_a_torch_that_is_built_for_cuda_gets_its_remedy(emulated: dict[str, str]) -> None:
     output = "what():  Duplicated key 'pinned_use_hip' found in device-specific configuration parser hook registration"
     if emulated.pop("LD_PRELOAD", None):  # this torch is one

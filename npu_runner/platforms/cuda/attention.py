@@ -61,7 +61,9 @@ class TritonAttention(AttentionBackend):
 
         Graphs have theirs from the step that warms them up.
         """
-        for num_parts in () if self._has_combined else _NUMBERS_OF_PARTS:
+        if self._has_combined:
+            return None
+        for num_parts in _NUMBERS_OF_PARTS:
             parts = torch.zeros((1, self.num_heads, num_parts, self.head_dim), dtype=torch.float32, device=device)
             weights = torch.ones((1, self.num_heads, num_parts, 2), dtype=torch.float32, device=device)
             self._combine(parts, weights, torch.empty((1, self.num_heads, self.head_dim), dtype=self.dtype,
