@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from npu_runner.checkpoint_files import require_json
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.layers.upload import upload, upload_together
 from npu_runner.model_config import ModelConfig
 from npu_runner.models.qwen3_vl import Qwen3VL
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
@@ -58,14 +60,17 @@ class Qwen3VLStrategy(CausalLMStrategy):
         """
         patch, merge = self.image_settings.patch_size, self.image_settings.merge_size
         _, rows, columns = image.grid_thw
-        pixels_HWC = torch.from_numpy(image.pixels_HWC).to(device)
+        pixels_HWC = upload(image.pixels_HWC, device)
         blocks = pixels_HWC.view(rows // merge, merge, patch, columns // merge, merge, patch * 3)
         return blocks.permute(0, 3, 1, 4, 2, 5).reshape(rows * columns, -1)
 
     def normalise(self, patches_PX: Tensor) -> Tensor:
         """(P, X) float32: rescaled, less the mean, over the deviation, each in float32 as transformers does it."""
+        mean_X, std_X = upload_together(self._mean_and_deviation, patches_PX.device)
+        return patches_PX.float().mul_(self.image_settings.rescale_factor).sub_(mean_X).div_(std_X)
+
+    @cached_property
+    def _mean_and_deviation(self) -> list[np.ndarray]:
         settings = self.image_settings
-        pixels = settings.patch_size**2
-        mean_X, std_X = (torch.tensor(values, device=patches_PX.device).repeat(pixels)
-                         for values in (settings.image_mean, settings.image_std))
-        return patches_PX.float().mul_(settings.rescale_factor).sub_(mean_X).div_(std_X)
+        return [np.tile(np.array(values, dtype=np.float32), settings.patch_size**2)
+                for values in (settings.image_mean, settings.image_std)]

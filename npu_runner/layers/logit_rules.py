@@ -79,7 +79,10 @@ class RuleTable:
         self._has_changed |= self._rules.pop(slot, None) is not None
 
     def stage(self, num_generated_S: np.ndarray, outputs: Mapping[int, Sequence[int]]) -> list[np.ndarray]:
-        """int32 arrays for `install`; none where the device is up to date. outputs: the newcomers' tokens so far."""
+        """Arrays of 4-byte values for `install`; none where the device is up to date.
+
+        outputs: the newcomers' tokens so far.
+        """
         if not self._has_changed:
             return []
         width = max([self._recent_SP.shape[1], *(rules.longest_prefix for rules in self._rules.values())])
@@ -89,7 +92,7 @@ class RuleTable:
         prefixes = [prefix for rules in self._rules.values() for prefix in rules.prefixes]
         prefixed = [slot for slot in outputs if slot in self._rules and self._rules[slot].longest_prefix]
         return [
-            slots_E.astype(np.int32), columns[0], columns[1].view(np.int32), columns[2],
+            slots_E.astype(np.int32), columns[0], columns[1], columns[2],
             _right_aligned(prefixes, width, _ANY), num_generated_S.astype(np.int32),
             np.array(prefixed, dtype=np.int32),
             _right_aligned([outputs[slot][-width:] for slot in prefixed], width, _NO_TOKEN),
@@ -99,10 +102,9 @@ class RuleTable:
         """Take over what `stage` prepared, now on the device."""
         if not staged:
             return
-        slots_E, tokens_E, value_bits_E, self._until_E, self._prefixes_EP = staged[:5]
+        slots_E, tokens_E, self._values_E, self._until_E, self._prefixes_EP = staged[:5]
         self._num_generated_S, slots_R, last_RP = staged[5:]
         self._slots_E, self._tokens_E = slots_E.long(), tokens_E.long()
-        self._values_E = value_bits_E.view(torch.float32)
         num_slots, num_kept = self._recent_SP.shape
         missing = last_RP.shape[1] - num_kept
         if missing:

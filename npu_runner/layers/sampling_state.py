@@ -18,6 +18,7 @@ from torch import Tensor
 from npu_runner.errors import RequestError
 from npu_runner.layers.logit_rules import RuleTable, logit_rules
 from npu_runner.layers.token_counts import TokenCounts
+from npu_runner.layers.upload import upload_together
 from npu_runner.sampling_params import SamplingParams
 
 _REACHED = 1.0 - 2.0**-20  # a set that is short of top_p by rounding alone has reached it
@@ -147,8 +148,7 @@ class SamplingState:
                      if self._features_S[slot] & (Feature.REPETITION | Feature.FREQUENCY)}
         outputs = {slot: output for slot, (_, output) in self._newcomers.items()}
         counts, rules = self.counts.stage(penalised), self.rules.stage(self._num_generated_S, outputs)
-        fields, *rest = _copy_at_once([self._fields_FS.view(np.int32), *counts, *rules], self.device)
-        self._device_fields_FS = fields.view(torch.float32)
+        self._device_fields_FS, *rest = upload_together([self._fields_FS, *counts, *rules], self.device)
         self.counts.install(rest[: len(counts)])
         self.rules.install(rest[len(counts):])
         self._newcomers.clear()
@@ -205,11 +205,3 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
-
-def _copy_at_once(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """int32 arrays on the device, by a single copy that waits for nothing."""
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    if device.type != "cpu":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

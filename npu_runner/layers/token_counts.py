@@ -36,17 +36,17 @@ class TokenCounts:
             indices += [slot * self._shape[1] + in_prompt, slot * self._shape[1] + generated]
             amounts += [np.full(len(in_prompt), _IN_PROMPT), times]
         return [np.array(list(histories), dtype=np.int32), np.concatenate(indices).astype(np.int32),
-                np.concatenate(amounts).astype(np.float32).view(np.int32)]
+                np.concatenate(amounts).astype(np.float32)]
 
     def install(self, staged: Sequence[Tensor]) -> None:
         """Take over what `stage` prepared, now on the device."""
         if not staged:
             return
-        slots_R, indices_N, amount_bits_N = staged
+        slots_R, indices_N, amounts_N = staged
         if self._counts_SV is None:
             self._counts_SV = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
         self._counts_SV.index_fill_(0, slots_R.long(), 0.0)
-        self._counts_SV.view(-1).scatter_add_(0, indices_N.long(), amount_bits_N.view(torch.float32))
+        self._counts_SV.view(-1).scatter_add_(0, indices_N.long(), amounts_N)
 
     def rows(self, slots_B: Tensor) -> Tensor:
         """(B, V) float32: 0 for a token neither in prompt nor output; rounded down, how often it was generated."""

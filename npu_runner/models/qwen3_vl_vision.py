@@ -1,7 +1,7 @@
 """The Qwen3-VL vision tower: patches in, embeddings for the decoder and its deepstack levels out. Knows no text.
 
 P patches of all pictures, M = P / merge^2 picture tokens, X values of a patch (row, column, channel), C hidden size,
-N heads, H head dim, D hidden size of the decoder.
+N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden size of the decoder.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from npu_runner.errors import ModelError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
+from npu_runner.layers.upload import upload_together
 from npu_runner.model_config import VisionConfig
-from npu_runner.platforms.torch_ops import rotate_half
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -25,7 +26,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 _LAYER_NORM_EPS = 1e-6
-# What depends on a picture's size alone is kept for the last sizes, 64 bytes of the host's memory for each patch.
+# What depends on a picture's size alone is kept for the last sizes, 40 bytes of the host's memory for each patch.
 _cached_by_size = lru_cache(maxsize=64)
 
 
@@ -53,7 +54,7 @@ class VisionAttention(nn.Module):
     def __init__(self, config: VisionConfig, context: LayerContext):
         super().__init__()
         size = config.hidden_size
-        self.backend = context.attention
+        self.ops, self.backend = context.ops, context.attention
         self.head_dim = size // config.num_heads
         self.scale = self.head_dim**-0.5
         start, length = context.tp.share(size, "vision hidden_size")
@@ -63,9 +64,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, lengths: Sequence[int]) -> Tensor:
         qkv_P3NH = self.qkv(x_PC).unflatten(-1, (3, -1, self.head_dim))
-        # In float32, as the reference does whatever the model's dtype.
-        turned_P2NH = rotate_half(qkv_P3NH[:, :2].float(), cos_PH[:, None, None], sin_PH[:, None, None])
-        q_PNH, k_PNH = turned_P2NH.to(qkv_P3NH.dtype).unbind(1)
+        q_PNH, k_PNH = self.ops.rotary_in_float32(qkv_P3NH[:, :2], cos_PH, sin_PH)
         return self.proj(self.backend.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], lengths, self.scale).flatten(-2))
 
 
@@ -140,8 +139,10 @@ class VisionTower(nn.Module):
         in patches.
         """
         x_PC = self.patch_embed(patches_PX)
-        x_PC = x_PC + self._position_embedding(grids, x_PC)
-        cos_PH, sin_PH = self._rotary(grids, x_PC)
+        places_P2, taps_P4, weights_P4, cos_SQ, sin_SQ = upload_together(self._positions(grids), x_PC.device)
+        # The learned square grid, resampled bilinearly (corners aligned) to each picture's grid.
+        x_PC = x_PC + (self.pos_embed(taps_P4) * weights_P4[..., None]).sum(1).to(x_PC.dtype)
+        cos_PH, sin_PH = (F.embedding(places_P2, table).flatten(1).repeat(1, 2) for table in (cos_SQ, sin_SQ))
         lengths = [height * width for height, width in grids]
         levels: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
@@ -151,25 +152,17 @@ class VisionTower(nn.Module):
                 levels[level] = self.deepstack_merger_list[level](x_PC)
         return self.merger(x_PC), [levels[level] for level in range(len(levels))]
 
-    def _position_embedding(self, grids: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-        """(P, C): the learned square grid, resampled bilinearly (corners aligned) to each picture's grid."""
-        side = int(self.config.num_position_embeddings**0.5)
-        merge = self.config.spatial_merge_size
-        taps = [_interpolation_taps(height, width, side, merge) for height, width in grids]
-        indices_P4 = torch.cat([indices for indices, _ in taps]).to(like.device)
-        weights_P4 = torch.cat([weights for _, weights in taps]).to(like.device)
-        return (self.pos_embed(indices_P4) * weights_P4[..., None]).sum(1).to(like.dtype)
+    def _positions(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Patches' rows and columns (P, 2), places (P, 4) and weights (P, 4) in the learned grid; cos, sin (side, Q).
 
-    def _rotary(self, grids: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (P, H) in float32: half of the frequencies turn with the row, half with the column."""
-        head_dim = self.config.hidden_size // self.config.num_heads
-        axis_dim = head_dim // 2
-        inverse = 1.0 / (self.config.rope_theta ** (torch.arange(0, axis_dim, 2, dtype=torch.float32) / axis_dim))
-        merge = self.config.spatial_merge_size
-        places_P2 = torch.cat([_block_order(height, width, merge) for height, width in grids]).float()
-        angles = (places_P2[:, :, None] * inverse).flatten(1)
-        angles_PH = torch.cat((angles, angles), dim=-1)
-        return angles_PH.cos().to(like.device), angles_PH.sin().to(like.device)
+        Half of the H / 2 frequencies turn with the row, half with the column, Q each.
+        """
+        config = self.config
+        merge, side = config.spatial_merge_size, int(config.num_position_embeddings**0.5)
+        columns = zip(*((_block_order(*grid, merge), *_interpolation_taps(*grid, side, merge)) for grid in grids),
+                      strict=True)
+        turns = _turns(max(map(max, grids)), config.hidden_size // config.num_heads // 2, config.rope_theta)
+        return [*map(np.concatenate, columns), *turns]
 
 
 def _layer_norm(size: int, context: LayerContext) -> nn.LayerNorm:
@@ -177,24 +170,32 @@ def _layer_norm(size: int, context: LayerContext) -> nn.LayerNorm:
 
 
 @_cached_by_size
-def _block_order(height: int, width: int, merge: int) -> Tensor:
-    """(P, 2) row and column of each patch, in the order in which merge x merge blocks follow each other."""
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    blocks = (height // merge, merge, width // merge, merge)
-    return torch.stack([axis.reshape(blocks).transpose(1, 2).flatten() for axis in (rows, columns)], dim=-1)
+def _turns(side: int, axis_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin (side, Q) float32 of the angles at each place of an axis."""
+    inverse_Q = 1.0 / (theta ** (torch.arange(0, axis_dim, 2, dtype=torch.float32) / axis_dim))
+    angles = torch.arange(side, dtype=torch.float32)[:, None] * inverse_Q
+    return angles.cos().numpy(), angles.sin().numpy()
 
 
 @_cached_by_size
-def _interpolation_taps(height: int, width: int, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """(P, 4) int64 rows of the side x side grid around each patch, and their (P, 4) float32 weights."""
-    places_P2 = _block_order(height, width, merge)
+def _block_order(height: int, width: int, merge: int) -> np.ndarray:
+    """(P, 2) int32 row and column of each patch, in the order in which merge x merge blocks follow each other."""
+    blocks = (height // merge, merge, width // merge, merge)
+    axes = np.indices((height, width), dtype=np.int32)
+    return np.stack([axis.reshape(blocks).swapaxes(1, 2).ravel() for axis in axes], axis=-1)
+
+
+@_cached_by_size
+def _interpolation_taps(height: int, width: int, side: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """(P, 4) int32 rows of the side x side grid around each patch, and their (P, 4) float32 weights."""
+    places_P2 = torch.from_numpy(_block_order(height, width, merge))
     low, high, share = [], [], []
     for axis, size in enumerate((height, width)):
         place = torch.linspace(0, side - 1, size, dtype=torch.float32)[places_P2[:, axis]]
-        low.append(place.floor().long())
+        low.append(place.floor().int())
         high.append((low[-1] + 1).clamp(max=side - 1))
         share.append(place - low[-1])
     (row, column), (next_row, next_column), (down, right) = low, high, share
     indices = [row * side + column, row * side + next_column, next_row * side + column, next_row * side + next_column]
     weights = [(1 - down) * (1 - right), (1 - down) * right, down * (1 - right), down * right]
-    return torch.stack(indices, dim=-1), torch.stack(weights, dim=-1)
+    return torch.stack(indices, dim=-1).numpy(), torch.stack(weights, dim=-1).numpy()

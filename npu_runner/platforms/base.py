@@ -78,6 +78,13 @@ class Ops(ABC):
         """Rotate halves: x * cos + (-x2, x1) * sin. May work in place on q and k."""
 
     @abstractmethod
+    def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """`rotary` of q and k side by side, computed in float32 and rounded once. May work in place; cos, sin float32.
+
+        What vision towers do, whatever the model's dtype.
+        """
+
+    @abstractmethod
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
 

@@ -28,6 +28,9 @@ class TorchOps(Ops):
         cos, sin = cos_TH[:, None, :], sin_TH[:, None, :]
         return rotate_half(q_TNH, cos, sin), rotate_half(k_TKH, cos, sin)
 
+    def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate_half_in_float32(qk_T2NH, cos_TH, sin_TH)
+
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
         return F.silu(gate_TI) * up_TI
@@ -41,3 +44,10 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left = torch.addcmul(first * cos_first, second, sin_first, value=-1)
     right = torch.addcmul(second * cos_second, first, sin_second)
     return torch.cat((left, right), dim=-1)
+
+
+def rotate_half_in_float32(qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """`Ops.rotary_in_float32` in plain torch."""
+    turned_T2NH = rotate_half(qk_T2NH.float(), cos_TH[:, None, None], sin_TH[:, None, None])
+    q_TNH, k_TNH = turned_T2NH.to(qk_T2NH.dtype).unbind(1)
+    return q_TNH, k_TNH

@@ -1,6 +1,7 @@
 """The dense decoder's operators as Triton kernels. Know nothing of models.
 
-T tokens, N heads, H head dim, D row width, I MLP width. Each program handles one row in registers.
+T tokens, N heads, H head dim, D row width, I MLP width. Each program handles one row, or a few heads of
+one token, in registers.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -13,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from npu_runner.platforms.base import Ops
+
+# Heads of one token that one program turns; they share its cos and sin.
+_ROTARY_HEADS = 8
 
 
 class TritonOps(Ops):
@@ -41,11 +45,16 @@ class TritonOps(Ops):
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
         num_tokens, num_q_heads, head_dim = q_TNH.shape
         num_k_heads = k_TKH.shape[1]
-        _rotary[(num_tokens, num_q_heads + num_k_heads)](
+        num_programs = triton.cdiv(num_q_heads, _ROTARY_HEADS) + triton.cdiv(num_k_heads, _ROTARY_HEADS)
+        _rotary[(num_tokens, num_programs)](
             q_TNH, k_TKH, cos_TH, sin_TH, q_TNH.stride(0), k_TKH.stride(0), q_TNH.stride(1), k_TKH.stride(1),
-            cos_TH.stride(0), num_q_heads, head_dim // 2, BLOCK=triton.next_power_of_2(head_dim // 2), num_warps=1,
+            cos_TH.stride(0), num_q_heads, num_k_heads, head_dim // 2, HEADS=_ROTARY_HEADS,
+            BLOCK=triton.next_power_of_2(head_dim // 2), num_warps=1,
         )
         return q_TNH, k_TKH
+
+    def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary(qk_T2NH[:, 0], qk_T2NH[:, 1], cos_TH, sin_TH)  # which computes in float32 as it is
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         num_tokens, double = gate_up_T2I.shape
@@ -89,22 +98,28 @@ def _add_rms_norm(x, residual, weight, out, total, stride_x, stride_r, width, ep
 
 
 @triton.jit
-def _rotary(q, k, cos, sin, stride_qt, stride_kt, stride_qn, stride_kn, stride_c, num_q_heads, half,
-            BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotary(q, k, cos, sin, stride_qt, stride_kt, stride_qn, stride_kn, stride_c, num_q_heads, num_k_heads, half,
+            HEADS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < half
-    if head < num_q_heads:
-        row = q + token * stride_qt + head * stride_qn
+    first_head = tl.program_id(1) * HEADS
+    num_q_programs = tl.cdiv(num_q_heads, HEADS)
+    if tl.program_id(1) < num_q_programs:
+        heads = first_head + tl.arange(0, HEADS)
+        rows = q + token * stride_qt + heads * stride_qn
+        is_head = heads < num_q_heads
     else:
-        row = k + token * stride_kt + (head - num_q_heads) * stride_kn
-    c = tl.load(cos + token * stride_c + columns, mask=mask).to(tl.float32)
-    s = tl.load(sin + token * stride_c + columns, mask=mask).to(tl.float32)
-    first = tl.load(row + columns, mask=mask).to(tl.float32)
-    second = tl.load(row + half + columns, mask=mask).to(tl.float32)
-    tl.store(row + columns, (first * c - second * s).to(q.dtype.element_ty), mask=mask)
-    tl.store(row + half + columns, (second * c + first * s).to(q.dtype.element_ty), mask=mask)
+        heads = first_head - num_q_programs * HEADS + tl.arange(0, HEADS)
+        rows = k + token * stride_kt + heads * stride_kn
+        is_head = heads < num_k_heads
+    columns = tl.arange(0, BLOCK)
+    c = tl.load(cos + token * stride_c + columns, mask=columns < half).to(tl.float32)[None, :]
+    s = tl.load(sin + token * stride_c + columns, mask=columns < half).to(tl.float32)[None, :]
+    mask = is_head[:, None] & (columns < half)[None, :]
+    places = rows[:, None] + columns[None, :]
+    first = tl.load(places, mask=mask).to(tl.float32)
+    second = tl.load(places + half, mask=mask).to(tl.float32)
+    tl.store(places, (first * c - second * s).to(q.dtype.element_ty), mask=mask)
+    tl.store(places + half, (second * c + first * s).to(q.dtype.element_ty), mask=mask)
 
 
 @triton.jit

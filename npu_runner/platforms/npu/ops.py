@@ -10,6 +10,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.base import Ops
+from npu_runner.platforms.torch_ops import rotate_half_in_float32
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -33,6 +34,9 @@ class NpuOps(Ops):
         cos, sin = cos_T1H.unsqueeze(0), sin_T1H.unsqueeze(0)
         q, k = (torch_npu.npu_rotary_mul(x.unsqueeze(0), cos, sin).squeeze(0) for x in (q_TNH, k_TKH))
         return q, k
+
+    def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate_half_in_float32(qk_T2NH, cos_TH, sin_TH)
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         return torch_npu.npu_swiglu(gate_up_T2I)
