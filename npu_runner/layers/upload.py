@@ -14,7 +14,12 @@ _DTYPES = {"int32": torch.int32, "float32": torch.float32}
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
     """`array` on the device, through pinned memory."""
     host = torch.from_numpy(array)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return host
+    pinned = torch.empty_like(host, pin_memory=True)
+    # Not pin_memory(): that copies with all threads, and waits for those whose cores a preprocessing worker has.
+    np.copyto(pinned.numpy(), array)
+    return pinned.to(device, non_blocking=True)
 
 
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
