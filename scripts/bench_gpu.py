@@ -9,6 +9,7 @@
 (c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer,
     through the batch job, files to answers, with the time for what it prepares while the model loads. The share of the
     time that the GPU idles comes from one more run, under the profiler.
+(d) mixed: (c) with pictures of 597 to 1,194 by 448 to 895, nearly each of a size of its own.
 
 Every measurement has a process of its own. Prints a table, then one JSON line. `--sizes tiny --platform cpu` shows in a
 minute that the script works; its figures mean nothing. `--sizes host --platform cpu --part decode --no-peer` shows what
@@ -24,12 +25,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from bench_common import ROOT, commit, versions
 from bench_gpu_work import SIZES, Sizes
 
-PARTS = ("text", "decode", "pictures")
+PARTS = ("text", "decode", "pictures", "mixed")
+PICTURES = {"pictures": "(c) pictures", "mixed": "(d) mixed pictures"}
 SIDES = ("npu_runner", "transformers")
 _RESULT = "bench_gpu result: "
 # From a graph's launch to its tokens the device works, while the host launches the sampler and waits.
@@ -58,7 +61,7 @@ def main() -> None:
     sides = SIDES[:1] if arguments.no_peer else SIDES
     results: dict[str, dict[str, Any]] = {}
     for part in arguments.part or PARTS:
-        if part == "pictures":
+        if part in PICTURES:
             results[part] = {SIDES[0]: [run_child(part, SIDES[0]) for _ in range(arguments.repeats)],
                              "profiled": run_child(part, "profiled")}
         else:
@@ -86,8 +89,8 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
     import bench_gpu_ours as ours
 
     settings |= {name: getattr(arguments, name) for name in ("graph_mode", "graph_batch_sizes", "attention_backend")}
-    if part == "pictures":
-        return ours.measure_pictures(sizes, settings, is_profiled=side == "profiled")
+    if part in PICTURES:
+        return ours.measure_pictures(sizes, settings, is_mixed=part == "mixed", is_profiled=side == "profiled")
     measure_ours = {"text": ours.measure_text, "decode": ours.measure_decode}[part]
     return measure_ours(sizes, settings, arguments.repeats)
 
@@ -138,17 +141,18 @@ def report_decode(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def report_pictures(results: dict[str, Any]) -> list[str]:
+def report_pictures(results: dict[str, Any], name: str) -> list[str]:
     rates, tokens = ([run[name] for run in results[SIDES[0]]]
                      for name in ("pictures_per_second", "output_tokens_per_second"))
     idle = results["profiled"]["idle_share"]
-    return ["(c) pictures: {:.2f} pictures/s ({:.2f}-{:.2f}), {:.0f} output tokens/s, the device idles {} of the time"
-            .format(statistics.median(rates), min(rates), max(rates), statistics.median(tokens),
+    return ["{}: {:.2f} pictures/s ({:.2f}-{:.2f}), {:.0f} output tokens/s, the device idles {} of the time"
+            .format(name, statistics.median(rates), min(rates), max(rates), statistics.median(tokens),
                     "(not measured here)" if idle is None else f"{idle:.1%}")]
 
 
 REPORTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "text": report_text, "decode": report_decode, "pictures": report_pictures,
+    "text": report_text, "decode": report_decode,
+    **{part: partial(report_pictures, name=name) for part, name in PICTURES.items()},
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from bench_common import measure_head_start
 from bench_gpu_shapes import make_text_model, make_vision_model
-from bench_gpu_work import Sizes, decode_prompts, text_requests, write_pictures
+from bench_gpu_work import Sizes, decode_prompts, longest_side, text_requests, write_pictures
 
 from npu_runner import LLM, RunnerConfig, SamplingParams
 from npu_runner.multimodal.inputs import PromptInputs
@@ -66,8 +66,9 @@ def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict
             "read_bytes_per_second": measure_read_bandwidth(device)}
 
 
-def measure_pictures(sizes: Sizes, settings: dict[str, Any], is_profiled: bool) -> dict[str, Any]:
-    """(c): the batch job over picture files; profiled, the share of the time that the device does nothing.
+def measure_pictures(sizes: Sizes, settings: dict[str, Any], *, is_mixed: bool,
+                     is_profiled: bool) -> dict[str, Any]:
+    """(c), (d): the batch job over picture files; profiled, the share of the time that the device does nothing.
 
     What the workers prepare while the model loads is added to the time, as if the device had waited for it.
     """
@@ -76,8 +77,8 @@ def measure_pictures(sizes: Sizes, settings: dict[str, Any], is_profiled: bool) 
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        requests = write_pictures(folder, sizes)
-        path = make_vision_model(folder, sizes.vision_model, max(sizes.picture))
+        requests = write_pictures(folder, sizes, is_mixed=is_mixed)
+        path = make_vision_model(folder, sizes.vision_model, longest_side(sizes, is_mixed=is_mixed))
         config = RunnerConfig.from_keywords(path, load_format="dummy", max_model_len=2048, **settings)
         options = BatchOptions(input=str(requests), output=str(folder / "answers.jsonl"), allowed_media_dir=folder,
                                progress="off")

@@ -64,16 +64,26 @@ def decode_prompts(batch_size: int, num_tokens: int, vocab_size: int) -> list[li
     return [[random.randint(0, last_id) for _ in range(num_tokens)] for _ in range(batch_size)]
 
 
-def write_pictures(folder: Path, sizes: Sizes) -> Path:
-    """Distinct JPEG files, and the JSONL file that asks about each of them; returns the latter."""
+def longest_side(sizes: Sizes, *, is_mixed: bool) -> int:
+    """Pixels that no side of a picture has more than."""
+    longest = max(sizes.picture)
+    return longest * 4 // 3 if is_mixed else longest
+
+
+def write_pictures(folder: Path, sizes: Sizes, *, is_mixed: bool = False) -> Path:
+    """Distinct JPEG files, and the JSONL file that asks about each of them; returns the latter.
+
+    Mixed ones have sides of two thirds to four thirds of `sizes.picture`: nearly each has a size of its own.
+    """
     from PIL import Image
 
-    width, height = sizes.picture
     requests = folder / "requests.jsonl"
     with requests.open("w") as file:
         for index in range(sizes.num_pictures):
             # Smooth shapes with some noise: noise alone would make files of a megabyte.
             draw = np.random.default_rng(index)
+            width, height = (int(draw.integers(side * 2 // 3, side * 4 // 3)) if is_mixed else side
+                             for side in sizes.picture)
             coarse = Image.fromarray(draw.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((width, height))
             noise = draw.integers(-8, 9, (height, width, 3))
             pixels = np.clip(np.asarray(coarse, dtype=np.int16) + noise, 0, 255).astype(np.uint8)

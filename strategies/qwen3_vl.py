@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from npu_runner.checkpoint_files import require_json
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.layers.upload import upload, upload_together
 from npu_runner.model_config import ModelConfig
 from npu_runner.models.qwen3_vl import Qwen3VL
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.platforms.upload import upload, upload_together
 from strategies.base import VisionEmbeddings
 from strategies.causal_lm import CausalLMStrategy
 

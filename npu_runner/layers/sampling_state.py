@@ -18,7 +18,7 @@ from torch import Tensor
 from npu_runner.errors import RequestError
 from npu_runner.layers.logit_rules import RuleTable, logit_rules
 from npu_runner.layers.token_counts import TokenCounts
-from npu_runner.layers.upload import upload_together
+from npu_runner.platforms.upload import upload_together
 from npu_runner.sampling_params import SamplingParams
 
 _REACHED = 1.0 - 2.0**-20  # a set that is short of top_p by rounding alone has reached it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from npu_runner.errors import ModelError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
-from npu_runner.layers.upload import upload_together
 from npu_runner.model_config import VisionConfig
+from npu_runner.platforms.upload import upload_together
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -62,10 +63,10 @@ class VisionAttention(nn.Module):
         self.qkv = ColumnParallelLinear(size, parts, bias=True, context=context)
         self.proj = RowParallelLinear("proj", size, size, bias=True, context=context)
 
-    def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, plan: Any) -> Tensor:
         qkv_P3NH = self.qkv(x_PC).unflatten(-1, (3, -1, self.head_dim))
         q_PNH, k_PNH = self.ops.rotary_in_float32(qkv_P3NH[:, :2], cos_PH, sin_PH)
-        return self.proj(self.backend.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], lengths, self.scale).flatten(-2))
+        return self.proj(self.backend.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], plan, self.scale).flatten(-2))
 
 
 class VisionBlock(nn.Module):
@@ -77,8 +78,8 @@ class VisionBlock(nn.Module):
         self.mlp = VisionMLP(config.hidden_size, config.intermediate_size, config.hidden_size, config.hidden_act,
                              context)
 
-    def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, lengths: Sequence[int]) -> Tensor:
-        x_PC = x_PC + self.attn(self.norm1(x_PC), cos_PH, sin_PH, lengths)
+    def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, plan: Any) -> Tensor:
+        x_PC = x_PC + self.attn(self.norm1(x_PC), cos_PH, sin_PH, plan)
         return x_PC + self.mlp(self.norm2(x_PC))
 
 
@@ -122,6 +123,7 @@ class VisionTower(nn.Module):
         if config.num_heads % context.tp.size or config.intermediate_size % context.tp.size:
             context = LayerContext(context.ops, context.attention, TensorParallel(), context.dtype, context.device)
         self.config = config
+        self.attention = context.attention
         self.patch_embed = PatchEmbed(config, context)
         self.pos_embed = nn.Embedding(
             config.num_position_embeddings, config.hidden_size, dtype=context.dtype, device=context.device
@@ -143,10 +145,10 @@ class VisionTower(nn.Module):
         # The learned square grid, resampled bilinearly (corners aligned) to each picture's grid.
         x_PC = x_PC + (self.pos_embed(taps_P4) * weights_P4[..., None]).sum(1).to(x_PC.dtype)
         cos_PH, sin_PH = (F.embedding(places_P2, table).flatten(1).repeat(1, 2) for table in (cos_SQ, sin_SQ))
-        lengths = [height * width for height, width in grids]
+        plan = self.attention.plan_vision([height * width for height, width in grids], x_PC.device)
         levels: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
-            x_PC = block(x_PC, cos_PH, sin_PH, lengths)
+            x_PC = block(x_PC, cos_PH, sin_PH, plan)
             if index in self.config.deepstack_layers:
                 level = self.config.deepstack_layers.index(index)
                 levels[level] = self.deepstack_merger_list[level](x_PC)
@@ -188,14 +190,14 @@ def _block_order(height: int, width: int, merge: int) -> np.ndarray:
 @_cached_by_size
 def _interpolation_taps(height: int, width: int, side: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
     """(P, 4) int32 rows of the side x side grid around each patch, and their (P, 4) float32 weights."""
-    places_P2 = torch.from_numpy(_block_order(height, width, merge))
+    places_P2 = _block_order(height, width, merge)
     low, high, share = [], [], []
     for axis, size in enumerate((height, width)):
-        place = torch.linspace(0, side - 1, size, dtype=torch.float32)[places_P2[:, axis]]
-        low.append(place.floor().int())
-        high.append((low[-1] + 1).clamp(max=side - 1))
-        share.append(place - low[-1])
+        place = torch.linspace(0, side - 1, size, dtype=torch.float32).numpy()[places_P2[:, axis]]
+        low.append(place.astype(np.int32))
+        high.append(np.minimum(low[-1] + 1, side - 1))
+        share.append(place - low[-1].astype(np.float32))
     (row, column), (next_row, next_column), (down, right) = low, high, share
     indices = [row * side + column, row * side + next_column, next_row * side + column, next_row * side + next_column]
     weights = [(1 - down) * (1 - right), (1 - down) * right, down * (1 - right), down * right]
-    return torch.stack(indices, dim=-1).numpy(), torch.stack(weights, dim=-1).numpy()
+    return np.stack(indices, axis=-1), np.stack(weights, axis=-1)

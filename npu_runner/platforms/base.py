@@ -122,9 +122,13 @@ class AttentionBackend(ABC):
                scale: float) -> Tensor:
         """Attention of one new token per sequence over its context, (B, N, H). Must be capturable in a graph."""
 
+    def plan_vision(self, lengths: Sequence[int], device: torch.device) -> Any:
+        """Preparation of `vision` for consecutive pictures of these numbers of rows, once for all layers."""
+        return list(lengths)
+
     @abstractmethod
-    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-        """Full attention within each of consecutive segments of `lengths` rows, (T, N, H)."""
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
+        """Full attention within each picture, (T, N, H)."""
 
 
 DecodeForward = Callable[..., Tensor]

@@ -82,8 +82,8 @@ class CpuAttention(AttentionBackend):
         )
         return out_BKGH.flatten(1, 2)
 
-    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-        return segment_attention(q_TNH, k_TNH, v_TNH, lengths, scale)
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
+        return segment_attention(q_TNH, k_TNH, v_TNH, plan, scale)
 
 
 def _read(cache: Tensor, slots: Tensor) -> Tensor:

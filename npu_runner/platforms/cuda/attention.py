@@ -16,7 +16,7 @@ from torch import Tensor
 
 from npu_runner.platforms.base import AttentionBackend, AttentionMetadata
 from npu_runner.platforms.cuda import attention_kernels as kernels
-from npu_runner.platforms.torch_attention import segment_attention
+from npu_runner.platforms.cuda.vision_attention import VisionPlan, picture_attention, plan_pictures
 
 # Query rows of one program of the prefill kernel.
 _TILE_ROWS = 64
@@ -118,8 +118,11 @@ class TritonAttention(AttentionBackend):
             HEAD=max(16, triton.next_power_of_2(self.head_dim)), num_warps=1,
         )
 
-    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-        return segment_attention(q_TNH, k_TNH, v_TNH, lengths, scale)
+    def plan_vision(self, lengths: Sequence[int], device: torch.device) -> VisionPlan:
+        return plan_pictures(lengths, device)
+
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
+        return picture_attention(q_TNH, k_TNH, v_TNH, plan, scale)
 
     def _columns(self, q: Tensor) -> int:
         """Context tokens of one loop step; float32 tiles are twice as large in shared memory."""

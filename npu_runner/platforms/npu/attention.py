@@ -74,14 +74,16 @@ class NpuAttention(AttentionBackend):
                scale: float) -> Tensor:
         return self._attend(q_BNH, k_cache, v_cache, metadata, scale)
 
-    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    def plan_vision(self, lengths: Sequence[int], device: torch.device) -> list[int]:
+        return list(accumulate(lengths))
+
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
         head_dim = q_TNH.shape[-1]
         padding = next((dim - head_dim for dim in _VISION_HEAD_DIMS if dim >= head_dim), 0)
         # Zeros in the padded dims change no product of q and k, and give zeros that are cut off.
         q, k, v = (F.pad(x, (0, padding)) if padding else x.contiguous() for x in (q_TNH, k_TNH, v_TNH))
-        totals = list(accumulate(lengths))
         out_TNH = torch_npu.npu_fused_infer_attention_score(
-            q, k, v, input_layout="TND", actual_seq_lengths=totals, actual_seq_lengths_kv=totals,
+            q, k, v, input_layout="TND", actual_seq_lengths=plan, actual_seq_lengths_kv=plan,
             num_heads=q.shape[1], num_key_value_heads=k.shape[1], scale=scale, sparse_mode=_FULL,
         )[0]
         return out_TNH[..., :head_dim]
