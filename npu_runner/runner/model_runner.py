@@ -210,7 +210,10 @@ class ModelRunner(ModelRunnerBase):
         if self.largest_image is not None:
             # Many pictures cost time; where nobody measures memory, one takes the same path.
             is_measured = self.platform.memory_info() is not None
-            images = dummy_images(self.largest_image, self.settings.max_num_batched_tokens if is_measured else 0)
+            # Where a chunk begins or ends within a picture, that goes through the tower whole.
+            most = min(self.settings.max_num_batched_tokens,
+                       num_tokens + (batch_size + 1) * self.largest_image.num_tokens)
+            images = dummy_images(self.largest_image, most if is_measured else 0)
         steps = [] if in_capturing else [dummy_prefill(
             num_tokens, batch_size, block_size=self.settings.block_size, uses_mrope=self.uses_mrope, images=images
         )]
