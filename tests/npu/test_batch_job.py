@@ -17,7 +17,7 @@ from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from tests.batch.scripted import row, write_rows
 from tests.cann.environment import environment
 
-pytestmark = pytest.mark.npu
+pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
 NUM_PICTURES = 64
 NUM_KILLS = 3
