@@ -9,7 +9,7 @@
 (c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer,
     through the batch job, files to answers, with the time for what it prepares while the model loads. The share of the
     time that the GPU idles comes from one more run, under the profiler.
-(d) mixed: (c) with pictures of 597 to 1,194 by 448 to 895, nearly each of a size of its own.
+(d) mixed: (c) with pictures of 597 to 1,193 by 448 to 895, nearly each of a size of its own.
 
 Every measurement has a process of its own. Prints a table, then one JSON line. `--sizes tiny --platform cpu` shows in a
 minute that the script works; its figures mean nothing. `--sizes host --platform cpu --part decode --no-peer` shows what

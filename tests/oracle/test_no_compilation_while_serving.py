@@ -19,11 +19,12 @@ LENGTHS = (3, 70, 65, 900, 1000, 1040)
 PICTURES = ((32, 32), (128, 64), (256, 512), (96, 224))
 
 
-def prompts_of(llm: LLM) -> list[PromptInputs]:
-    prompts = [PromptInputs([5] * length) for length in LENGTHS]
+def prompts_of(llm: LLM, seed: int) -> list[PromptInputs]:
+    """Another seed gives other tokens and pictures: no prefix of theirs is cached."""
+    prompts = [PromptInputs([5 + seed] * length) for length in LENGTHS]
     if llm.engine.model_config.vision is None:
         return prompts
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     pictures = [{"type": "image", "image": random_image(draw, *size)} for size in PICTURES]
     text = {"type": "text", "text": "which"}
     return prompts + [llm.engine.processor([{"role": "user", "content": [*content, text]}])
@@ -44,8 +45,7 @@ def test_no_kernel_is_compiled_after_the_start(model_type: str, settings: dict[s
              **{**SMALL, "max_model_len": 2048, **settings}) as llm:
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook",
                             lambda **call: compiled.append(call["fn"].name))
-        prompts = prompts_of(llm)
-        for prompt in prompts:
+        for prompt in prompts_of(llm, seed=0):
             llm.generate([prompt], greedy(3))
-        llm.generate(prompts[::-1], greedy(3))
+        llm.generate(prompts_of(llm, seed=1), greedy(3))
     assert compiled == []

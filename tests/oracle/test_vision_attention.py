@@ -51,7 +51,8 @@ def test_pictures_see_themselves_and_nobody_else(head_dim: int, dtype: torch.dty
     assert (out_TNH.double().cpu() - expected_TNH).abs().max() < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+# cuDNN's attention, which this is about, takes no float32.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_nothing_is_built_for_a_size_that_is_new(dtype: torch.dtype, platform_name: str) -> None:
     if platform_name != "cuda":
         pytest.skip("only cuda has kernels that are built when a size first comes")

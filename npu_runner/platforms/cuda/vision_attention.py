@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from npu_runner.platforms.torch_attention import segment_attention
 from npu_runner.platforms.upload import upload
 
+# What flash attention takes beside 16 bits.
+_HEAD_DIM_STEP, _LARGEST_HEAD_DIM = 8, 256
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -41,7 +43,8 @@ def picture_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionP
     """Full attention within each picture, (T, N, H)."""
     varlen = _varlen_attention()
     head_dim = q_TNH.shape[-1]
-    if varlen is None or q_TNH.dtype == torch.float32 or head_dim % 8 or head_dim > 256:
+    is_taken = q_TNH.dtype != torch.float32 and head_dim % _HEAD_DIM_STEP == 0 and head_dim <= _LARGEST_HEAD_DIM
+    if varlen is None or not is_taken:
         with sdpa_kernel(_WITHOUT_PLANS):
             return segment_attention(q_TNH, k_TNH, v_TNH, plan.lengths, scale)
     longest = max(plan.lengths)
