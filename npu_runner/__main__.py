@@ -2,7 +2,7 @@
 
 import sys
 
-from npu_runner.cli import main
+from npu_runner.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -38,10 +38,10 @@ def measure_head_start(config: RunnerConfig, requests: Path) -> float:
 
     Pictures lie in the folder of `requests`.
     """
-    from npu_runner.batch.input_file import InputFile
-    from npu_runner.batch.model_side import CheckpointSide
-    from npu_runner.batch.preprocessing import RowPreprocessor
-    from npu_runner.batch.worker_pool import PoolLimits
+    from npu_runner.batch.files.input_file import InputFile
+    from npu_runner.batch.job.model_side import CheckpointSide
+    from npu_runner.batch.rows.preprocessing import RowPreprocessor
+    from npu_runner.workers.pool import PoolLimits
 
     prepare = RowPreprocessor(processor=CheckpointSide(config).processor, allowed_media_dir=requests.parent)
     with InputFile(str(requests), requests.parent) as file:

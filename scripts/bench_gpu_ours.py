@@ -72,8 +72,8 @@ def measure_pictures(sizes: Sizes, settings: dict[str, Any], *, is_mixed: bool,
 
     What the workers prepare while the model loads is added to the time, as if the device had waited for it.
     """
-    from npu_runner.batch.job import run_batch
-    from npu_runner.batch.options import BatchOptions
+    from npu_runner.batch.job.options import BatchOptions
+    from npu_runner.batch.job.run import run_batch
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

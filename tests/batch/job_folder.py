@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from npu_runner.batch.job import run_batch
-from npu_runner.batch.options import BatchOptions
-from npu_runner.batch.tally import JobSummary
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.run import run_batch
+from npu_runner.batch.job.tally import JobSummary
 from npu_runner.config import RunnerConfig
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, ScriptedProcessor, read_rows
 

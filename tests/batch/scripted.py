@@ -157,7 +157,7 @@ def workers_of(job: int) -> list[int]:
             words = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"npu_runner.batch.worker" in words and str(job).encode() in words:
+        if b"npu_runner.workers.worker" in words and str(job).encode() in words:
             found.append(int(process.name))
     return found
 

@@ -18,8 +18,8 @@ from PIL import Image
 
 from npu_runner.assets import SHAPES_VL
 from npu_runner.assets.drawing import TEST_SEEDS, draw_example
-from npu_runner.batch.input_file import InputRow
-from npu_runner.batch.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
+from npu_runner.batch.files.input_file import InputRow
+from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
 from npu_runner.multimodal.processor import ChatProcessor
 from tests.batch.scripted import row
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from npu_runner import cli
-from npu_runner.batch.options import BatchOptions
-from npu_runner.cli_options import field_docstrings, given
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.cli import main as cli
+from npu_runner.cli.options import field_docstrings, given
 from npu_runner.config import GIB, MIB, RunnerConfig
 from tests.batch.scripted import row, write_rows
 
@@ -116,7 +116,7 @@ def test_wrong_settings_exit_with_2_and_say_why(
 def test_help_and_mistakes_import_nothing_heavy() -> None:
     script = """
 import sys
-from npu_runner import cli
+from npu_runner.cli import main as cli
 for arguments in (["batch", "--help"], ["batch", "--colour"]):
     try:
         cli.main(arguments)
@@ -130,7 +130,8 @@ sys.exit(f"imported {heavy}" if heavy else 0)
 
 
 def test_the_module_is_the_command() -> None:
-    commands = [[sys.executable, "-m", "npu_runner"], [sys.executable, "-c", "from npu_runner.cli import main; main()"]]
+    entry_point = "from npu_runner.cli.main import main; main()"
+    commands = [[sys.executable, "-m", "npu_runner"], [sys.executable, "-c", entry_point]]
     helps = [subprocess.run([*command, "--help"], capture_output=True, check=True).stdout for command in commands]
     assert helps[0] == helps[1]
     assert b"batch" in helps[0]

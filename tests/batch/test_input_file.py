@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_runner.batch import input_file
-from npu_runner.batch.input_file import InputFile, InputIdentity, row_key
+from npu_runner.batch.files import input_file
+from npu_runner.batch.files.input_file import InputFile, InputIdentity, row_key
 from npu_runner.errors import ConfigError
 from tests.batch.scripted import row, write_rows
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from npu_runner.batch import serving
+from npu_runner.batch.job import serving
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError, ModelError
 from tests.batch.job_folder import Job, numbered, overtaken, whole_prefix

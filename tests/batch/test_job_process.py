@@ -20,8 +20,8 @@ SCRIPT = """
 import os
 import sys
 from pathlib import Path
-from npu_runner.batch.job import run_batch
-from npu_runner.batch.options import BatchOptions
+from npu_runner.batch.job.run import run_batch
+from npu_runner.batch.job.options import BatchOptions
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import NpuRunnerError
 from tests.batch.scripted import OvertakingEngine, ScriptedEngine, ScriptedModel

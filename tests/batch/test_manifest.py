@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from npu_runner.batch.fingerprint import fingerprint_model
-from npu_runner.batch.input_file import InputIdentity
-from npu_runner.batch.manifest import Manifest, differences, manifest_path, start_time
+from npu_runner.batch.files.fingerprint import fingerprint_model
+from npu_runner.batch.files.input_file import InputIdentity
+from npu_runner.batch.files.manifest import Manifest, differences, manifest_path, start_time
 from npu_runner.errors import ConfigError
 
 MANIFEST = Manifest(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 SCRIPT = """
 import json, resource, sys
-from npu_runner.batch.job import run_batch
-from npu_runner.batch.options import BatchOptions
+from npu_runner.batch.job.run import run_batch
+from npu_runner.batch.job.options import BatchOptions
 from npu_runner.config import RunnerConfig
 from tests.batch.scripted import ScriptedEngine, ScriptedModel
 

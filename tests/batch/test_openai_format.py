@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 from pydantic import TypeAdapter
 
-from npu_runner.batch.openai_format import (
+from npu_runner.batch.rows.openai_format import (
     ChatBody,
     custom_id_of,
     parse_row,

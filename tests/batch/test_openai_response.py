@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
-from npu_runner.batch.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
+from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 
 STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="shapes-vl")

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_runner.batch.answer_writer import AnswerWriter
-from npu_runner.batch.durable import replacing
-from npu_runner.batch.input_file import row_key
-from npu_runner.batch.openai_response import RowError, error_row
-from npu_runner.batch.output_file import OutputLock, repair_output, rewrite_rows, scan_output
+from npu_runner.batch.files.answer_writer import AnswerWriter
+from npu_runner.batch.files.durable import replacing
+from npu_runner.batch.files.input_file import row_key
+from npu_runner.batch.files.output_file import OutputLock, repair_output, rewrite_rows, scan_output
+from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import ConfigError, JobError
 
 ANSWER = b'{"id":"x","custom_id":"%s","response":{},"error":null}\n'
@@ -109,7 +109,7 @@ def test_a_file_that_fails_to_be_replaced_stays_and_leaves_nothing(tmp_path: Pat
 
 def test_the_second_job_is_refused_and_told_the_pid(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    hold = "import sys,pathlib\nfrom npu_runner.batch.output_file import OutputLock\n"
+    hold = "import sys,pathlib\nfrom npu_runner.batch.files.output_file import OutputLock\n"
     hold += "with OutputLock(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(output)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -144,7 +144,7 @@ def test_a_full_disk_leaves_whole_rows_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     script = f"""
 import os, resource, sys
-from npu_runner.batch.answer_writer import AnswerWriter
+from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.errors import JobError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 writer = AnswerWriter(os.open({str(path)!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "out.jsonl")

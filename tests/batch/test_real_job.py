@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from npu_runner import LLM, SamplingParams, cli
+from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.assets.drawing import TEST_SEEDS, Example, draw_example
+from npu_runner.cli import main as cli
 from tests.batch.scripted import read_rows, row, write_rows
 
 EXAMPLES = [draw_example(seed) for seed in TEST_SEEDS[100:112]]

@@ -12,9 +12,9 @@ from typing import Any
 
 from PIL import Image
 
-from npu_runner.batch.input_file import InputFile
-from npu_runner.batch.openai_response import JobStamp, RowError, answer_row, error_row
-from npu_runner.batch.report import write_report
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.job.report import write_report
+from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
 from npu_runner.outputs import CompletionOutput, RequestOutput
 from tests.batch.scripted import row, write_rows
 

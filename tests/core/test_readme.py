@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_runner.batch.options import BatchOptions
+from npu_runner.batch.job.options import BatchOptions
 from npu_runner.config import RunnerConfig
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

@@ -11,9 +11,9 @@ import json
 import os
 import sys
 
-import npu_runner.batch.job
+import npu_runner.batch.job.run
 import npu_runner.engine.llm_engine  # noqa: F401 - imported for the children
-from npu_runner import cli
+from npu_runner.cli import main as cli
 
 
 def main() -> None:

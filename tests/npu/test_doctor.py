@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 
-from npu_runner.cli_doctor import DoctorOptions, examine_host
-from npu_runner.cli_doctor_generation import judge
-from npu_runner.platforms.npu import preflight_devices as devices
-from npu_runner.platforms.npu import preflight_probes as probes
-from npu_runner.platforms.npu import preflight_software as software
-from npu_runner.platforms.npu.preflight_errors import ERROR_CODES
-from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome, run_function
+from npu_runner.cli.doctor import DoctorOptions, examine_host
+from npu_runner.cli.doctor_generation import judge
+from npu_runner.platforms.npu.preflight import devices, probes, software
+from npu_runner.platforms.npu.preflight.errors import ERROR_CODES
+from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome, run_function
 from npu_runner.platforms.npu.versions import PAIRINGS, cann_version
 from tests.cann.environment import ROOT, environment, has_real_cann
 

@@ -1,6 +1,6 @@
 """A worker process: receives a function, then applies it to one task after another until its parent is gone.
 
-Started as `python -m npu_runner.batch.worker FD` and not by fork, because the parent runs torch's threads, nor by
+Started as `python -m npu_runner.workers.worker FD` and not by fork, because the parent runs torch's threads, nor by
 multiprocessing, which would import the caller's main module (and torch with it) once more. Knows nothing of the tasks.
 """
 
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from npu_runner.batch.channel import Channel, ChannelClosed
+from npu_runner.workers.channel import Channel, ChannelClosed
 
 READY = "ready"
 _PR_SET_PDEATHSIG = 1

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from npu_runner import __version__
 from npu_runner.assets import SHAPES_VL
-from npu_runner.batch.options import BatchOptions
-from npu_runner.cli_doctor_options import add_doctor_arguments
-from npu_runner.cli_generate import answer_question
-from npu_runner.cli_options import add_options, given
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.cli.doctor_options import add_doctor_arguments
+from npu_runner.cli.generate import answer_question
+from npu_runner.cli.options import add_options, given
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
 
@@ -128,13 +128,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _batch(arguments: argparse.Namespace) -> int:
     config, options = RunnerConfig(**given(arguments, RunnerConfig)), BatchOptions(**given(arguments, BatchOptions))
-    from npu_runner.batch.job import run_batch
+    from npu_runner.batch.job.run import run_batch
 
     return run_batch(config, options).exit_status
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from npu_runner.cli_doctor import run
+    from npu_runner.cli.doctor import run
 
     return run(arguments)
 

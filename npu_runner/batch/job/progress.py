@@ -12,7 +12,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from npu_runner.batch.tally import Tally
+from npu_runner.batch.job.tally import Tally
 from npu_runner.outputs import EngineStats
 
 _BAR_SECONDS = 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome
+from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome
 from npu_runner.platforms.npu.versions import PAIRINGS, cann_version, driver_version, release, toolkit_folder
 
 # torchair imports these; torch_npu does not declare all of them.

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from npu_runner.batch.openai_format import custom_id_of, read_json
+from npu_runner.batch.rows.openai_format import custom_id_of, read_json
 from npu_runner.errors import ConfigError, RequestError
 
 STANDARD_STREAM = "-"

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from npu_runner.platforms.npu import preflight_devices as devices
-from npu_runner.platforms.npu import preflight_probes as probes
-from npu_runner.platforms.npu import preflight_software as software
-from npu_runner.platforms.npu.preflight_host import Check, Host, run_function
+from npu_runner.platforms.npu.preflight import devices, probes, software
+from npu_runner.platforms.npu.preflight.host import Check, Host, run_function
 from npu_runner.platforms.npu.versions import toolkit_folder
 
 

@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 
-from npu_runner.batch.durable import explain_file_error, write_all
+from npu_runner.batch.files.durable import explain_file_error, write_all
 
 _MAX_QUEUED_ROWS = 1024
 _MAX_BYTES_PER_WRITE = 1 << 20

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_runner.batch.input_file import MAX_ROW_BYTES, InputRow
-from npu_runner.batch.openai_format import custom_id_of, parse_row, read_json, refuse_half_characters
-from npu_runner.batch.openai_response import RowError
+from npu_runner.batch.files.input_file import MAX_ROW_BYTES, InputRow
+from npu_runner.batch.rows.openai_format import custom_id_of, parse_row, read_json, refuse_half_characters
+from npu_runner.batch.rows.openai_response import RowError
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import resolve_media

@@ -1,6 +1,6 @@
 """The doctor's last check: the embedded model answers questions about drawings, in a process of its own.
 
-    python -m npu_runner.cli_doctor_generation PLATFORM GRAPH_MODE NUM_RANKS REPORTS
+    python -m npu_runner.cli.doctor_generation PLATFORM GRAPH_MODE NUM_RANKS REPORTS
 
 A library that crashes or hangs is then a failed check. Knows nothing of what the host has installed.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 from npu_runner.assets import SHAPES_VL
 from npu_runner.assets.drawing import DEMO_SEEDS, draw_example
-from npu_runner.platforms.npu.preflight_errors import explain
-from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome, run_program
+from npu_runner.platforms.npu.preflight.errors import explain
+from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome, run_program
 
 # Pictures about which the model is sure (every token's log probability leads by 10 and more), so that a wrong answer is
 # a fault and not rounding: a colour in the second of two pictures, a colour, a count, a list of several tokens.
@@ -26,7 +26,7 @@ _IF_UNKNOWN = "see the failed checks above; README, Ascend, has a table of error
 def check_generation(host: Host, platform: str, graph_mode: str, num_ranks: int, timeout_seconds: float) -> Check:
     ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
     name = f"generation ({platform}, {graph_mode}{ranks})"
-    program = ["-m", "npu_runner.cli_doctor_generation", platform, graph_mode, str(num_ranks)]
+    program = ["-m", "npu_runner.cli.doctor_generation", platform, graph_mode, str(num_ranks)]
     return judge(name, graph_mode, run_program(host, program, timeout_seconds))
 
 

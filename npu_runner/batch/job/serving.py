@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from npu_runner.batch.input_file import InputRow
-from npu_runner.batch.openai_format import custom_id_of, read_json
-from npu_runner.batch.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
-from npu_runner.batch.preprocessing import PreparedRow, RejectedRow
-from npu_runner.batch.progress import Progress
-from npu_runner.batch.tally import Tally
-from npu_runner.batch.worker_pool import Finished, WorkerFailure, WorkerPool
+from npu_runner.batch.files.input_file import InputRow
+from npu_runner.batch.job.progress import Progress
+from npu_runner.batch.job.tally import Tally
+from npu_runner.batch.rows.openai_format import custom_id_of, read_json
+from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
+from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.sampling_params import SamplingParams
+from npu_runner.workers.pool import Finished, WorkerFailure, WorkerPool
 
 # Enough that a prefill step never lacks prompts, few enough that their pixels fit.
 MAX_WAITING_REQUESTS = 64

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from npu_runner.batch.durable import clear_file_errors, replacing
-from npu_runner.batch.fingerprint import digest_lines
-from npu_runner.batch.input_file import InputIdentity
+from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.fingerprint import digest_lines
+from npu_runner.batch.files.input_file import InputIdentity
 from npu_runner.errors import ConfigError
 
 FORMAT = 1

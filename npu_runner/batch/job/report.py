@@ -17,11 +17,11 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
-from npu_runner.batch.durable import clear_file_errors, replacing
-from npu_runner.batch.input_file import InputFile, InputScan
-from npu_runner.batch.openai_format import read_json
-from npu_runner.batch.output_file import read_row, scan_output
-from npu_runner.batch.tally import is_as_expected
+from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.output_file import read_row, scan_output
+from npu_runner.batch.job.tally import is_as_expected
+from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.images import open_image
 from npu_runner.multimodal.media import load_media

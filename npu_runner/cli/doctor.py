@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from npu_runner import __version__
-from npu_runner.cli_doctor_generation import check_generation
-from npu_runner.platforms.npu.preflight import examine, examine_without_npu, signs_of_an_npu, survey
-from npu_runner.platforms.npu.preflight_host import Check, Host, run_function
+from npu_runner.cli.doctor_generation import check_generation
+from npu_runner.platforms.npu.preflight.checks import examine, examine_without_npu, signs_of_an_npu, survey
+from npu_runner.platforms.npu.preflight.host import Check, Host, run_function
 
 # inductor needs most of a minute for a bucket on a CPU, so that is left to those who ask for it.
 _MODES = {"npu": ("eager", "reduce-overhead"), "cuda": ("eager", "reduce-overhead"), "cpu": ("eager",)}

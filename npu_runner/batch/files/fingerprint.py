@@ -10,7 +10,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from npu_runner.batch.durable import clear_file_errors
+from npu_runner.batch.files.durable import clear_file_errors
 
 _WHOLE = (
     "config.json",

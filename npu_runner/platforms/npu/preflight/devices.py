@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from npu_runner.platforms.npu.preflight_errors import explain
-from npu_runner.platforms.npu.preflight_host import Check, Host, Outcome
-from npu_runner.platforms.npu.preflight_software import import_remedy
+from npu_runner.platforms.npu.preflight.errors import explain
+from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome
+from npu_runner.platforms.npu.preflight.software import import_remedy
 
 _GIB = 1 << 30
 _MIB = 1 << 20

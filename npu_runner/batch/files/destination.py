@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
-from npu_runner.batch.answer_writer import AnswerWriter
-from npu_runner.batch.durable import clear_file_errors, sync_folder
-from npu_runner.batch.input_file import STANDARD_STREAM, InputScan
-from npu_runner.batch.manifest import Manifest, manifest_path
-from npu_runner.batch.output_file import OutputLock, OutputScan, repair_output, rewrite_rows, scan_output
+from npu_runner.batch.files.answer_writer import AnswerWriter
+from npu_runner.batch.files.durable import clear_file_errors, sync_folder
+from npu_runner.batch.files.input_file import STANDARD_STREAM, InputScan
+from npu_runner.batch.files.manifest import Manifest, manifest_path
+from npu_runner.batch.files.output_file import OutputLock, OutputScan, repair_output, rewrite_rows, scan_output
 from npu_runner.errors import ConfigError
 
 _SYNC_ROWS = 64

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import npu_runner
-from npu_runner.batch.channel import Channel, ChannelClosed
-from npu_runner.batch.worker import READY
 from npu_runner.errors import JobError
+from npu_runner.workers.channel import Channel, ChannelClosed
+from npu_runner.workers.worker import READY
 
 Task = TypeVar("Task")
 
@@ -310,7 +310,7 @@ def _start_worker(timeout_seconds: float) -> _Worker[Any]:
     }
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "npu_runner.batch.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-m", "npu_runner.workers.worker", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # the job's own stdout may be its answers

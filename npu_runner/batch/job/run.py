@@ -16,26 +16,26 @@ from typing import Any
 
 import numpy as np
 
-from npu_runner.batch import serving
-from npu_runner.batch.destination import Destination, open_destination
-from npu_runner.batch.durable import clear_file_errors, replacing
-from npu_runner.batch.fingerprint import fingerprint_model
-from npu_runner.batch.input_file import STANDARD_STREAM, InputFile, InputRow, InputScan
-from npu_runner.batch.manifest import Manifest, differences, start_time
-from npu_runner.batch.model_side import CheckpointSide, ModelSide
-from npu_runner.batch.openai_response import JobStamp
-from npu_runner.batch.options import BatchOptions
-from npu_runner.batch.preprocessing import RowPreprocessor
-from npu_runner.batch.progress import Progress
-from npu_runner.batch.report import write_report
-from npu_runner.batch.serving import ServingLoop
-from npu_runner.batch.signals import Interrupted, StopSignals
-from npu_runner.batch.tally import JobSummary, Tally
-from npu_runner.batch.worker_pool import PoolLimits, WorkerPool
+from npu_runner.batch.files.destination import Destination, open_destination
+from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.fingerprint import fingerprint_model
+from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputRow, InputScan
+from npu_runner.batch.files.manifest import Manifest, differences, start_time
+from npu_runner.batch.job import serving
+from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.progress import Progress
+from npu_runner.batch.job.report import write_report
+from npu_runner.batch.job.serving import ServingLoop
+from npu_runner.batch.job.signals import Interrupted, StopSignals
+from npu_runner.batch.job.tally import JobSummary, Tally
+from npu_runner.batch.rows.openai_response import JobStamp
+from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.outputs import EngineStats
+from npu_runner.workers.pool import PoolLimits, WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)

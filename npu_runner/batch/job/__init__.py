@@ -1,0 +1,1 @@
+"""The job: its loop, its tally, its progress and its report."""

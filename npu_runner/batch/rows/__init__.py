@@ -1,0 +1,1 @@
+"""What a row of the input asks for and what an answer looks like. Knows nothing of files or jobs."""

@@ -1,0 +1,1 @@
+"""The `npu-runner` command: a file for each subcommand. Nothing above imports it."""
