@@ -179,7 +179,8 @@ class LLMEngine:
 
     def _look_for_culprit(self, batch: ScheduledBatch, error: NpuRunnerError) -> None:
         """Give up the request that makes steps fail, if this one held no other; else run its sequences in halves."""
-        logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
+        if not self._quarantine.is_on:  # what follows is the same again, until the cause is found
+            logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
         failed = self.scheduler.abandon()
         self._probe(batch, error)
         if not self._quarantine.is_on:
