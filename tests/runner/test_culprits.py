@@ -159,7 +159,7 @@ def test_a_device_that_does_nothing_any_more_is_nobodys_fault(llm: LLM) -> None:
     with failing(llm, fault), pytest.raises(EngineDeadError, match=r"a step of one token .* failed as well") as caught:
         llm.generate(prompts, params)
     assert caught.value.request_ids
-    assert not caught.value.is_due_to_a_row
+    assert caught.value.blame is None
 
 
 def test_an_aborted_suspect_holds_nobody_up(llm: LLM) -> None:

@@ -21,6 +21,7 @@ from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.fingerprint import fingerprint_model
 from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputRow, InputScan
 from npu_runner.batch.files.manifest import Manifest, differences, start_time
+from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import serving
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
@@ -143,6 +144,7 @@ class _Job:
             # From here on a signal lets the step under way end, and then the job.
             self._signals.defer()
             writer = destination.begin(manifest)
+            suspects = Suspects(destination.path, overwrite=self._options.overwrite)
             ready = time.monotonic()
             try:
                 self._progress.start(work.rows.num_rows, num_before)
@@ -155,7 +157,10 @@ class _Job:
                     progress=self._progress,
                     should_stop=lambda: self._signals.is_requested,
                     is_ordered=self._options.ordered,
+                    suspects=suspects,
                 ).run()
+                if self._tally.num_done == int(work.wanted.sum()):
+                    suspects.clear()
             finally:
                 writer.close()
                 self._progress.close()
@@ -197,6 +202,8 @@ class _Job:
         limits = PoolLimits(
             num_workers=self._options.num_workers,
             task_timeout_seconds=self._options.preprocessing_timeout,
+            # Without a setting the platform's default counts, which is none above 256.
+            max_ready=serving.max_waiting_requests(self._config.max_num_seqs or 0),
             max_tasks=serving.MAX_ROWS_OUT_OF_ORDER if self._options.ordered else float("inf"),
         )
         return WorkerPool(preprocessor, rows, limits)
