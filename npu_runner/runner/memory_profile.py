@@ -20,8 +20,11 @@ class MemoryMeter:
         self._platform.empty_cache()
         self._platform.reset_peak_memory()
 
-    def profile(self, weights_bytes: int) -> MemoryProfile:
-        """All that has been taken. `weights_bytes` by their shapes is for platforms that measure nothing."""
+    def profile(self, *, weights_bytes: int, cache_bytes: int) -> MemoryProfile:
+        """All that has been taken beside a KV cache of `cache_bytes`.
+
+        `weights_bytes`, by their shapes, is for platforms that measure nothing.
+        """
         self._platform.synchronize()
         info = self._platform.memory_info()
         if info is None:
@@ -33,7 +36,7 @@ class MemoryMeter:
         return MemoryProfile(
             total_bytes=info.total_bytes,
             free_before_bytes=before.free_bytes,
-            weights_bytes=info.allocated_bytes - before.allocated_bytes,
+            weights_bytes=info.allocated_bytes - before.allocated_bytes - cache_bytes,
             activation_peak_bytes=info.peak_allocated_bytes - info.allocated_bytes,
             # What the driver gave since the start, less what the allocator holds of it.
             outside_bytes=max(0, settled.total_bytes - settled.free_bytes - other - settled.reserved_bytes

@@ -7,10 +7,12 @@ stands in step.py.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -69,12 +71,14 @@ class ModelRunner(ModelRunnerBase):
         self.largest_image = self.processor.largest_image() if self.strategy.is_multimodal else None
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
         self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)
+        self._is_ready = False
         with torch.inference_mode(), self.guard.starting(lambda: self._phase):
             self.load_model()
             profile = self.profile_run()
             self.allocate_kv_cache(profile)
             if self.settings.graph_mode != "eager":
                 self.compile_decode()
+        self._is_ready = True
 
     def _progress(self, phase: str) -> None:
         self._phase = phase
@@ -110,15 +114,20 @@ class ModelRunner(ModelRunnerBase):
         return self.model
 
     def profile_run(self) -> MemoryProfile:
-        """Run the worst step the settings allow, over a cache of one block, and measure what it takes."""
+        """Run the worst step the settings allow, and measure what it takes.
+
+        Over a cache of one block; a runner that is ready keeps the cache it has, and its graphs count as activations.
+        """
         self._progress("profiling memory")
-        self._bind_cache(num_blocks=1)
+        if not self._is_ready:
+            self._bind_cache(num_blocks=1)
         self._meter.start_step()
         batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
         longest = batch_size * (self.settings.max_model_len - 1)
         self.dummy_run(min(self.settings.max_num_batched_tokens, longest), batch_size)
         tensors = (*self.model.parameters(), *self.model.buffers())
-        return self._meter.profile(sum(tensor.nbytes for tensor in tensors))
+        return self._meter.profile(weights_bytes=sum(tensor.nbytes for tensor in tensors),
+                                   cache_bytes=self.k_cache.nbytes + self.v_cache.nbytes)
 
     def allocate_kv_cache(self, profile: MemoryProfile) -> None:
         """Size the cache by the ledger, agree with the other ranks on the smallest, and bind it to the layers."""
@@ -201,13 +210,25 @@ class ModelRunner(ModelRunnerBase):
         for context_len in range(first_len, first_len + expected_decode_len):
             context_len = min(context_len, self.settings.max_model_len)
             steps.append(dummy_decode(batch_size, context_len, block_size=self.settings.block_size))
-        for step in steps:
-            self.steps.run(step)
-        if not in_capturing:
-            self.steps.sampler = self._make_sampler()  # counts of tokens and all: memory that many a job never needs
-        self.vision_cache.clear()
-        self.steps.pictures.num_encoded = 0
-        self.steps.clock = StepClock()
+        with torch.inference_mode(), self._serving_state_aside():
+            for step in steps:
+                self.steps.run(step)
+
+    @contextmanager
+    def _serving_state_aside(self) -> Iterator[None]:
+        """What serving has counted and kept is nobody's inside, and is back afterwards.
+
+        Made-up steps take the slots of sequences that may run, and make the sampler count tokens: memory that many a
+        job never needs.
+        """
+        steps = self.steps
+        kept = steps.sampler, steps.pictures, steps.clock
+        steps.sampler, steps.clock = self._make_sampler(), StepClock()
+        steps.pictures = Pictures(self.strategy, self.model, VisionCache(self.config.vision_cache_bytes))
+        try:
+            yield
+        finally:
+            steps.sampler, steps.pictures, steps.clock = kept
 
     def info(self) -> RunnerInfo:
         """What the engine needs to know once the runner is ready."""
@@ -230,6 +251,20 @@ class ModelRunner(ModelRunnerBase):
     def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         with torch.inference_mode():
             return self.steps.run(batch)
+
+    def close(self) -> None:
+        """Release graphs, caches and weights, and give the device back what the allocator holds. May be called twice.
+
+        The caller lets go of what it holds of them; tokens of a step that is under way are lost.
+        """
+        if not self._is_ready:
+            return
+        self._is_ready = False
+        self.platform.synchronize()
+        self.vision_cache.release()
+        del self.steps, self.model, self.k_cache, self.v_cache, self.attention
+        gc.collect()  # modules, compiled callables and their frames hold each other
+        self.platform.empty_cache()
 
     @property
     def clock(self) -> StepClock:
