@@ -110,6 +110,10 @@ class Ops(ABC):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
 
+    def sort_ascending(self, x: Tensor) -> Tensor:
+        """The values of each row (the last dim), smallest first; a fresh tensor."""
+        return x.sort(dim=-1).values
+
 
 class AttentionBackend(ABC):
     """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""

@@ -99,7 +99,8 @@ class ModelRunner(ModelRunnerBase):
             dtype=self.dtype,
         )
         logger.info("attention: %s", self.attention.name)
-        context = LayerContext(self.platform.make_ops(), self.attention, self.tp, self.dtype, self.device)
+        self.ops = self.platform.make_ops()
+        context = LayerContext(self.ops, self.attention, self.tp, self.dtype, self.device)
         self.model = self.strategy.build(self.model_config, self.settings.max_model_len, context)
         if self.config.load_format == "dummy":
             fill_with_random_weights(self.model, self.config.seed)
@@ -305,6 +306,7 @@ class ModelRunner(ModelRunnerBase):
             eos_token_ids=self.model_config.eos_token_ids,
             device=self.device,
             encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+            sort_ascending=self.ops.sort_ascending,
         )
 
     @property
