@@ -240,6 +240,7 @@ class ModelRunner(ModelRunnerBase):
             num_blocks=self.num_blocks,
             block_size=self.settings.block_size,
             max_model_len=self.max_model_len,
+            max_model_len_is_given=self.settings.max_model_len_is_given,
             max_num_seqs=self.settings.max_num_seqs,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
             max_image_tokens=max(self.settings.max_num_batched_tokens, largest_image_tokens),
