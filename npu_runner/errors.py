@@ -46,3 +46,7 @@ class EngineDeadError(NpuRunnerError):
 
 class JobError(NpuRunnerError):
     """The job cannot go on (disk full, output gone, interrupted). What is written stays; the same command resumes."""
+
+
+class OutputLostError(JobError):
+    """The file of answers was removed, replaced, cut or written by somebody else while the job wrote it."""

@@ -27,6 +27,26 @@ def clear_file_errors(what: str) -> Iterator[None]:
         raise explain_file_error(what, error) from error
 
 
+@contextlib.contextmanager
+def late_file_errors(what: str) -> Iterator[None]:
+    """Turn an OSError into a JobError, whatever it is: for what happens after the first row was written."""
+    try:
+        yield
+    except OSError as error:
+        raise explain_late_error(what, error) from error
+
+
+def explain_late_error(what: str, error: OSError) -> JobError:
+    """The error for an operation that failed while the job ran: the settings were good when it began."""
+    explained = explain_file_error(what, error)
+    if isinstance(explained, JobError):
+        return explained
+    return JobError(
+        f"{what}: {error.strerror or error}, which was not so when the job began; when that is mended the same command "
+        "goes on from here"
+    )
+
+
 def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
     """The error a user gets for a failed operation on a file."""
     reason = error.strerror or str(error)

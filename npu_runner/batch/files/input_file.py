@@ -1,6 +1,8 @@
 """The file of requests: read twice, once to know its rows by name and once to serve them. Rows are never all in memory.
 
-Knows nothing of what a row asks for.
+What the first reading saw the others must find: a row that changed in between ends the job, so that no answer stands
+under another question's name. Rows that arrive at the end meanwhile, and a file put in its place, are left for the next
+job. Knows nothing of what a row asks for.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.rows.openai_format import custom_id_of, read_json
-from npu_runner.errors import ConfigError, RequestError
+from npu_runner.errors import ConfigError, JobError, RequestError
 
 STANDARD_STREAM = "-"
 KEY_BYTES = 16
@@ -87,7 +90,10 @@ class InputFile:
     def __init__(self, source: str, spool_folder: Path):
         self.name = source
         self._file = _open(source, spool_folder)
-        self._size = os.fstat(self._file.fileno()).st_size
+        found = os.fstat(self._file.fileno())
+        self._size, self._mtime_ns = found.st_size, found.st_mtime_ns
+        self._identity: InputIdentity | None = None
+        self._checksums: np.ndarray | None = None
 
     def close(self) -> None:
         self._file.close()
@@ -102,7 +108,8 @@ class InputFile:
 
     def scan(self, earlier: InputIdentity | None = None) -> InputScan:
         """Read everything once. Raises ConfigError when a custom_id occurs twice."""
-        keys, lines = bytearray(), array("Q")
+        keys, lines, checksums = bytearray(), array("Q"), array("Q")
+        self._identity = self._checksums = None
         digest, position, continues_earlier = (
             hashlib.blake2b(digest_size=16),
             0,
@@ -121,39 +128,74 @@ class InputFile:
             if _is_row(line, kind):
                 keys += row_key(_custom_id(line) if kind == "whole" else None, line_number)
                 lines.append(line_number)
+                checksums.append(_checksum(line))
         scan = InputScan(
             keys_array(keys),
             np.frombuffer(lines, dtype=np.uint64) if lines else np.zeros(0, np.uint64),
             InputIdentity(position, digest.hexdigest()),
             continues_earlier,
         )
+        self._identity = scan.identity
+        self._checksums = np.frombuffer(checksums, dtype=np.uint64) if checksums else np.zeros(0, np.uint64)
         self._refuse_duplicates(scan)
         return scan
 
     def rows(self, wanted: np.ndarray | None = None) -> Iterator[InputRow]:
-        """The rows in order; only those whose place in the order is True in `wanted`."""
+        """The rows in order; only those whose place in the order is True in `wanted`.
+
+        Raises JobError at a row that is not the one that `scan` saw there.
+        """
         index = sequence = 0
         for line_number, line, kind in self._lines():
             if not _is_row(line, kind):
                 continue
+            self._refuse_another_row(index, line_number, line if wanted is None or wanted[index] else None)
             if wanted is None or wanted[index]:
                 is_too_long = kind != "whole"
                 yield InputRow(sequence, line_number, b"" if is_too_long else line, is_too_long)
                 sequence += 1
             index += 1
+        if self._checksums is not None and index != len(self._checksums):
+            raise self._changed(f"it had {len(self._checksums)} rows and has {index}")
+
+    def refuse_changes(self) -> None:
+        """Raise JobError unless the file still begins with what `scan` saw. Reads it only if somebody wrote to it."""
+        found = os.fstat(self._file.fileno())
+        if found.st_size < self._size:
+            raise self._changed(f"it had {self._size} bytes and has {found.st_size}")
+        if found.st_mtime_ns == self._mtime_ns or self._identity is None:
+            return
+        digest = hashlib.blake2b(digest_size=16)
+        for _, line, _ in self._lines():
+            digest.update(line)
+        if digest.hexdigest() != self._identity.blake2b:
+            raise self._changed("rows that are answered read otherwise now")
+
+    def _refuse_another_row(self, index: int, line_number: int, line: bytes | None) -> None:
+        """`line`: None for a row that nobody wants, of which only the place is looked at."""
+        seen = self._checksums
+        if seen is not None and (index >= len(seen) or (line is not None and _checksum(line) != seen[index])):
+            raise self._changed(f"line {line_number} is not what it was")
+
+    def _changed(self, how: str) -> JobError:
+        return JobError(
+            f"input {self.name}: was changed while the job ran: {how}. Answers in the output belong to the rows as "
+            "they were at its start; restore the file and run the same command again (only adding rows at its end is "
+            "allowed)"
+        )
 
     def _lines(self) -> Iterator[tuple[int, bytes, _Kind]]:
         """Line number, bytes and kind. Rows that arrive in the file after it was opened are left for the next job.
 
         Passes share the file's position: one at a time.
         """
-        with open(os.dup(self._file.fileno()), "rb") as file:
+        with late_file_errors(f"input {self.name}"), open(os.dup(self._file.fileno()), "rb") as file:
             file.seek(0)
             left, number, in_long_line = self._size, 0, False
             while left > 0:
                 line = file.readline(min(left, MAX_ROW_BYTES))
                 if not line:
-                    return
+                    raise self._changed(f"it had {self._size} bytes and has {self._size - left}")
                 left -= len(line)
                 ends = line.endswith(b"\n") or left == 0
                 kind: _Kind = "continued" if in_long_line else "whole" if ends else "too long"
@@ -179,6 +221,10 @@ class InputFile:
             f"{self.name}: {len(repeats)} rows repeat a custom_id, which must be unique because answers are matched "
             f"by it: {', '.join(named)}{more}"
         )
+
+
+def _checksum(line: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest(), "little")
 
 
 def _is_row(line: bytes, kind: _Kind) -> bool:

@@ -1,6 +1,6 @@
 """Moves rows from preprocessing through the engine to the output. Knows nothing of files, resuming or the model.
 
-Everything it holds is bounded: the engine's queue here, finished prompts in the pool, rows that wait for their turn.
+Everything it holds is bounded: the engine's queue here, finished prompts in the pool.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from npu_runner.batch.files.input_file import InputRow
+from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.tally import Tally
+from npu_runner.batch.job.tally import Outcome, Tally, answered
 from npu_runner.batch.rows.openai_format import custom_id_of, read_json
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
@@ -26,7 +27,6 @@ from npu_runner.workers.pool import Finished, WorkerFailure, WorkerPool
 # Enough that a prefill step never lacks prompts, few enough that their pixels fit.
 MAX_WAITING_REQUESTS = 64
 MAX_WAITING_BYTES = 1 << 29
-MAX_ROWS_OUT_OF_ORDER = 4096
 _IDLE_SECONDS = 0.2
 
 
@@ -47,19 +47,18 @@ class _InFlight:
 
 
 class ServingLoop:
-    """Serves a pool's rows until there are none or `should_stop` says so; rows go to `write` as they finish."""
+    """Serves a pool's rows until there are none or `should_stop` says so; rows go to `delivery` as they finish."""
 
     def __init__(
         self,
         engine: Engine,
         pool: WorkerPool[InputRow],
-        write: Callable[[bytes], None],
+        delivery: Delivery,
         *,
         stamp: JobStamp,
         tally: Tally,
         progress: Progress,
         should_stop: Callable[[], bool],
-        is_ordered: bool = False,
     ):
         self._engine = engine
         self._pool = pool
@@ -69,10 +68,10 @@ class ServingLoop:
         self._should_stop = should_stop
         self._in_flight: dict[str, _InFlight] = {}
         self._sizes: deque[int] = deque(maxlen=MAX_WAITING_REQUESTS)
-        self._write = _InOrder(write, pool).put if is_ordered else lambda _, row: write(row)
+        self._delivery = delivery
 
     def run(self) -> None:
-        """Raises what the engine, the pool or `write` raise. Rows still under way when it stops are dropped."""
+        """Raises what the engine, the pool or `delivery` raise. Rows still under way when it stops are dropped."""
         while not self._should_stop():
             self._admit()
             if self._engine.has_unfinished_requests():
@@ -82,8 +81,8 @@ class ServingLoop:
                 break
             else:
                 self._wait()
+            self._delivery.count()
             self._progress.update(self._tally, self._engine.stats)
-        self._progress.update(self._tally, self._engine.stats, is_last=True)
 
     def _admit(self) -> None:
         num_waiting = self._engine.stats().num_waiting
@@ -132,30 +131,11 @@ class ServingLoop:
         if error is not None:
             self._fail(flight.row, output.request_id, error)
             return
-        self._tally.count_answer(output, flight.expected)
-        self._write(flight.row, answer_row(output, custom_id=output.request_id, model=flight.model, stamp=self._stamp))
+        data = answer_row(output, custom_id=output.request_id, model=flight.model, stamp=self._stamp)
+        self._delivery.put(flight.row, data, answered(output, flight.expected))
 
     def _fail(self, row: InputRow, custom_id: str | None, error: RowError) -> None:
-        self._tally.count_failure(error.code)
-        self._write(row, error_row(error, custom_id=custom_id, line=row.line))
-
-
-class _InOrder:
-    """Writes rows in the order of the input, and keeps the pool from running too far ahead of a slow row."""
-
-    def __init__(self, write: Callable[[bytes], None], pool: WorkerPool[InputRow]):
-        self._write = write
-        self._pool = pool
-        self._next = 0
-        self._early: dict[int, bytes] = {}
-        pool.allow(MAX_ROWS_OUT_OF_ORDER)
-
-    def put(self, row: InputRow, data: bytes) -> None:
-        self._early[row.sequence] = data
-        while self._next in self._early:
-            self._write(self._early.pop(self._next))
-            self._next += 1
-        self._pool.allow(self._next + MAX_ROWS_OUT_OF_ORDER)
+        self._delivery.put(row, error_row(error, custom_id=custom_id, line=row.line), Outcome(failure_code=error.code))
 
 
 def _custom_id(row: InputRow) -> str | None:
