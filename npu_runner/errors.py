@@ -21,7 +21,8 @@ class WeightsError(ModelError):
 
 
 class OutOfMemoryError(ConfigError):
-    """The device cannot hold what the settings ask for; the message is the memory ledger and the remedy."""
+    """The device cannot hold what the settings, or one step's requests, ask for; the message is the memory ledger and
+    the remedy."""
 
 
 class RequestError(NpuRunnerError):
@@ -40,8 +41,21 @@ class RequestError(NpuRunnerError):
         return type(self), (self.message, self.code, self.param)  # crosses process borders whole
 
 
+class StepError(NpuRunnerError):
+    """A step raised what nobody expected, on a device that works: one of its requests is the cause."""
+
+
 class EngineDeadError(NpuRunnerError):
-    """A rank or the engine died; the message names the rank and the phase. The job can be resumed."""
+    """A rank or the engine died; the message names the rank and the phase. The job can be resumed.
+
+    `request_ids` were in the step that did not end. `is_due_to_a_row`: an error was raised in it or memory ran out, so
+    that one of them is likely the cause; a device that fails or a rank that is killed says nothing of them.
+    """
+
+    def __init__(self, message: str, *, request_ids: tuple[str, ...] = (), is_due_to_a_row: bool = False):
+        super().__init__(message)
+        self.request_ids = request_ids
+        self.is_due_to_a_row = is_due_to_a_row
 
 
 class JobError(NpuRunnerError):

@@ -36,6 +36,8 @@ class LLM:
     def __init__(self, model: str | Path, **settings: Any):
         self.engine = LLMEngine(RunnerConfig.from_keywords(model, **settings))
         self._num_requests = 0
+        self._is_torn = False
+        """A call was interrupted, or is under way: what the engine holds is nobody's any more."""
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -87,28 +89,34 @@ class LLM:
         params = self._params(sampling_params, len(prompts))
         ids = [f"request-{self._num_requests + index}" for index in range(len(prompts))]
         self._num_requests += len(prompts)
-        finished: dict[str, RequestOutput] = {}
+        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            _with_index(index, self.engine.check_request, prompt, wanted)
+        if self._is_torn:
+            self.engine.reset()  # again, if an interrupt came before it was done the first time
+        self._is_torn = True
         try:
-            for index, request_id in enumerate(ids):
-                _with_index(index, self.engine.add_request, request_id, prompts[index], params[index])
-            with tqdm(total=len(ids), disable=not use_tqdm, unit="request") as bar:
-                while self.engine.has_unfinished_requests():
-                    for output in self.engine.step():
-                        finished[output.request_id] = output
-                        bar.update()
+            finished = self._answer(ids, prompts, params, use_tqdm)
         except EngineDeadError:
             self.close()
             raise
         except BaseException:
-            self._abort_all()
+            self.engine.reset()
+            self._is_torn = False
             raise
+        self._is_torn = False
         return [finished[request_id] for request_id in ids]
 
-    def _abort_all(self) -> None:
-        """After an error or an interrupt nothing of this call may run on in the next one."""
-        for request_id in self.engine.unfinished_request_ids():
-            self.engine.abort_request(request_id)
-        self.engine.discard_finished()
+    def _answer(self, ids: list[str], prompts: list[PromptInputs], params: list[SamplingParams],
+                use_tqdm: bool) -> dict[str, RequestOutput]:
+        for index, request_id in enumerate(ids):
+            _with_index(index, self.engine.add_request, request_id, prompts[index], params[index])
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=len(ids), disable=not use_tqdm, unit="request") as bar:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    finished[output.request_id] = output
+                    bar.update()
+        return finished
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:

@@ -286,6 +286,10 @@ class Platform(ABC):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error` says that device memory ran out."""
 
+    def is_device_failure(self, error: BaseException) -> bool:
+        """Whether `error` says that the device, or what joins devices, is out of order: no request is its cause."""
+        return False
+
     def host_buffer(self, num_elements: int) -> Tensor:
         """Uninitialised int32 host memory; copies from it to the device are asynchronous where there is such a thing.
 

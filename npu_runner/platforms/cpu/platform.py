@@ -72,3 +72,6 @@ class CpuPlatform(Platform):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+    def is_device_failure(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and "gloo" in str(error)  # another rank is gone, or stopped

@@ -129,6 +129,11 @@ class CudaPlatform(Platform):
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY)
 
+    def is_device_failure(self, error: BaseException) -> bool:
+        # Errors of kernels stay with the context for good; the allocator's and the libraries' refusals do not.
+        is_device = isinstance(error, (torch.AcceleratorError, torch.distributed.DistError))
+        return is_device and not self.is_out_of_memory(error)
+
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # What the allocator says, and the driver's code where somebody else asks it for memory.
 _OUT_OF_MEMORY = ("out of memory", "207001")
+# The runtime's codes of a device, stream or collective that failed (aclError 507000 to 507999), and HCCL's own.
+_DEVICE_FAILURE = re.compile(r"\b507\d{3}\b|\bERR02\d{3}\b")
 
 
 class NpuPlatform(Platform):
@@ -162,6 +165,9 @@ class NpuPlatform(Platform):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY)
+
+    def is_device_failure(self, error: BaseException) -> bool:
+        return bool(_DEVICE_FAILURE.search(str(error))) and not self.is_out_of_memory(error)
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
