@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from npu_runner.batch.files.destination import Destination, open_destination
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.fingerprint import fingerprint_model
-from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputRow, InputScan
+from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest, differences, start_time
 from npu_runner.batch.job import serving
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
@@ -29,11 +29,13 @@ from npu_runner.batch.job.report import write_report
 from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.tally import JobSummary, Tally
+from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
+from npu_runner.multimodal.media import MediaRules
 from npu_runner.outputs import EngineStats
 from npu_runner.workers.pool import PoolLimits, WorkerPool
 
@@ -135,7 +137,7 @@ class _Job:
         # The folder that was looked at, whatever a hub id stands for a moment later.
         model = self._open_model(self._config.replace(model=str(work.model_folder), revision=None))
         # Workers prepare the first rows while the model loads.
-        with self._start_pool(model, file.rows(work.wanted)) as pool, model.load() as engine:
+        with self._start_pool(model, file, work.wanted) as pool, model.load() as engine:
             pool.raise_failure()
             facts = ", ".join(f"{name} {value}" for name, value in engine.describe().items())
             self._progress.say(f"model {work.model_folder}: {facts}\n{engine.ledger}")
@@ -150,6 +152,7 @@ class _Job:
                     engine,
                     pool,
                     writer.put,
+                    name_of=file.source.name,
                     stamp=self._stamp(manifest),
                     tally=self._tally,
                     progress=self._progress,
@@ -186,20 +189,28 @@ class _Job:
             with_cached_tokens=self._options.cached_tokens,
         )
 
-    def _start_pool(self, model: ModelSide, rows: Iterator[InputRow]) -> WorkerPool[InputRow]:
-        folder = self._options.allowed_media_dir
+    def _start_pool(self, model: ModelSide, file: InputFile, wanted: np.ndarray) -> WorkerPool[InputRow]:
+        options, folder = self._options, self._options.allowed_media_dir
         preprocessor = RowPreprocessor(
+            source=file.source,
             processor=model.processor,
-            allowed_media_dir=None if folder is None else folder.resolve(),
+            media=MediaRules(
+                allowed_dir=None if folder is None else folder.resolve(),
+                max_images=self._config.max_images_per_prompt,
+                max_bytes=options.max_media_bytes,
+                max_total_bytes=options.max_prompt_media_bytes,
+            ),
+            max_row_bytes=options.max_row_bytes,
             generation_defaults=dict(model.generation_defaults),
             seed=self._config.seed,
         )
         limits = PoolLimits(
-            num_workers=self._options.num_workers,
-            task_timeout_seconds=self._options.preprocessing_timeout,
-            max_tasks=serving.MAX_ROWS_OUT_OF_ORDER if self._options.ordered else float("inf"),
+            num_workers=options.num_workers,
+            task_timeout_seconds=options.preprocessing_timeout,
+            worker_memory_bytes=options.worker_memory_bytes,
+            max_tasks=serving.MAX_ROWS_OUT_OF_ORDER if options.ordered else float("inf"),
         )
-        return WorkerPool(preprocessor, rows, limits)
+        return WorkerPool(preprocessor, file.rows(wanted), limits, [file.source.descriptor])
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> JobSummary:
         self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
