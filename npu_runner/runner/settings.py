@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from npu_runner.config import RunnerConfig
+from npu_runner.config import DEFAULT_MAX_MODEL_LEN, RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.model_config import ModelConfig
 from npu_runner.platforms.base import Platform
 
-# Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
-DEFAULT_MAX_MODEL_LEN = 32768
 MAX_COUNTED_TOKENS = 2**31 - 1
 
 

@@ -118,7 +118,7 @@ def _joined(
         if starts[index] < 0:
             continue
         try:
-            request = read_json(row.data)
+            request = read_json(file.source.read(row))
         except RequestError:
             request = {}
         yield request, read_row(answers, int(starts[index]))
