@@ -1,4 +1,4 @@
-"""What a row may ask for: at the limit it is served, beyond it refused with value and limit, before any work is done."""
+"""What a row may ask for: at the limit it is served, beyond it refused with value and limit, before any work."""
 
 from __future__ import annotations
 

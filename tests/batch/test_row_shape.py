@@ -64,7 +64,9 @@ def names(data: bytes, size: int) -> list[str | None]:
 
 
 @given(row=ROWS, twice=st.one_of(st.none(), VALUES), escapes=st.booleans(), size=st.integers(1, 9))
-def test_short_or_long_a_row_is_called_what_json_says(row: dict[str, Any], twice: Any, escapes: bool, size: int) -> None:
+def test_short_or_long_a_row_is_called_what_json_says(
+    row: dict[str, Any], twice: Any, escapes: bool, size: int
+) -> None:
     data = json.dumps(row, ensure_ascii=escapes).encode()
     if twice is not None and row:
         data = data[:-1] + b', "custom\\u005fid" : ' + json.dumps(twice).encode() + b" }\n"
