@@ -50,7 +50,7 @@ FORMATS = tuple(
 _REMEDY = "convert it to JPEG or PNG"
 _MAGIC = {b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF"}
 _EXIF_ORIENTATION = 0x0112
-_STRIP_PIXELS = 1 << 20
+_STRIP_PIXELS = 1 << 18
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

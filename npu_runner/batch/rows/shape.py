@@ -20,7 +20,8 @@ PIECE_BYTES = 1 << 20
 """Rows are read in pieces of this size; one that is a single piece is read by the json module."""
 _MAX_TOP_BYTES = 64 << 10
 _QUOTE, _COMMA, _NESTED = ord('"'), ord(","), ord("0")
-_OPENING, _CLOSING = (ord("["), ord("{")), (ord("]"), ord("}"))
+_STEP = np.zeros(256, dtype=np.int8)  # what a byte outside of strings does to the depth
+_STEP[[ord("["), ord("{")]], _STEP[[ord("]"), ord("}")]] = 1, -1
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,15 @@ class ShapeReader:
         is_quote_C = flat_C == _QUOTE
         # Odd: within a string. Quotes are counted modulo 256, which keeps them odd or even.
         in_string_C = (np.cumsum(is_quote_C, dtype=np.uint8) + np.uint8(self._is_in_string)) & 1
-        is_outside_C = (in_string_C == 0) & ~is_quote_C
-        opens_C = is_outside_C & np.isin(flat_C, _OPENING)
-        closes_C = is_outside_C & np.isin(flat_C, _CLOSING)
-        depth_C = np.cumsum(opens_C.astype(np.int8) - closes_C.astype(np.int8), dtype=np.int32) + self._depth
-        self._num_values += int(opens_C.sum()) + int((is_outside_C & (flat_C == _COMMA)).sum())
+        step_C = _STEP[flat_C] * (in_string_C ^ 1)  # a quote steps nowhere
+        depth_C = np.cumsum(step_C, dtype=np.int32) + self._depth
+        num_commas = np.count_nonzero((flat_C == _COMMA) & (in_string_C == 0))
+        self._num_values += int(np.count_nonzero(step_C == 1) + num_commas)
         if len(flat_C):
             self._nesting = max(self._nesting, int(depth_C.max()))
             self._is_mismatched |= int(depth_C.min()) < 0
             self._is_in_string, self._depth = bool(in_string_C[-1]), int(depth_C[-1])
-        self._keep_top(_outermost(text_C, depth_C, opens_C, closes_C))
+        self._keep_top(_outermost(text_C, depth_C, step_C))
 
     def _keep_top(self, found: bytes) -> None:
         if self._top is not None:
@@ -170,9 +170,9 @@ def _custom_id(text: bytes | None) -> str | None:
     return value
 
 
-def _outermost(text_C: np.ndarray, depth_C: np.ndarray, opens_C: np.ndarray, closes_C: np.ndarray) -> bytes:
+def _outermost(text_C: np.ndarray, depth_C: np.ndarray, step_C: np.ndarray) -> bytes:
     """What stands directly in the outermost object, and 0 for each list or object in it."""
-    begins_C = opens_C & (depth_C == 2)
-    ends_C = closes_C & (depth_C == 1)
-    kept_C = np.where(begins_C, np.uint8(_NESTED), text_C)[((depth_C <= 1) & ~ends_C) | begins_C]
-    return kept_C.tobytes()
+    begins_C = (step_C == 1) & (depth_C == 2)
+    ends_C = (step_C == -1) & (depth_C == 1)
+    places = np.flatnonzero(((depth_C <= 1) & ~ends_C) | begins_C)
+    return np.where(begins_C[places], np.uint8(_NESTED), text_C[places]).tobytes()
