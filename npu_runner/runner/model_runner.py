@@ -279,6 +279,8 @@ class ModelRunner(ModelRunnerBase):
         self._is_ready = False
         self.platform.synchronize()
         self.vision_cache.release()
+        if self.steps.buckets is not None:
+            self.steps.buckets.compiler.release()
         del self.steps, self.model, self.k_cache, self.v_cache, self.attention
         gc.collect()  # modules, compiled callables and their frames hold each other
         self.platform.empty_cache()
