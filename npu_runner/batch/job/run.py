@@ -31,6 +31,7 @@ from npu_runner.batch.job.report import write_report
 from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.tally import JobSummary, Tally
+from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.checkpoint import resolve_checkpoint
@@ -291,9 +292,10 @@ class _Job:
         if self._options.report is None:
             return
         assert destination.path is not None, "refused at the start"
+        thumbnails = ThumbnailMaker(self._options.allowed_media_dir, self._config.max_source_pixels)
         write_report(
-            self._options.report, file, rows, destination.path,
-            allowed_media_dir=self._options.allowed_media_dir, max_rows=self._options.report_rows,
+            self._options.report, file, rows, destination.path, thumbnails=thumbnails,
+            max_rows=self._options.report_rows, picture_timeout=self._options.preprocessing_timeout,
         )  # fmt: skip
         self._progress.say(f"report    {self._options.report}")
 
