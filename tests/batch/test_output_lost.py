@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.output_file import scan_output
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError, JobError, OutputLostError
@@ -148,3 +149,26 @@ def test_a_refused_setting_leaves_the_summary_of_the_run_before(job: Job) -> Non
     with pytest.raises(Exception, match="another settings"):
         job.run(summary=job.folder / "summary.json", seed=1, retry_errors=True)
     assert (job.folder / "summary.json").read_bytes() == before
+
+
+def test_a_summary_that_cannot_be_written_is_a_job_error(job: Job) -> None:
+    write_rows(job.input, [row("a")])
+    folder = job.folder / "reports"
+    folder.mkdir()
+
+    def loads(config: RunnerConfig) -> ScriptedEngine:
+        folder.rmdir()
+        return ScriptedEngine(config)
+
+    with pytest.raises(JobError, match=r"summary .*s\.json: No such file or directory, which was not so when the job"):
+        job.run(loads, summary=folder / "s.json")
+    assert job.names() == ["a"]
+
+
+def test_an_output_that_can_no_longer_be_written_is_no_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_bytes(b"")
+    writer = AnswerWriter(os.open(tmp_path / "out.jsonl", os.O_RDONLY), "out.jsonl")
+    writer.put(b"row\n")
+    with pytest.raises(JobError, match=r"out\.jsonl: Bad file descriptor, which was not so when the job began"):
+        writer.close()
+    assert writer.num_kept == 0

@@ -220,9 +220,7 @@ class _Job:
             with_cached_tokens=self._options.cached_tokens,
         )
 
-    def _start_pool(
-        self, model: ModelSide, rows: Iterator[InputRow], destination: Destination
-    ) -> WorkerPool[InputRow]:
+    def _start_pool(self, model: ModelSide, rows: Iterator[InputRow], destination: Destination) -> WorkerPool[InputRow]:
         folder = self._options.allowed_media_dir
         preprocessor = RowPreprocessor(
             processor=model.processor,
