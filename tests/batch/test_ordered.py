@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fixed_time")
 
 
 def dies_at_random(rng: random.Random, finished: list[str], num_rows: int) -> Callable[[RunnerConfig], ScriptedEngine]:
-    """Hands over any of eight rows a step, and at some moment dies. `finished` gets their names, of `num_rows` in all."""
+    """Hands over any of eight rows a step, and dies at some moment. `finished`: gets their names, of `num_rows`."""
     dies_at = len(finished) + rng.randrange(15)
 
     class Dies(ScriptedEngine):
