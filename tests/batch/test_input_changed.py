@@ -111,5 +111,5 @@ def test_an_input_nobody_wrote_to_is_not_read_once_more(tmp_path: Path, monkeypa
     path = write_rows(tmp_path / "in.jsonl", ROWS)
     with InputFile(str(path), tmp_path) as file:
         file.scan()
-        monkeypatch.setattr(file, "_lines", lambda: pytest.fail("read again"))
+        monkeypatch.setattr(file, "_pieces", lambda: pytest.fail("read again"))
         file.refuse_changes()

@@ -23,9 +23,10 @@ from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.job.report import write_report
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
-from npu_runner.config import MAX_SOURCE_PIXELS
 from npu_runner.errors import JobError
+from npu_runner.limits import LIMITS
 from npu_runner.outputs import CompletionOutput, RequestOutput
+from npu_runner.workers.pool import PoolLimits
 from tests.batch.scripted import row, write_rows
 
 STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
@@ -61,6 +62,7 @@ def report(
     max_rows: int = 100,
     maker: type[ThumbnailMaker] = ThumbnailMaker,
     timeout: float = 120.0,
+    max_row_bytes: int = 1 << 20,
 ) -> str:
     write_rows(folder / "in.jsonl", requests)
     (folder / "out.jsonl").write_bytes(b"".join(results))
@@ -70,9 +72,10 @@ def report(
             file,
             file.scan(),
             folder / "out.jsonl",
-            thumbnails=maker(folder, MAX_SOURCE_PIXELS),
+            thumbnails=maker(folder, LIMITS.max_source_pixels),
+            worker=PoolLimits(num_workers=1, task_timeout_seconds=timeout),
             max_rows=max_rows,
-            picture_timeout=timeout,
+            max_row_bytes=max_row_bytes,
         )
     text = (folder / "report.html").read_text(encoding="utf-8")
     WellFormed().check(text)
@@ -172,10 +175,10 @@ print(peaks[1] - peaks[0])
 
 def test_a_thumbnail_of_a_jpeg_decodes_an_eighth_of_its_sides(tmp_path: Path) -> None:
     Image.new("RGB", (8000, 8000), "red").save(tmp_path / "64-megapixels.jpg")
-    assert ThumbnailMaker(tmp_path, MAX_SOURCE_PIXELS)("64-megapixels.jpg") is not None
+    assert ThumbnailMaker(tmp_path, LIMITS.max_source_pixels)("64-megapixels.jpg") is not None
     assert ThumbnailMaker(tmp_path, 63_999_999)("64-megapixels.jpg") is None, "refused by the job, so by the page"
     Image.new("L", (8000, 8000)).save(tmp_path / "64-megapixels.png")
-    assert ThumbnailMaker(tmp_path, MAX_SOURCE_PIXELS)("64-megapixels.png") is None
+    assert ThumbnailMaker(tmp_path, LIMITS.max_source_pixels)("64-megapixels.png") is None
 
 
 def test_a_page_that_cannot_be_made_is_a_job_error_and_says_that_the_answers_are_there(tmp_path: Path) -> None:
@@ -226,6 +229,13 @@ def test_a_huge_job_shows_its_worst_rows_and_says_so(tmp_path: Path) -> None:
     assert "249 of 249 (100.0 %)" not in text
     assert "248 of 249 (99.6 %)" in text
     assert "250 of 250 (100.0 %)" in text
+
+
+def test_of_a_row_that_was_too_long_the_error_alone_is_shown(tmp_path: Path) -> None:
+    text = report(tmp_path, [row("a", "long " * 1000), row("b", "short")], [failure("a")], max_row_bytes=4000)
+    assert names(text) == ["a"]
+    assert "long long" not in text
+    assert "some_code" in text
 
 
 def test_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:

@@ -25,6 +25,10 @@ def next_token(tokens: list[int]) -> int:
     return hashlib.blake2b(repr(tokens).encode(), digest_size=1).digest()[0] % 5
 
 
+def tokens_of(sequence: Sequence) -> list[int]:
+    return sequence.tokens(0, sequence.num_tokens)
+
+
 class World:
     """Drives a scheduler and keeps, by slot of the cache, what was written there: the model is a table."""
 
@@ -75,7 +79,7 @@ class World:
             self._write_and_read(batch, row, sequence)
         for row, sequence in enumerate(self.scheduler.complete()):
             if batch.samples_B[row]:
-                sequence.token_ids.append(next_token(sequence.token_ids))
+                sequence.append(next_token(tokens_of(sequence)))
                 if sequence.num_tokens >= self.wanted_lens[sequence.seq_id]:
                     self._end(sequence)
         self._check_blocks()
@@ -107,7 +111,7 @@ class World:
         """Keys of a token depend on all tokens and pictures up to it."""
         images = [(span.start, sequence.prompt.images[span.image_index].content_hash) for span in
                   sequence.prompt.spans if span.start <= place]
-        return tuple(sequence.token_ids[: place + 1]), tuple(images)
+        return tuple(sequence.tokens(0, place + 1)), tuple(images)
 
     def _check_blocks(self) -> None:
         counts: dict[int, int] = {}
@@ -175,4 +179,4 @@ def test_the_newest_is_preempted_and_ends_with_the_same_tokens() -> None:
         tokens = list(sequence.prompt.token_ids)
         while len(tokens) < sequence.num_tokens:
             tokens.append(next_token(tokens))
-        assert sequence.token_ids == tokens
+        assert tokens_of(sequence) == tokens

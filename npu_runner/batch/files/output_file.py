@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
-from npu_runner.batch.files.input_file import keys_array, row_key
+from npu_runner.batch.files.input_file import keys_array
+from npu_runner.batch.rows.input_row import row_key
 from npu_runner.errors import ConfigError, OutputLostError
 
 _NO_KEY = b""

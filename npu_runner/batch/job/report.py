@@ -21,6 +21,7 @@ from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.output_file import read_row, rows_in_order, scan_output
 from npu_runner.batch.job.tally import is_as_expected
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
+from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import JobError, RequestError
 from npu_runner.workers.pool import PoolLimits, WorkerPool
@@ -75,16 +76,19 @@ def write_report(
     output: Path,
     *,
     thumbnails: ThumbnailMaker,
+    worker: PoolLimits,
     max_rows: int,
-    picture_timeout: float = 120.0,
+    max_row_bytes: int,
 ) -> None:
     """Write the page. Of a huge job it shows `max_rows` rows, failed and unexpected ones first, and says so.
 
-    Raises JobError, whatever goes wrong: the answers are all there by now.
+    `worker` bounds what decodes pictures; of rows above `max_row_bytes` the answer alone is shown. Raises JobError,
+    whatever goes wrong: the answers are all there by now.
     """
     try:
         with late_file_errors(f"report {target}"):
-            page = _page(file, rows, output, thumbnails, max_rows, picture_timeout)
+            cards, counts = _cards(_Joined(file, output, rows, max_row_bytes), thumbnails, worker, max_rows)
+            page = _page(cards, counts, rows.num_rows, output.name)
             with replacing(target) as page_file:
                 # "replace": it shows rows that were refused for half a surrogate pair, which no file can hold.
                 page.dump(page_file, encoding="utf-8", errors="replace")
@@ -97,18 +101,17 @@ def write_report(
         ) from error
 
 
-def _page(
-    file: InputFile, rows: InputScan, output: Path, thumbnails: ThumbnailMaker, max_rows: int, picture_timeout: float
-) -> Any:
-    starts = _starts(rows, output)
-    with open(output, "rb") as answers:
-        counts, chosen = _choose(file, answers, starts, max_rows)
-        wanted = np.zeros(rows.num_rows, dtype=bool)
-        wanted[chosen] = True
-        cards: list[Card] = []
-        pictures = _lay_out(_joined(file, answers, starts, wanted), cards)
-        _fill_in(cards, pictures, thumbnails, picture_timeout)
+def _cards(
+    joined: _Joined, thumbnails: ThumbnailMaker, worker: PoolLimits, max_rows: int
+) -> tuple[list[Card], _Counts]:
+    cards: list[Card] = []
+    counts, chosen = _choose(joined, max_rows)
+    _fill_in(cards, _lay_out(joined.pairs(np.sort(chosen)), cards), thumbnails, worker)
     cards.sort(key=lambda card: _ORDER.index(card.outcome))  # stable: input order within each outcome
+    return cards, counts
+
+
+def _page(cards: list[Card], counts: _Counts, num_rows: int, output: str) -> Any:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -117,30 +120,27 @@ def _page(
         cards=cards,
         counts=counts.outcomes,
         kinds=sorted(counts.kinds.items()),
-        num_rows=rows.num_rows,
+        num_rows=num_rows,
         num_expected=counts.outcomes[EXPECTED] + counts.outcomes[UNEXPECTED],
-        output=output.name,
+        output=output,
     )
 
 
-def _lay_out(joined: Iterator[tuple[dict[str, Any], dict[str, Any]]], cards: list[Card]) -> Iterator[_Picture]:
+def _lay_out(pairs: Iterator[tuple[dict[str, Any], dict[str, Any]]], cards: list[Card]) -> Iterator[_Picture]:
     """Append a card for each row to `cards` on the way; yields the pictures that they lack yet."""
-    for request, answer in joined:
+    for request, answer in pairs:
         card, urls = _card(request, answer)
         cards.append(card)
         for place, url in enumerate(urls):
             yield _Picture(len(cards) - 1, place, url)
 
 
-def _fill_in(
-    cards: list[Card], pictures: Iterator[_Picture], thumbnails: ThumbnailMaker, timeout_seconds: float
-) -> None:
+def _fill_in(cards: list[Card], pictures: Iterator[_Picture], thumbnails: ThumbnailMaker, worker: PoolLimits) -> None:
     """Let a worker make the pictures. One that cannot be made, or takes the worker with it, stays None."""
     first = next(pictures, None)
     if first is None:  # all rows are looked at by now, and no worker is needed
         return
-    limits = PoolLimits(num_workers=1, task_timeout_seconds=timeout_seconds)
-    with WorkerPool(_OfPicture(thumbnails), itertools.chain([first], pictures), limits) as pool:
+    with WorkerPool(_OfPicture(thumbnails), itertools.chain([first], pictures), worker) as pool:
         while not pool.is_over:
             finished = pool.get(None)
             if finished is not None and isinstance(finished.result, str):
@@ -155,43 +155,48 @@ class _OfPicture:
         return self.thumbnails(picture.url)
 
 
-def _starts(rows: InputScan, output: Path) -> np.ndarray:
-    """For every input row, where its answer begins in the output; -1 if it has none."""
-    scan = scan_output(output)
-    found = rows_in_order(scan, rows.keys)
-    starts = np.full(rows.num_rows, -1, dtype=np.int64)
-    starts[found >= 0] = scan.starts[found[found >= 0]]
-    return starts
+class _Joined:
+    """The rows of the input beside their answers in the output, read where they stand."""
 
+    def __init__(self, file: InputFile, output: Path, rows: InputScan, max_row_bytes: int):
+        self._file = file
+        self._output = output
+        self._max_row_bytes = max_row_bytes
+        scan = scan_output(output)
+        found = rows_in_order(scan, rows.keys)
+        self.places = np.flatnonzero(found >= 0)
+        """Numbers of the rows that have an answer."""
+        self._starts = np.zeros(rows.num_rows, dtype=np.int64)
+        self._starts[self.places] = scan.starts[found[self.places]]
 
-def _joined(
-    file: InputFile, answers: Any, starts: np.ndarray, wanted: np.ndarray
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Request and result of the wanted rows that have one; an unreadable request is empty."""
-    indexes = np.flatnonzero(wanted)
-    for index, row in zip(indexes, file.rows(wanted), strict=True):
-        if starts[index] < 0:
-            continue
+    def pairs(self, places: np.ndarray) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Request and result of these rows, in order; an unreadable request is empty."""
+        wanted = np.zeros(len(self._starts), dtype=bool)
+        wanted[places] = True
+        with open(self._output, "rb") as answers:
+            for place, row in zip(places, self._file.rows(wanted), strict=True):
+                yield self._request(row), read_row(answers, int(self._starts[place]))
+
+    def _request(self, row: InputRow) -> dict[str, Any]:
+        if row.num_bytes > self._max_row_bytes:
+            return {}
         try:
-            request = read_json(row.data)
+            return read_json(self._file.source.read(row))
         except RequestError:
-            request = {}
-        yield request, read_row(answers, int(starts[index]))
+            return {}
 
 
-def _choose(file: InputFile, answers: Any, starts: np.ndarray, max_rows: int) -> tuple[_Counts, list[int]]:
+def _choose(joined: _Joined, max_rows: int) -> tuple[_Counts, np.ndarray]:
     counts = _Counts()
     first: dict[str, list[int]] = {outcome: [] for outcome in _ORDER}
-    answered = starts >= 0
-    for index, (request, answer) in zip(
-        np.flatnonzero(answered), _joined(file, answers, starts, answered), strict=True
-    ):
+    for place, (request, answer) in zip(joined.places, joined.pairs(joined.places), strict=True):
         outcome = _outcome(request, answer)
         kind = _metadata(request).get("kind")
         counts.add(outcome, None if kind is None else str(kind)[:80])
         if len(first[outcome]) < max_rows:
-            first[outcome].append(int(index))
-    return counts, [index for outcome in _ORDER for index in first[outcome]][:max_rows]
+            first[outcome].append(int(place))
+    chosen = [place for outcome in _ORDER for place in first[outcome]][:max_rows]
+    return counts, np.array(chosen, dtype=np.int64)
 
 
 def _outcome(request: dict[str, Any], answer: dict[str, Any]) -> str:

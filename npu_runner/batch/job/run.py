@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Destination, open_destination
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, replacing
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
-from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputRow, InputScan
+from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.job import delivery, making
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
@@ -32,11 +32,13 @@ from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.tally import JobSummary, Tally
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
+from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError
+from npu_runner.multimodal.media import MediaRules
 from npu_runner.outputs import EngineStats
 from npu_runner.workers.pool import PoolLimits, WorkerPool
 
@@ -166,7 +168,7 @@ class _Job:
         model = self._open_model(taken)
         # Workers prepare the first rows while the model loads, and its weights are hashed.
         with (
-            self._start_pool(model, file.rows(work.wanted), destination) as pool,
+            self._start_pool(model, file, work.wanted, destination) as pool,
             self._digests(work) as digests,
             making.load(model, given, taken, destination) as engine,
         ):
@@ -179,22 +181,24 @@ class _Job:
             )  # fmt: skip
             # From here on a signal lets the step under way end, and then the job.
             self._signals.defer()
-            self._serve_rows(engine, pool, destination.begin(manifest), manifest, work)
+            self._serve_rows(engine, pool, destination.begin(manifest), manifest, file)
 
     def _digests(self, work: _Work) -> WeightDigests:
         return WeightDigests(work.model_folder, num_threads=max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2)))
 
     def _serve_rows(
-        self, engine: Any, pool: WorkerPool[InputRow], writer: AnswerWriter, manifest: Manifest, work: _Work
+        self, engine: Any, pool: WorkerPool[InputRow], writer: AnswerWriter, manifest: Manifest, file: InputFile
     ) -> None:
         self._serve_began = time.monotonic()
         try:
             with self._delivery(writer, pool) as rows_out:
-                self._progress.start(work.rows.num_rows, self._num_resumed)
+                assert self._work is not None, "no work was planned yet"
+                self._progress.start(self._work.rows.num_rows, self._num_resumed)
                 ServingLoop(
                     engine,
                     pool,
                     rows_out,
+                    name_of=file.source.name,
                     stamp=self._stamp(manifest),
                     tally=self._tally,
                     progress=self._progress,
@@ -220,21 +224,31 @@ class _Job:
             with_cached_tokens=self._options.cached_tokens,
         )
 
-    def _start_pool(self, model: ModelSide, rows: Iterator[InputRow], destination: Destination) -> WorkerPool[InputRow]:
-        folder = self._options.allowed_media_dir
+    def _start_pool(
+        self, model: ModelSide, file: InputFile, wanted: np.ndarray, destination: Destination
+    ) -> WorkerPool[InputRow]:
+        options, folder = self._options, self._options.allowed_media_dir
         preprocessor = RowPreprocessor(
+            source=file.source,
             processor=model.processor,
-            allowed_media_dir=None if folder is None else folder.resolve(),
+            media=MediaRules(
+                allowed_dir=None if folder is None else folder.resolve(),
+                max_images=self._config.max_images_per_prompt,
+                max_bytes=options.max_media_bytes,
+                max_total_bytes=options.max_prompt_media_bytes,
+            ),
+            max_row_bytes=options.max_row_bytes,
             generation_defaults=dict(model.generation_defaults),
             seed=self._config.seed,
         )
         is_windowed = self._options.ordered and destination.path is None
         limits = PoolLimits(
-            num_workers=self._options.num_workers,
-            task_timeout_seconds=self._options.preprocessing_timeout,
+            num_workers=options.num_workers,
+            task_timeout_seconds=options.preprocessing_timeout,
+            worker_memory_bytes=options.worker_memory_bytes,
             max_tasks=delivery.MAX_ROWS_OUT_OF_ORDER if is_windowed else float("inf"),
         )
-        return WorkerPool(preprocessor, rows, limits)
+        return WorkerPool(preprocessor, file.rows(wanted), limits, [file.source.descriptor])
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> None:
         self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
@@ -290,12 +304,20 @@ class _Job:
         if self._options.report is None:
             return
         assert destination.path is not None, "refused at the start"
-        thumbnails = ThumbnailMaker(self._options.allowed_media_dir, self._config.max_source_pixels)
+        options = self._options
+        worker = PoolLimits(
+            num_workers=1,
+            task_timeout_seconds=options.preprocessing_timeout,
+            worker_memory_bytes=options.worker_memory_bytes,
+        )
         write_report(
-            self._options.report, file, rows, destination.path, thumbnails=thumbnails,
-            max_rows=self._options.report_rows, picture_timeout=self._options.preprocessing_timeout,
+            self._options.report, file, rows, destination.path, worker=worker, max_rows=options.report_rows,
+            thumbnails=ThumbnailMaker(
+                options.allowed_media_dir, self._config.max_source_pixels, options.max_media_bytes
+            ),
+            max_row_bytes=options.max_row_bytes,
         )  # fmt: skip
-        self._progress.say(f"report    {self._options.report}")
+        self._progress.say(f"report    {options.report}")
 
 
 def _check_names(options: BatchOptions) -> None:

@@ -9,13 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from npu_runner.batch.files.input_file import InputRow
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.tally import Outcome, Tally, answered
-from npu_runner.batch.rows.openai_format import custom_id_of, read_json
+from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
 from npu_runner.errors import RequestError
@@ -47,7 +46,10 @@ class _InFlight:
 
 
 class ServingLoop:
-    """Serves a pool's rows until there are none or `should_stop` says so; rows go to `delivery` as they finish."""
+    """Serves a pool's rows until there are none or `should_stop` says so; rows go to `delivery` as they finish.
+
+    `name_of`: the custom_id of a row that no worker could prepare.
+    """
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class ServingLoop:
         pool: WorkerPool[InputRow],
         delivery: Delivery,
         *,
+        name_of: Callable[[InputRow], str | None],
         stamp: JobStamp,
         tally: Tally,
         progress: Progress,
@@ -62,6 +65,7 @@ class ServingLoop:
     ):
         self._engine = engine
         self._pool = pool
+        self._name_of = name_of
         self._stamp = stamp
         self._tally = tally
         self._progress = progress
@@ -107,7 +111,7 @@ class ServingLoop:
         """Hand a row to the engine (True), or write the error that keeps it from there (False)."""
         row, result = finished.task, finished.result
         if isinstance(result, WorkerFailure):
-            self._fail(row, _custom_id(row), RowError(code=result.code, message=result.message, status_code=500))
+            self._fail(row, self._name_of(row), RowError(code=result.code, message=result.message, status_code=500))
             return False
         if isinstance(result, RejectedRow):
             self._fail(row, result.custom_id, result.error)
@@ -119,9 +123,7 @@ class ServingLoop:
             refusal = RowError(code=error.code, message=error.message, param=error.param)
             self._fail(row, result.custom_id, refusal)
             return False
-        # The line itself is done with: rows may be megabytes of data: URLs.
-        named = InputRow(row.sequence, row.line, b"")
-        self._in_flight[result.custom_id] = _InFlight(named, result.model, result.expected)
+        self._in_flight[result.custom_id] = _InFlight(row, result.model, result.expected)
         self._sizes.append(finished.num_bytes)
         return True
 
@@ -136,12 +138,3 @@ class ServingLoop:
 
     def _fail(self, row: InputRow, custom_id: str | None, error: RowError) -> None:
         self._delivery.put(row, error_row(error, custom_id=custom_id, line=row.line), Outcome(failure_code=error.code))
-
-
-def _custom_id(row: InputRow) -> str | None:
-    """For a row that no worker could read to its end."""
-    try:
-        fields: dict[str, Any] = read_json(row.data)
-    except RequestError:
-        return None
-    return custom_id_of(fields)

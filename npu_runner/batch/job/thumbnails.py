@@ -15,6 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS
 from npu_runner.multimodal.images import FORMATS, open_image
 from npu_runner.multimodal.media import load_media
 
@@ -28,11 +29,13 @@ class ThumbnailMaker:
 
     allowed_media_dir: Path | None
     max_source_pixels: int
-    """A picture that declares more was refused by the job and is not opened here either."""
+    """A picture that declares more was refused by the job and is not opened here either, ..."""
+    max_media_bytes: int = LIMITS.max_media_bytes
+    """... nor one whose file is larger."""
 
     def __call__(self, url: str) -> str | None:
         try:
-            image = self._open(load_media(url, self.allowed_media_dir))
+            image = self._open(load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes))
         except RequestError:
             return None
         image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
