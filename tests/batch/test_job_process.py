@@ -100,12 +100,16 @@ def test_a_process_that_vanishes_while_it_orders_the_output_leaves_every_row_onc
     assert job.names() == overtaken(texts)
     source = inspect.getsource(durable.replacing)
     assert moment in source
-    vanishes = "import npu_runner.batch.files.durable as durable, npu_runner.batch.files.output_file as output_file\n"
+    # Everything else is imported by then, so that it is the output's new version, and nothing before it, which is cut.
+    vanishes = "import npu_runner.batch.job.run, npu_runner.batch.files.durable as durable\n"
     vanishes += f"exec({source.replace(moment, 'os._exit(9)')!r}, durable.__dict__)\n"
-    vanishes += "output_file.replacing = durable.replacing\n" + SCRIPT
+    vanishes += "npu_runner.batch.files.output_file.replacing = durable.replacing\n" + SCRIPT
     done = subprocess.run([sys.executable, "-c", vanishes, str(job.input), str(job.output), str(job.model)])
     assert done.returncode == 9
     assert sorted(job.names()) == texts
+    assert (".out.jsonl.new" in job.files()) == (moment != "sync_folder(path.parent)")
+    job.run()
+    assert job.files() == {"out.jsonl", "out.jsonl.manifest.json"}, "the torn copy is not left for ever"
     assert job.run(ordered=True).num_resumed == 48
     assert job.names() == texts
     assert job.files() == {"out.jsonl", "out.jsonl.manifest.json"}

@@ -21,22 +21,22 @@ from tests.batch.scripted import OvertakingEngine, ScriptedEngine, row, write_ro
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
 
-def dies_at_random(rng: random.Random, finished: list[str]) -> Callable[[RunnerConfig], ScriptedEngine]:
-    """Rows finish in any order, and at some moment the engine dies. `finished` gets their names."""
-    crash_after = rng.randrange(15)
+def dies_at_random(rng: random.Random, finished: list[str], num_rows: int) -> Callable[[RunnerConfig], ScriptedEngine]:
+    """Hands over any of eight rows a step, and dies at some moment. `finished`: gets their names, of `num_rows`."""
+    dies_at = len(finished) + rng.randrange(15)
 
     class Dies(ScriptedEngine):
-        num_finished = 0
-
         def step(self) -> list[Any]:
-            if self.num_finished == crash_after:
+            if len(finished) == dies_at:
                 raise EngineDeadError("rank 1 died in decode")
-            outputs = super().step()[: crash_after - self.num_finished]
-            self.num_finished += len(outputs)
-            finished.extend(output.request_id for output in outputs)
-            return outputs
+            self.running |= {name: (0, text, params) for name, text, params in self.waiting}
+            self.waiting.clear()
+            if len(self.running) < min(8, num_rows - len(finished)):
+                return []  # the workers are not that far yet
+            finished.append(rng.choice(list(self.running)))
+            return [self._output(finished[-1], *self.running.pop(finished[-1])[1:])]
 
-    return lambda config: Dies(config, latency=lambda text: rng.randrange(1, 20))
+    return Dies
 
 
 class StopsBehindASlowRow(ScriptedEngine):
@@ -92,7 +92,7 @@ def test_however_often_it_dies_every_row_is_answered_once(job: Job, seed: int) -
     write_rows(job.input, [row(text, text) for text in texts])
     while len(finished) < 45:
         with pytest.raises(EngineDeadError):
-            job.run(dies_at_random(rng, finished), ordered=rng.random() < 0.8)
+            job.run(dies_at_random(rng, finished, len(texts)), ordered=rng.random() < 0.8)
         assert sorted(job.names()) == sorted(finished), "all that was finished, and none of it twice"
         assert len(set(finished)) == len(finished), "no row is answered again"
     job.run(ordered=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, sync_folder
+from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, remove_torn_version, sync_folder
 from npu_runner.batch.files.input_file import STANDARD_STREAM, InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
 from npu_runner.batch.files.output_file import OutputLock, repair_output, rewrite_rows, rows_in_order, scan_output
@@ -158,6 +158,7 @@ class FileDestination:
                 manifest_path(self.path).unlink(missing_ok=True)
             elif _state_of(self.path) != self._seen:
                 raise JobError(f"output {self.name}: was changed while the model loaded; run the same command again")
+            remove_torn_version(self.path)
             manifest.save(self.path)
             if not self._overwrite:
                 repair_output(self.path, self._scan, drop_failed=self._retry_errors)

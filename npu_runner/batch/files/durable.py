@@ -62,8 +62,7 @@ def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a new version of a file: killed at any moment, the old one or the new one is there, whole and on disk."""
-    # Always the same name: what a killed process leaves is overwritten by the next one.
-    new = path.with_name(f".{path.name}.new")
+    new = _new_version(path)
     try:
         with open(new, "wb") as file:
             if path.exists():
@@ -76,6 +75,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         new.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def remove_torn_version(path: Path) -> None:
+    """Remove what a process left that was killed in `replacing`: it may be as large as the file."""
+    _new_version(path).unlink(missing_ok=True)
+
+
+def _new_version(path: Path) -> Path:
+    # Always the same name: what a killed process leaves is found by the next one.
+    return path.with_name(f".{path.name}.new")
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,13 +24,14 @@ class BatchOptions:
     allowed_media_dir: Path | None = None
     """Pictures may be files below this folder; None: only data: URLs are allowed."""
     ordered: bool = False
-    """Write answers in the order of the input instead of the order in which they finish."""
+    """Answers in the order of the input instead of the order in which they finish; a file gets it once it is whole."""
     retry_errors: bool = False
     """When resuming, try failed rows again."""
     overwrite: bool = False
     """Replace an existing output instead of resuming it."""
     summary: Path | None = None
-    """Write the closing summary of this run to this file, as JSON; a resumed job counts what it added."""
+    """Write the closing summary of this run to this file, as JSON, also when an error ended it; a resumed job counts
+    what it added."""
     report: Path | None = None
     """Write a page to look at (pictures, questions, answers) to this HTML file."""
     report_rows: int = 300

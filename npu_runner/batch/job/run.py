@@ -31,6 +31,7 @@ from npu_runner.batch.job.report import write_report
 from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.tally import JobSummary, Tally
+from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
@@ -303,11 +304,20 @@ class _Job:
         if self._options.report is None:
             return
         assert destination.path is not None, "refused at the start"
+        options = self._options
+        worker = PoolLimits(
+            num_workers=1,
+            task_timeout_seconds=options.preprocessing_timeout,
+            worker_memory_bytes=options.worker_memory_bytes,
+        )
         write_report(
-            self._options.report, file, rows, destination.path,
-            allowed_media_dir=self._options.allowed_media_dir, max_rows=self._options.report_rows,
+            self._options.report, file, rows, destination.path, worker=worker, max_rows=options.report_rows,
+            thumbnails=ThumbnailMaker(
+                options.allowed_media_dir, self._config.max_source_pixels, options.max_media_bytes
+            ),
+            max_row_bytes=options.max_row_bytes,
         )  # fmt: skip
-        self._progress.say(f"report    {self._options.report}")
+        self._progress.say(f"report    {options.report}")
 
 
 def _check_names(options: BatchOptions) -> None:
