@@ -3,6 +3,9 @@
 Each message says the value, the limit and the remedy. Anything that is not one of these is a bug in the runner.
 """
 
+_MAX_MESSAGE_CHARS = 1000
+_MAX_PARAM_CHARS = 200
+
 
 class NpuRunnerError(Exception):
     """Base of everything this package raises on purpose."""
@@ -29,13 +32,14 @@ class RequestError(NpuRunnerError):
     """One request cannot be served and it is the caller's fault; nothing else is harmed.
 
     `code` is a short machine-readable name (`image_too_large`), `param` the offending field if there is one.
+    Whatever they repeat of the request, they stay short: a megabyte of somebody's name belongs into no answer.
     """
 
     def __init__(self, message: str, code: str = "invalid_request", param: str | None = None):
-        super().__init__(message)
-        self.message = message
+        self.message = _shortened(message, _MAX_MESSAGE_CHARS)
         self.code = code
-        self.param = param
+        self.param = None if param is None else _shortened(param, _MAX_PARAM_CHARS)
+        super().__init__(self.message)
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str | None]]:
         return type(self), (self.message, self.code, self.param)  # crosses process borders whole
@@ -60,6 +64,18 @@ class EngineDeadError(NpuRunnerError):
 
 class JobError(NpuRunnerError):
     """The job cannot go on (disk full, output gone, interrupted). What is written stays; the same command resumes."""
+
+
+class OutputLostError(JobError):
+    """The file of answers was removed, replaced, cut or written by somebody else while the job wrote it."""
+
+
+def _shortened(text: str, num_chars: int) -> str:
+    """The beginning and the end of a text that is too long, and how much is left out."""
+    if len(text) <= num_chars:
+        return text
+    half = num_chars // 2 - 20
+    return f"{text[:half]}... ({len(text) - 2 * half} characters) ...{text[-half:]}"
 
 
 def blame_for(error: NpuRunnerError) -> str:

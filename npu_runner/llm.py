@@ -16,13 +16,14 @@ from npu_runner.config import RunnerConfig
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import EngineDeadError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.multimodal.media import MediaRules, resolve_media
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
-"""OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}."""
+"""OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url."""
 
 
 class LLM:
@@ -51,12 +52,15 @@ class LLM:
 
     def chat(self, conversations: Conversation | Sequence[Conversation],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-             use_tqdm: bool = False) -> list[RequestOutput]:
-        """Answer conversations through the checkpoint's chat template. One conversation may stand alone."""
+             use_tqdm: bool = False, allowed_media_dir: Path | str | None = None) -> list[RequestOutput]:
+        """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
+
+        An image_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is downloaded.
+        """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         items: Sequence[Any] = [conversations] if single else conversations
-        processor = self.engine.processor
-        prompts = [_with_index(index, processor, messages) for index, messages in enumerate(items)]
+        rules = MediaRules(allowed_dir=allowed_media_dir, max_images=self.engine.config.max_images_per_prompt)
+        prompts = [_with_index(index, self._conversation, messages, rules) for index, messages in enumerate(items)]
         return self._run(prompts, sampling_params, use_tqdm)
 
     def stats(self) -> EngineStats:
@@ -72,6 +76,10 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
         self.close()
+
+    def _conversation(self, messages: Conversation, rules: MediaRules) -> PromptInputs:
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+        return self.engine.processor(resolve_media(messages, rules) if is_list else messages)
 
     def _prompt(self, item: Prompt, index: int) -> PromptInputs:
         if isinstance(item, PromptInputs):

@@ -97,6 +97,7 @@ class LLMEngine:
         """Queue a prompt. Raises RequestError, and queues nothing, when it cannot be served."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
+        params = self.processor.resolve_params(params)
         self.check_request(prompt, params)
         room = self.max_model_len - len(prompt.token_ids)
         eos_tokens = () if params.ignore_eos else self.model_config.eos_token_ids

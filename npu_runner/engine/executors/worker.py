@@ -122,14 +122,17 @@ def _start(rank: Rank, config: RunnerConfig, model_path: Path, store_port: int) 
     rank.phase("joining the process group")
     timeout = timedelta(seconds=config.step_timeout_seconds)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timeout)
+    has_two = config.graph_mode in platform.modes_with_own_communicator
+    options = platform.process_group_options(serves_graphs=not has_two, is_second=False)
     dist.init_process_group(platform.distributed_backend, store=store, rank=rank.number, world_size=size,
-                            timeout=timeout)
+                            timeout=timeout, pg_options=options)
     graph_group = None
-    if config.graph_mode in platform.modes_with_own_communicator:
-        graph_group = dist.new_group(list(range(size)), timeout=timeout)
+    if has_two:
+        options = platform.process_group_options(serves_graphs=True, is_second=True)
+        graph_group = dist.new_group(list(range(size)), timeout=timeout, pg_options=options)
     for group in filter(None, (dist.group.WORLD, graph_group)):
         platform.make_communicator(group, rank.number)
-    tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group)
+    tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group, store)
     return ModelRunner(config, model_path, tp, progress=rank.phase)
 
 
