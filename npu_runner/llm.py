@@ -45,7 +45,8 @@ class LLM:
                  use_tqdm: bool = False) -> list[RequestOutput]:
         """Continue raw prompts. One prompt may stand alone; one SamplingParams may serve all prompts.
 
-        Raises RequestError naming the prompt's index, before anything runs, when one of them cannot be served.
+        Raises RequestError naming the prompt's index, before anything runs, when one of them cannot be served. One that
+        makes the model fail all the same has finish_reason `error`.
         """
         items: Sequence[Any] = prompts if _is_list_of_prompts(prompts) else [prompts]  # type: ignore[assignment]
         return self._run([self._prompt(item, index) for index, item in enumerate(items)], sampling_params, use_tqdm)
@@ -97,8 +98,8 @@ class LLM:
         params = self._params(sampling_params, len(prompts))
         ids = [f"request-{self._num_requests + index}" for index in range(len(prompts))]
         self._num_requests += len(prompts)
-        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            _with_index(index, self.engine.check_request, prompt, wanted)
+        params = [_with_index(index, self.engine.check_request, prompt, wanted)
+                  for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True))]
         if self._is_torn:
             self.engine.reset()  # again, if an interrupt came before it was done the first time
         self._is_torn = True

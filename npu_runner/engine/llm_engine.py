@@ -97,8 +97,7 @@ class LLMEngine:
         """Queue a prompt. Raises RequestError, and queues nothing, when it cannot be served."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
-        params = self.processor.resolve_params(params)
-        self.check_request(prompt, params)
+        params = self.check_request(prompt, params)
         room = self.max_model_len - len(prompt.token_ids)
         eos_tokens = () if params.ignore_eos else self.model_config.eos_token_ids
         end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
@@ -273,8 +272,9 @@ class LLMEngine:
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
 
-    def check_request(self, prompt: PromptInputs, params: SamplingParams) -> None:
-        """Raises RequestError when this cannot be served, before anything is queued."""
+    def check_request(self, prompt: PromptInputs, params: SamplingParams) -> SamplingParams:
+        """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
+        params = self.processor.resolve_params(params)
         length, vocab_size = len(prompt.token_ids), self.model_config.vocab_size
         if length == 0:
             raise RequestError("the prompt is empty", code="empty_prompt")
@@ -291,6 +291,7 @@ class LLMEngine:
             if any(i >= vocab_size for i in ids):
                 raise RequestError(f"{name}: a token id is outside 0 to {vocab_size - 1}",
                                    code="invalid_sampling_parameter", param=name)
+        return params
 
     def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:
         if params.seed is not None:

@@ -11,7 +11,7 @@ import pytest
 from npu_runner.batch.files.input_file import InputRow
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.serving import ServingLoop
-from npu_runner.batch.job.tally import Tally
+from npu_runner.batch.job.tally import Outcome, Tally
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.batch.rows.preprocessing import PreparedRow
 from npu_runner.core.block_manager import BlockManager
@@ -70,12 +70,11 @@ class PreparedRows:
 
     def __init__(self, count: int):
         self._rows = deque(
-            Finished(InputRow(n, n + 1, b""), PreparedRow(
+            Finished(InputRow(n, n + 1, 0, 0, b""), PreparedRow(
                 custom_id=str(n), prompt=PromptInputs([n % 97, 2, 3]), params=SamplingParams(temperature=0.0),
                 model=None, expected=None), 10)
             for n in range(count)
         )
-        self.num_left: list[int] = []
 
     def get(self, timeout: float = 0.0) -> Any:
         return self._rows.popleft() if self._rows else None
@@ -85,12 +84,21 @@ class PreparedRows:
         return not self._rows
 
 
+class Nowhere:
+    """What is answered is not looked at."""
+
+    def put(self, row: InputRow, data: bytes, outcome: Outcome) -> None: ...
+
+    def count(self) -> None: ...
+
+
 @pytest.mark.parametrize("max_num_seqs", [64, 256, 1024])
 def test_decode_steps_are_nearly_full_while_there_are_rows(max_num_seqs: int) -> None:
     engine = SchedulerAlone(max_num_seqs)
     pool: Any = PreparedRows(max_num_seqs * 12)
+    delivery: Any = Nowhere()
     ServingLoop(
-        engine, pool, lambda _: None, stamp=JobStamp(created=0, system_fingerprint="", model_name=""), tally=Tally(),
+        engine, pool, delivery, name_of=lambda row: None, stamp=JobStamp(created=0, system_fingerprint="", model_name=""), tally=Tally(),
         progress=Progress("off"), should_stop=lambda: pool.is_over,
     ).run()  # fmt: skip
     steady = engine.decode_sizes[len(engine.decode_sizes) // 4 :]

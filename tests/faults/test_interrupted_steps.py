@@ -68,8 +68,10 @@ def test_after_an_exception_in_a_step_the_next_call_answers_as_a_fresh_one(size:
                                          (llm.engine, "_append")]
         if size == 1:
             runner = runner_of(llm)
-            places += [(runner, "prepare_sample"), (runner.model, "compute_logits"), (runner.sampler, "add"),
-                       (runner.sampler._state.rules, "install"), (runner.sampler._state, "advance")]
+            sampler: Any = runner.steps.sampler
+            places += [(runner.steps, name) for name in ("admit", "prepare", "launch", "sample", "collect")]
+            places += [(runner.model, "compute_logits"), (sampler, "add"), (sampler._state.rules, "install"),
+                       (sampler._state, "advance")]
         else:
             ranks = executor._ranks  # type: ignore[attr-defined]
             places += [(executor._calls, "write"), (ranks[0].wire, "send"), (ranks[1].wire, "send"),  # type: ignore
