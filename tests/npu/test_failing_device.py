@@ -41,7 +41,7 @@ def assert_right_or_explained(found: dict[str, dict[str, Any]]) -> list[str]:
         if "tokens" in result:
             assert result["tokens"] == found[""]["tokens"], failure
             continue
-        assert result["error"] in ("OutOfMemoryError", "EngineDeadError"), (failure, result)
+        assert result["error"] in ("OutOfMemoryError", "EngineDeadError", "GivenUp"), (failure, result)
         assert "device memory ran out" in result["message"], (failure, result)
         assert "lower max_num_batched_tokens" in result["message"], (failure, result)
         errors.append(result["error"])
@@ -55,7 +55,7 @@ def test_memory_that_is_gone_for_good_ends_the_job_with_the_ledger(tmp_path: Pat
     found = runs(SHAPES_VL, failures, tmp_path, graph_batch_sizes=[4])
     errors = assert_right_or_explained(found)
     assert errors.count("OutOfMemoryError") >= 5, "weights, profile and cache"
-    assert errors.count("EngineDeadError") >= 2, "serving"
+    assert errors.count("EngineDeadError") + errors.count("GivenUp") >= 2, "serving"
     assert len(errors) < len(numbers), "the sweep went past the last allocation"
     serving = [result["message"] for result in found.values() if result.get("error") == "EngineDeadError"]
     assert all("memory ledger" in message and "KV cache" in message for message in serving)

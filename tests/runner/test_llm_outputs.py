@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import RequestError
+from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.outputs import CompletionOutput, RequestOutput
 from tests.oracle import reference
 from tests.oracle.running import SMALL, greedy, runner_of
@@ -190,3 +192,19 @@ def test_numbers_that_are_none_end_their_own_request_with_an_error(path: Path, p
         prompts = [prompt + " " for prompt in PROMPTS * 3]
         assert all(output.finish_reason == "length" for output in llm.generate(prompts, greedy()))
         assert [output.token_ids for output in llm.generate(PROMPTS, greedy())] == before
+
+
+def test_completions_of_a_request_share_its_prompt(llm: LLM) -> None:
+    prompt = PromptInputs([5] * 900)
+    llm.engine.add_request("warm", prompt, greedy(1))
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            llm.engine.add_request(str(number), prompt, greedy(1).replace(n=128))
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        llm.engine.reset()
+    # A copy of the ids would be 7,200 bytes for each.
+    assert num_bytes / (20 * 128) < 5000
+    assert not llm.engine.has_unfinished_requests()

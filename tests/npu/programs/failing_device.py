@@ -38,6 +38,9 @@ def job(settings: dict[str, Any]) -> dict[str, Any]:
                                  for index in range(NUM_EXAMPLES)]
             prompts = [llm.engine.processor(conversation) for conversation in conversations]
             outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
+            given_up = [completion.error for output in outputs for completion in output.completions if completion.error]
+            if given_up:
+                return {"error": "GivenUp", "message": given_up[0]}
             return {"tokens": [output.token_ids for output in outputs], "graphs": llm.engine.info.graphs,
                     "num_retries": runner_of(llm).guard.num_retries}
     except NpuRunnerError as error:

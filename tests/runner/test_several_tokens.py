@@ -1,0 +1,62 @@
+"""A step may give a row several tokens: the answers are those of one token a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner import LLM, SamplingParams
+from npu_runner.core.batch import ScheduledBatch
+from npu_runner.engine.executors.base import Executor
+from npu_runner.runner.base import ModelRunnerOutput
+
+PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]
+SETTINGS: dict[str, Any] = {"platform": "cpu", "max_model_len": 256, "max_num_seqs": 3, "kv_cache_bytes": 1 << 20,
+                            "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Any) -> Path:
+    folder: Path = checkpoint("qwen3")
+    return folder
+
+
+class KnowsWhatFollows:
+    """Adds to each row's token the next `surplus` ones of the answer that one token a step has given."""
+
+    def __init__(self, llm: LLM, answers: dict[tuple[str, int], list[int]], surplus: int):
+        self._llm, self._answers, self._surplus = llm, answers, surplus
+        self._real: Executor = llm.engine._executor
+        self.execute = self._real.execute_model
+
+    def __call__(self, batch: ScheduledBatch) -> ModelRunnerOutput:
+        output = self.execute(batch)
+        sequences = [sequence for sequence, _ in self._llm.engine.scheduler._scheduled]
+        tokens = []
+        for sequence, given in zip(sequences, output.sampled_token_ids, strict=True):
+            start = sequence.num_output_tokens
+            answer = self._answers[sequence.request_id.rpartition("-")[2], sequence.index]
+            tokens.append([*given, *[*answer, 5, 5, 5][start + 1 : start + 1 + self._surplus]] if given else given)
+        return replace(output, sampled_token_ids=tokens)
+
+
+@pytest.mark.parametrize("surplus", [1, 2])
+def test_several_tokens_a_step_give_the_same_answers(surplus: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=13, ignore_eos=True)
+    with LLM(path, **SETTINGS) as llm:
+        free = llm.generate(PROMPTS, greedy)
+        ends_early = free[1].token_ids[4]
+        early, short = greedy.replace(stop_token_ids=[ends_early]), greedy.replace(max_tokens=4)
+        params = [greedy, early, greedy.replace(n=2), short]
+        one_by_one = llm.generate(PROMPTS, params)
+        answers = {(str(8 + index), completion.index): completion.token_ids
+                   for index, output in enumerate(one_by_one) for completion in output.completions}
+        steps_before = llm.stats()
+        monkeypatch.setattr(llm.engine._executor, "execute_model", KnowsWhatFollows(llm, answers, surplus))
+        several = llm.generate(PROMPTS, params)
+        assert [output.completions for output in several] == [output.completions for output in one_by_one]
+        assert llm.stats().kv_blocks_used == 0
+        assert llm.stats().num_decode_steps - steps_before.num_decode_steps < steps_before.num_decode_steps
