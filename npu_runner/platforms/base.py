@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -88,6 +89,10 @@ class Ops(ABC):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
 
+    def gelu(self, x: Tensor, approximate: str) -> Tensor:
+        """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
+        return F.gelu(x, approximate=approximate)
+
 
 class AttentionBackend(ABC):
     """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""
@@ -126,9 +131,13 @@ class AttentionBackend(ABC):
         """Preparation of `vision` for consecutive pictures of these numbers of rows, once for all layers."""
         return list(lengths)
 
+    def vision_head_dim(self, head_dim: int) -> int:
+        """The even head dim, `head_dim` or more, that `vision` takes: towers lay their weights out for it, with zeros."""
+        return head_dim
+
     @abstractmethod
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
-        """Full attention within each picture, (T, N, H)."""
+        """Full attention within each picture, (T, N, H). `scale` is that of the model's own head dim."""
 
 
 DecodeForward = Callable[..., Tensor]

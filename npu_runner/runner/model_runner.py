@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.config import RunnerConfig
@@ -290,7 +291,6 @@ class ModelRunner(ModelRunnerBase):
 
     def prepare_prefill(self, batch: ScheduledBatch, uniforms_B: np.ndarray) -> dict[str, Tensor]:
         ends_B = np.cumsum(batch.query_lens_B)
-        image_rows = [np.arange(s.token_row, s.token_row + s.num_rows) for s in batch.image_slices]
         arrays = {
             "input_ids": batch.token_ids_T,
             "positions": np.ascontiguousarray(batch.positions),
@@ -301,7 +301,7 @@ class ModelRunner(ModelRunnerBase):
             "slots": batch.slots_B[batch.samples_B],
             "uniforms": uniforms_B,
             "receipts": self._receipts(uniforms_B),
-            "image_rows": np.concatenate(image_rows).astype(np.int32) if image_rows else np.zeros(0, dtype=np.int32),
+            "image_rows": _image_rows(batch),
         }
         return to_device(self.platform, arrays, self.device)
 
@@ -353,17 +353,23 @@ class ModelRunner(ModelRunnerBase):
         return {key: value for key, value in found.items() if value is not None}
 
     def _show_images(self, batch: ScheduledBatch, x_TD: Tensor,
-                     rows_M: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
-        """Put the pictures' rows into the embeddings; returns those and what the first layers add."""
+                     rows_T: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        """Put the pictures' rows into the embeddings; returns those and what the first layers add.
+
+        Tokens gather their rows, and nothing is scattered: that sorts its indices on some devices.
+        """
         embeddings = self.encode_images(batch.images)
         self.vision_cache.pin_only({s.content_hash: embeddings[s.content_hash] for s in batch.image_slices
                                     if not s.is_last})
         cuts = [(embeddings[s.content_hash], slice(s.first_row, s.first_row + s.num_rows)) for s in batch.image_slices]
-        rows_M = rows_M.long()
-        x_TD = x_TD.index_copy(0, rows_M, torch.cat([value.main_MD[cut] for value, cut in cuts]))
+        zero_1D = x_TD.new_zeros((1, x_TD.shape[1]))
+        main_MD = torch.cat([*(value.main_MD[cut] for value, cut in cuts), zero_1D])
+        is_shown_T1 = (rows_T < len(main_MD) - 1)[:, None]
+        x_TD = torch.where(is_shown_T1, F.embedding(rows_T, main_MD), x_TD)
         num_levels = len(cuts[0][0].deepstack)
-        levels = [torch.cat([value.deepstack[level][cut] for value, cut in cuts]) for level in range(num_levels)]
-        return x_TD, (rows_M, levels)
+        levels = [torch.cat([*(value.deepstack[level][cut] for value, cut in cuts), zero_1D])
+                  for level in range(num_levels)]
+        return x_TD, (rows_T, levels)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -459,6 +465,19 @@ class ModelRunner(ModelRunnerBase):
 
 
 _DECODE_ARGUMENTS = ("input_ids", "positions", "slot_mapping", "context_lens", "block_tables")
+
+
+def _image_rows(batch: ScheduledBatch) -> np.ndarray:
+    """(T,) int32: which of the pictures' rows each token shows, counted over all slices; behind the last where none."""
+    if not batch.image_slices:
+        return np.zeros(0, dtype=np.int32)
+    num_rows = [image_slice.num_rows for image_slice in batch.image_slices]
+    rows_T = np.full(len(batch.token_ids_T), sum(num_rows), dtype=np.int32)
+    first = 0
+    for image_slice, count in zip(batch.image_slices, num_rows, strict=True):
+        rows_T[image_slice.token_row : image_slice.token_row + count] = np.arange(first, first + count)
+        first += count
+    return rows_T
 
 
 def _logprob_rows(sample: HostSample) -> list[TokenLogprobs]:
