@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,20 +43,42 @@ class MemoryInfo:
     reserved_bytes: int
 
 
+class StepInputs(NamedTuple):
+    """What the forward of one step reads, int32 on the device. Whoever neither fills nor reads it passes it on whole.
+
+    Compiled code takes it as one argument (dynamo sees through it) or flat, in this order: `StepInputs(*tensors)`.
+    """
+
+    input_ids: Tensor
+    """(T,)"""
+    positions: Tensor
+    """(T,), or (3, T) for a prefill of an M-RoPE model."""
+    slot_mapping: Tensor
+    """(T,) flat slot (block * S + offset) of each token; padding points into block 0."""
+    context_lens: Tensor
+    """(B,) tokens of each sequence including this step's."""
+    block_tables: Tensor
+    """(B, W)"""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
+        """Those of `tensors` that belong here, by name."""
+        return cls(*(tensors[name] for name in cls._fields))
+
+
 @dataclass
 class AttentionMetadata:
-    """Where this step's tokens lie. Tensors on the device; `plan` belongs to the attention backend that made it.
-
-    slot_mapping_T: int32, flat slot (block * S + offset) of each token; padding points into block 0.
-    context_lens_B: int32, tokens of each sequence including this step's.
-    block_tables_BW: int32.
-    """
+    """Where this step's tokens lie, as in StepInputs; `plan` belongs to the attention backend that made it."""
 
     is_prefill: bool
     slot_mapping_T: Tensor
     context_lens_B: Tensor
     block_tables_BW: Tensor
     plan: Any = None
+
+    @classmethod
+    def of(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool) -> AttentionMetadata:
+        return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan)
 
 
 class Ops(ABC):
@@ -141,7 +163,7 @@ class AttentionBackend(ABC):
 
 
 DecodeForward = Callable[..., Tensor]
-"""(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW, plan=None) -> logits (B, vocab).
+"""(inputs: StepInputs, plan=None) -> logits (B, vocab).
 
 What is compiled is the bound method of an nn.Module that holds the model; compiled callables take no plan.
 """

@@ -29,7 +29,7 @@ from npu_runner.models.decoder import CausalLM
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import AttentionMetadata, GraphResourceError, GraphSettings
+from npu_runner.platforms.base import AttentionMetadata, GraphResourceError, GraphSettings, StepInputs
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, TokenLogprobs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes, pad_into
 from npu_runner.runner.decode_step import DecodeStep
@@ -39,6 +39,7 @@ from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
 from npu_runner.runner.kv_cache import KVCacheShape, plan_kv_cache
 from npu_runner.runner.memory_guard import MemoryGuard
 from npu_runner.runner.settings import resolve_settings
+from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
 from npu_runner.runner.step_clock import StepClock
 from npu_runner.weights.loader import fill_with_random_weights
 from npu_runner.weights.reader import CheckpointReader
@@ -168,7 +169,8 @@ class ModelRunner(ModelRunnerBase):
     def compile_decode(self) -> None:
         """Compile the decode forward for every bucket, largest first."""
         sizes = self.config.graph_batch_sizes or bucket_sizes(self.settings.max_num_seqs)
-        self.buckets = DecodeBuckets(sizes, -(-self.max_model_len // self.settings.block_size), self.device)
+        self.buckets = DecodeBuckets(sizes, max_model_len=self.max_model_len, block_size=self.settings.block_size,
+                                     device=self.device)
         self.compiler = self.platform.make_graph_compiler(self._graph_settings())
 
         def warm_up(batch_size: int) -> None:
@@ -185,8 +187,10 @@ class ModelRunner(ModelRunnerBase):
         def agrees(bucket: Bucket) -> bool:
             self._progress(f"comparing the kept graph of bucket {bucket.batch_size}")
             return agrees_with_eager(
-                bucket.forward, self.decode_step.forward, bucket.inputs, self.attention, num_blocks=self.num_blocks,
-                block_size=self.settings.block_size, vocab_size=self.model_config.vocab_size, dtype=self.dtype,
+                bucket, self.decode_step.forward, self.attention,
+                lambda made_up: self.prepare_padded(made_up, np.zeros(made_up.batch_size, dtype=np.float32), bucket),
+                num_blocks=self.num_blocks, block_size=self.settings.block_size,
+                vocab_size=self.model_config.vocab_size, dtype=self.dtype,
             )
 
         self.buckets.compile_all(self.compiler, self.decode_step.forward, warm_up, agrees)
@@ -267,17 +271,16 @@ class ModelRunner(ModelRunnerBase):
         if not batch.is_prefill:
             bucket = self.buckets.find(batch.batch_size) if self.buckets else None
         if bucket is not None:
-            inputs = bucket.inputs
-            self.prepare_decode_padded(batch, uniforms_B, bucket)
+            tensors = bucket.tensors
+            self.prepare_padded(batch, uniforms_B, bucket)
             self.clock.end_prepare()
-            logits_BV = bucket.forward(*(inputs[name] for name in _DECODE_ARGUMENTS))[: batch.batch_size]
+            logits_BV = bucket.forward(bucket.inputs)[: batch.batch_size]
         else:
-            prepare = self.prepare_prefill if batch.is_prefill else self.prepare_decode
-            inputs = prepare(batch, uniforms_B)
+            tensors = to_device(self.platform, self._arrays(batch, uniforms_B), self.device)
             self.clock.end_prepare()
-            logits_BV = self.run_model(batch, inputs)
+            logits_BV = self.run_model(batch, tensors)
         self.clock.end_launch()
-        return None if self.sampler is None else self._sample(batch, logits_BV, inputs)
+        return None if self.sampler is None else self._sample(batch, logits_BV, tensors)
 
     def prepare_sample(self, batch: ScheduledBatch) -> np.ndarray:
         """Register who entered or left a slot; (B,) float32 uniforms for the rows that sample."""
@@ -289,55 +292,30 @@ class ModelRunner(ModelRunnerBase):
             self.sampler.add(entry.slot, entry.params, entry.prompt_token_ids, entry.output_token_ids, seed=entry.seed)
         return self.sampler.host_inputs(batch.slots_B[batch.samples_B])
 
-    def prepare_prefill(self, batch: ScheduledBatch, uniforms_B: np.ndarray) -> dict[str, Tensor]:
-        ends_B = np.cumsum(batch.query_lens_B)
-        arrays = {
-            "input_ids": batch.token_ids_T,
-            "positions": np.ascontiguousarray(batch.positions),
-            "slot_mapping": self._slot_mapping(batch),
-            "context_lens": batch.context_lens_B,
-            "block_tables": self.prepare_block_tables(batch),
-            "last_rows": (ends_B - 1)[batch.samples_B].astype(np.int32),
-            "slots": batch.slots_B[batch.samples_B],
-            "uniforms": uniforms_B,
-            "receipts": self._receipts(uniforms_B),
-            "image_rows": _image_rows(batch),
-        }
-        return to_device(self.platform, arrays, self.device)
-
-    def prepare_decode(self, batch: ScheduledBatch, uniforms_B: np.ndarray) -> dict[str, Tensor]:
-        return to_device(self.platform, self._decode_arrays(batch, uniforms_B), self.device)
-
-    def prepare_decode_padded(self, batch: ScheduledBatch, uniforms_B: np.ndarray, bucket: Bucket) -> None:
-        """Fill the bucket's static buffers, through one copy."""
-        arrays = self._decode_arrays(batch, uniforms_B)
-        padded = pad_into(bucket, arrays, self.platform, self.settings.block_size)
+    def prepare_padded(self, batch: ScheduledBatch, uniforms_B: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
+        """Fill the bucket's static buffers, through one copy; returns what they hold."""
+        padded = pad_into(bucket, self._arrays(batch, uniforms_B), self.platform, self.settings.block_size)
         self.attention.plan_replay(padded["context_lens"], padded["block_tables"])
         self.compiler.before_replay(bucket.batch_size, batch.context_lens_B.tolist())
+        return padded
 
-    def prepare_block_tables(self, batch: ScheduledBatch) -> np.ndarray:
-        return np.ascontiguousarray(batch.block_tables_BW)
-
-    def run_model(self, batch: ScheduledBatch, inputs: dict[str, Tensor]) -> Tensor:
+    def run_model(self, batch: ScheduledBatch, tensors: dict[str, Tensor]) -> Tensor:
         """Logits (B, V) of the rows that sample, eagerly."""
+        inputs = StepInputs.of(tensors)
         if not batch.is_prefill:
             plan = self.attention.plan_decode(batch.context_lens_B.tolist(), batch.block_tables_BW, self.device)
-            return self.decode_step(inputs["input_ids"], inputs["positions"], inputs["slot_mapping"],
-                                    inputs["context_lens"], inputs["block_tables"], plan)
+            return self.decode_step(inputs, plan)
         model = self._causal_lm
         plan = self.attention.plan_prefill(batch.query_lens_B.tolist(), batch.context_lens_B.tolist(),
                                            batch.block_tables_BW, self.device)
-        metadata = AttentionMetadata(
-            True, inputs["slot_mapping"], inputs["context_lens"], inputs["block_tables"], plan
-        )
-        x_TD = model.embed(inputs["input_ids"])
+        x_TD = model.embed(inputs.input_ids)
         deepstack = None
         if batch.image_slices:
-            x_TD, deepstack = self._show_images(batch, x_TD, inputs["image_rows"])
-        hidden_TD = model(x_TD, inputs["positions"], metadata, deepstack)
+            x_TD, deepstack = self._show_images(batch, x_TD, tensors["image_rows"])
+        hidden_TD = model(x_TD, inputs.positions, AttentionMetadata.of(inputs, plan, is_prefill=True), deepstack)
         if not batch.samples_B.any():  # a chunk in the middle of its prompt
             return hidden_TD.new_zeros((0, self.model_config.vocab_size))
-        return model.compute_logits(hidden_TD[inputs["last_rows"]])
+        return model.compute_logits(hidden_TD[tensors["last_rows"]])
 
     # -- pictures --------------------------------------------------------------------------------------------------
 
@@ -373,7 +351,7 @@ class ModelRunner(ModelRunnerBase):
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
-    def _sample(self, batch: ScheduledBatch, logits_BV: Tensor, inputs: dict[str, Tensor]) -> ModelRunnerOutput:
+    def _sample(self, batch: ScheduledBatch, logits_BV: Tensor, tensors: dict[str, Tensor]) -> ModelRunnerOutput:
         assert self.sampler is not None, "this rank does not sample"
         rows = np.flatnonzero(batch.samples_B)
         tokens: list[list[int]] = [[] for _ in range(batch.batch_size)]
@@ -381,7 +359,7 @@ class ModelRunner(ModelRunnerBase):
         if len(rows):
             count = len(rows)
             on_device = self.sampler(
-                logits_BV, *(inputs[name][:count] for name in ("slots", "uniforms", "receipts")), batch.slots_B[rows]
+                logits_BV, *(tensors[name][:count] for name in SAMPLER_ARRAYS), batch.slots_B[rows]
             )
             self.clock.end_sample()
             sampled = on_device.to_host()
@@ -399,28 +377,8 @@ class ModelRunner(ModelRunnerBase):
         request_ids = batch.request_ids
         return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs)
 
-    def _decode_arrays(self, batch: ScheduledBatch, uniforms_B: np.ndarray) -> dict[str, np.ndarray]:
-        return {
-            "input_ids": batch.token_ids_T, "positions": batch.positions, "slot_mapping": self._slot_mapping(batch),
-            "context_lens": batch.context_lens_B, "slots": batch.slots_B, "uniforms": uniforms_B,
-            "receipts": self._receipts(uniforms_B), "block_tables": self.prepare_block_tables(batch),
-        }
-
-    def _receipts(self, uniforms_B: np.ndarray) -> np.ndarray:
-        """One int32 for each row that samples: the step's number, which must come back with its tokens."""
-        return np.full(len(uniforms_B), self._step_number, dtype=np.int32)
-
-    def _slot_mapping(self, batch: ScheduledBatch) -> np.ndarray:
-        """(T,) int32: block * block_size + offset of each of the step's tokens."""
-        if batch.is_prefill:
-            rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
-            firsts_B = np.cumsum(batch.query_lens_B) - batch.query_lens_B
-            starts_B = batch.context_lens_B - batch.query_lens_B
-            places_T = np.arange(batch.num_tokens) - firsts_B[rows_T] + starts_B[rows_T]
-        else:
-            rows_T, places_T = np.arange(batch.batch_size), batch.context_lens_B - 1
-        blocks_T = batch.block_tables_BW[rows_T, places_T // self.settings.block_size]
-        return (blocks_T * self.settings.block_size + places_T % self.settings.block_size).astype(np.int32)
+    def _arrays(self, batch: ScheduledBatch, uniforms_B: np.ndarray) -> dict[str, np.ndarray]:
+        return step_arrays(batch, uniforms_B, self._step_number, self.settings.block_size)
 
     def _bind_cache(self, num_blocks: int) -> None:
         # Keys and values are tensors of their own: graph compilers leave a write in place only where the arguments that
@@ -462,22 +420,6 @@ class ModelRunner(ModelRunnerBase):
     @property
     def _num_kv_heads(self) -> int:
         return self.tp.kv_head_share(self.model_config.num_kv_heads)[1]
-
-
-_DECODE_ARGUMENTS = ("input_ids", "positions", "slot_mapping", "context_lens", "block_tables")
-
-
-def _image_rows(batch: ScheduledBatch) -> np.ndarray:
-    """(T,) int32: which of the pictures' rows each token shows, counted over all slices; behind the last where none."""
-    if not batch.image_slices:
-        return np.zeros(0, dtype=np.int32)
-    num_rows = [image_slice.num_rows for image_slice in batch.image_slices]
-    rows_T = np.full(len(batch.token_ids_T), sum(num_rows), dtype=np.int32)
-    first = 0
-    for image_slice, count in zip(batch.image_slices, num_rows, strict=True):
-        rows_T[image_slice.token_row : image_slice.token_row + count] = np.arange(first, first + count)
-        first += count
-    return rows_T
 
 
 def _logprob_rows(sample: HostSample) -> list[TokenLogprobs]:
