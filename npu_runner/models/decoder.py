@@ -90,8 +90,8 @@ class Decoder(nn.Module):
                 deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:
         """Final hidden states (T, D) of embedded tokens `x_TD`.
 
-        `deepstack`: (T,) int32 rows of the levels, and for each of the first layers a level (M + 1, D): after that layer
-        every token adds its row. The last row is zeros, for what is no picture token; DeepStack, arXiv 2406.04334.
+        `deepstack`: (T,) int32 rows of the levels, and for each of the first layers a level (M + 1, D): after that
+        layer every token adds its row. The last row is zeros, for tokens of no picture; DeepStack, arXiv 2406.04334.
         """
         cos_TH, sin_TH = self.rotary(positions)
         residual_TD = None

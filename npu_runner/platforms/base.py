@@ -154,7 +154,7 @@ class AttentionBackend(ABC):
         return list(lengths)
 
     def vision_head_dim(self, head_dim: int) -> int:
-        """The even head dim, `head_dim` or more, that `vision` takes: towers lay their weights out for it, with zeros."""
+        """The even head dim, `head_dim` or more, that `vision` takes; towers fill their weights up to it with zeros."""
         return head_dim
 
     @abstractmethod

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
+from npu_runner.errors import ConfigError
 from npu_runner.platforms.base import AttentionBackend, AttentionMetadata
 
 _MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
 _CAUSAL, _FULL = 3, 0
-# Head dims that the kernel takes without a cache; the tower's 72 is padded to the next of them.
+# Head dims that the kernel takes without a cache; a tower's 72 is laid out as the next of them.
 _VISION_HEAD_DIMS = (64, 128, 256)
 
 
@@ -77,16 +77,19 @@ class NpuAttention(AttentionBackend):
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> list[int]:
         return list(accumulate(lengths))
 
+    def vision_head_dim(self, head_dim: int) -> int:
+        for dim in _VISION_HEAD_DIMS:
+            if dim >= head_dim:
+                return dim
+        raise ConfigError(f"vision head dim {head_dim}: the attention of Ascend devices takes {_VISION_HEAD_DIMS[-1]} "
+                          "at most; use another platform for this model")
+
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
-        head_dim = q_TNH.shape[-1]
-        padding = next((dim - head_dim for dim in _VISION_HEAD_DIMS if dim >= head_dim), 0)
-        # Zeros in the padded dims change no product of q and k, and give zeros that are cut off.
-        q, k, v = (F.pad(x, (0, padding)) if padding else x.contiguous() for x in (q_TNH, k_TNH, v_TNH))
-        out_TNH = torch_npu.npu_fused_infer_attention_score(
-            q, k, v, input_layout="TND", actual_seq_lengths=plan, actual_seq_lengths_kv=plan,
-            num_heads=q.shape[1], num_key_value_heads=k.shape[1], scale=scale, sparse_mode=_FULL,
+        return torch_npu.npu_fused_infer_attention_score(
+            *(x.contiguous() for x in (q_TNH, k_TNH, v_TNH)), input_layout="TND", actual_seq_lengths=plan,
+            actual_seq_lengths_kv=plan, num_heads=q_TNH.shape[1], num_key_value_heads=k_TNH.shape[1], scale=scale,
+            sparse_mode=_FULL,
         )[0]
-        return out_TNH[..., :head_dim]
 
     def _attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                 scale: float) -> Tensor:
