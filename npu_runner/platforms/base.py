@@ -115,6 +115,10 @@ class Ops(ABC):
         """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
         return F.gelu(x, approximate=approximate)
 
+    def sort_ascending(self, x: Tensor) -> Tensor:
+        """The values of each row (the last dim), smallest first; a fresh tensor."""
+        return x.sort(dim=-1).values
+
 
 class AttentionBackend(ABC):
     """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""

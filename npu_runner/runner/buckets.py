@@ -47,8 +47,10 @@ class Bucket:
 class DecodeBuckets:
     """All buckets that could be compiled. `find` gives None for a batch that must run eagerly."""
 
-    def __init__(self, sizes: tuple[int, ...], *, max_model_len: int, block_size: int, device: torch.device):
+    def __init__(self, sizes: tuple[int, ...], compiler: GraphCompiler, *, max_model_len: int, block_size: int,
+                 device: torch.device):
         self.sizes = sizes
+        self.compiler = compiler
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.device = device
@@ -57,8 +59,8 @@ class DecodeBuckets:
         self._told: set[int] = set()
         self._kept: list[int] = []
 
-    def compile_all(self, compiler: GraphCompiler, forward: DecodeForward,
-                    warm_up: Callable[[int], None], agrees: Callable[[Bucket], bool] = lambda bucket: True) -> None:
+    def compile_all(self, forward: DecodeForward, warm_up: Callable[[int], None],
+                    agrees: Callable[[Bucket], bool] = lambda bucket: True) -> None:
         """Compile every bucket, largest first; `warm_up(batch_size)` runs it until nothing is compiled any more.
 
         A graph kept from an earlier run must agree with `forward` (`agrees(bucket)`), or it is compiled anew.
@@ -66,6 +68,7 @@ class DecodeBuckets:
         When the device has no resources for one more graph, what fits is kept. Smaller batches are then padded to the
         smallest graph there is, which costs less than to launch each operator; without any graph all steps are eager.
         """
+        compiler = self.compiler
         for size in sorted(self.sizes, reverse=True):
             bucket = self._make(size, compiler.compile(forward, size))
             self._buckets[size] = bucket
