@@ -69,7 +69,9 @@ def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
             platform, cuda = "cpu", None
     yield _what_is_here(platform, signs)
     is_hopeless = False
-    examined = examine(found, options.tensor_parallel_size) if platform == "npu" else examine_without_npu(found)
+    is_eager = set(options.graph_modes) == {"eager"}
+    examined = (examine(found, options.tensor_parallel_size, is_eager=is_eager) if platform == "npu"
+                else examine_without_npu(found))
     for check in itertools.chain(examined, [cuda] if cuda else []):
         # Without these there is nothing to start; any other failure may still let a generation through.
         is_hopeless |= check.name in ("devices", "import torch", "cuda") and check.status != "ok"

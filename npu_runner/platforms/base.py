@@ -242,8 +242,19 @@ class Platform(ABC):
         """Called once in each rank's own process, before the process group exists."""
         return None
 
+    def process_group_options(self, *, serves_graphs: bool, is_second: bool) -> Any:
+        """What torch.distributed makes a process group with; None: its own defaults.
+
+        serves_graphs: captured or compiled steps use it. is_second: another one of the same ranks exists beside it.
+        """
+        return None
+
     def make_communicator(self, group: Any, rank: int) -> None:
         """Make the communicator of a process group now, so that the memory it takes is measured with the rest."""
+        return None
+
+    def check_graph_mode(self, graph_mode: str) -> None:
+        """Raises ConfigError where this process cannot make graphs of that mode, which is one of `graph_modes`."""
         return None
 
     @abstractmethod

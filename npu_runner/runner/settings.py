@@ -73,6 +73,7 @@ def _graph_mode(config: RunnerConfig, platform: Platform, max_num_seqs: int) -> 
     graph_mode = platform.defaults.graph_mode if graph_mode == "auto" else graph_mode
     if graph_mode not in platform.graph_modes:
         raise ConfigError(f"graph_mode {graph_mode!r}: {platform.name} supports {', '.join(platform.graph_modes)}")
+    platform.check_graph_mode(graph_mode)
     if graph_mode == "eager" and config.graph_batch_sizes is not None:
         raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes} has no use in eager mode; set graph_mode")
     if config.graph_batch_sizes is not None and config.graph_batch_sizes[-1] > max_num_seqs:

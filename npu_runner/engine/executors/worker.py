@@ -80,10 +80,13 @@ def _start(rank: int, area: SharedArea, config: RunnerConfig, model_path: Path, 
     area.set_phase(rank, "joining the process group")
     timeout = timedelta(seconds=config.step_timeout_seconds)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timeout)
-    dist.init_process_group(platform.distributed_backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    has_two = config.graph_mode in platform.modes_with_own_communicator
+    dist.init_process_group(platform.distributed_backend, store=store, rank=rank, world_size=size, timeout=timeout,
+                            pg_options=platform.process_group_options(serves_graphs=not has_two, is_second=False))
     graph_group = None
-    if config.graph_mode in platform.modes_with_own_communicator:
-        graph_group = dist.new_group(list(range(size)), timeout=timeout)
+    if has_two:
+        options = platform.process_group_options(serves_graphs=True, is_second=True)
+        graph_group = dist.new_group(list(range(size)), timeout=timeout, pg_options=options)
     for group in filter(None, (dist.group.WORLD, graph_group)):
         platform.make_communicator(group, rank)
     tp = TensorParallel(rank, size, dist.group.WORLD, graph_group)
