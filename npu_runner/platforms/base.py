@@ -125,6 +125,9 @@ class AttentionBackend(ABC):
 
     name: str
     """What `attention_backend` calls it."""
+    pads_with_real_rows: bool = False
+    """Padded rows of a decode graph are to read what a real row reads: short ones would slow down a kernel that looks
+    at the shortest context. Each still writes to a slot of its own in the null block."""
 
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
@@ -206,7 +209,7 @@ class GraphCompiler(ABC):
         return None
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
-        """Give a captured graph what it takes from the host each step; most platforms have nothing to do."""
+        """Give a captured graph what it takes from the host each step, padding included; most have nothing to do."""
         return None
 
 

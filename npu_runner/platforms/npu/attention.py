@@ -48,7 +48,11 @@ class DeviceLengths(NamedTuple):
 class NpuAttention(AttentionBackend):
     name = "fused"
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device):
+    def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device,
+                 masks_decode: bool = True):
+        """`masks_decode` False: decode goes without a mask, as the kernel's own paths for one query a row ask for."""
+        self.masks_decode = masks_decode
+        self.pads_with_real_rows = not masks_decode
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.block_size = block_size
@@ -86,11 +90,11 @@ class NpuAttention(AttentionBackend):
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                 scale: float) -> Tensor:
-        return self._attend(q_TNH, k_cache, v_cache, metadata, scale)
+        return self._attend(q_TNH, k_cache, v_cache, metadata, scale, is_masked=True)
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                scale: float) -> Tensor:
-        return self._attend(q_BNH, k_cache, v_cache, metadata, scale)
+        return self._attend(q_BNH, k_cache, v_cache, metadata, scale, is_masked=self.masks_decode)
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> list[int]:
         return list(accumulate(lengths))
@@ -109,8 +113,8 @@ class NpuAttention(AttentionBackend):
             sparse_mode=_FULL,
         )[0]
 
-    def _attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-                scale: float) -> Tensor:
+    def _attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                is_masked: bool) -> Tensor:
         plan = metadata.plan
         kernel: Any = torch_npu.npu_fused_infer_attention_score
         if isinstance(plan, DeviceLengths):
@@ -119,8 +123,8 @@ class NpuAttention(AttentionBackend):
         else:
             query_totals, context_lens = plan.query_totals, plan.context_lens
         return kernel(
-            q_TNH.contiguous(), k_cache.flatten(2), v_cache.flatten(2), atten_mask=self.mask,
+            q_TNH.contiguous(), k_cache.flatten(2), v_cache.flatten(2), atten_mask=self.mask if is_masked else None,
             block_table=metadata.block_tables_BW, input_layout="TND", block_size=self.block_size,
             actual_seq_lengths=query_totals, actual_seq_lengths_kv=context_lens, num_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=_CAUSAL,
+            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=_CAUSAL if is_masked else _FULL,
         )[0]

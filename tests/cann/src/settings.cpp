@@ -30,10 +30,10 @@ long long number_setting(const char* name, long long fallback) {
 // "9.0.0" is 900. Versions whose documents nobody has read are refused: their limits would be guesses.
 int cann_version_setting() {
   const std::string text = text_setting("CANN_EMU_CANN_VERSION", "9.0.0");
-  const std::map<std::string, int> known{{"8.5.0", 850}, {"9.0.0", 900}, {"9.1.0", 910}};
+  const std::map<std::string, int> known{{"8.5.0", 850}, {"9.0.0", 900}, {"9.1.0", 910}, {"9.2.0", 920}};
   auto found = known.find(text);
   if (found == known.end()) {
-    std::fprintf(stderr, "CANN emulation: CANN_EMU_CANN_VERSION=%s is none of 8.5.0, 9.0.0, 9.1.0\n", text.c_str());
+    std::fprintf(stderr, "CANN emulation: CANN_EMU_CANN_VERSION=%s is none of 8.5.0, 9.0.0, 9.1.0, 9.2.0\n", text.c_str());
     std::abort();
   }
   return found->second;
