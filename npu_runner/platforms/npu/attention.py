@@ -108,7 +108,7 @@ class NpuAttention(AttentionBackend):
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
         return torch_npu.npu_fused_infer_attention_score(
-            *(x.contiguous() for x in (q_TNH, k_TNH, v_TNH)), input_layout="TND", actual_seq_lengths=plan,
+            q_TNH.contiguous(), k_TNH.contiguous(), v_TNH.contiguous(), input_layout="TND", actual_seq_lengths=plan,
             actual_seq_lengths_kv=plan, num_heads=q_TNH.shape[1], num_key_value_heads=k_TNH.shape[1], scale=scale,
             sparse_mode=_FULL,
         )[0]
