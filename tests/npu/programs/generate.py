@@ -102,7 +102,7 @@ def snapshot() -> dict[str, Any]:
         return {"traced": traced}
     from tests.cann.programs.emulation import calls
 
-    return {"traced": traced, "captured": calls("graphs").get("captured", 0), "compiled": calls("ge").get("compile", 0)}
+    return {"fallbacks": {**calls("ai_cpu"), **calls("sorted")}, "traced": traced, "captured": calls("graphs").get("captured", 0), "compiled": calls("ge").get("compile", 0)}
 
 
 def main(cases_path: str, results_path: str) -> None:
