@@ -113,9 +113,10 @@ class StepRunner:
     def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Put a decode step's arrays into the bucket's static buffers, padded; returns what those hold."""
         assert self.buckets is not None, "a bucket is one of the buckets"
-        padded = pad_into(bucket, arrays, self.platform, self.block_size)
+        padded = pad_into(bucket, arrays, self.platform, self.block_size,
+                          repeats_a_row=self.attention.pads_with_real_rows)
         self.attention.plan_replay(padded["context_lens"], padded["block_tables"])
-        self.buckets.compiler.before_replay(bucket.batch_size, batch.context_lens_B.tolist())
+        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
         return padded
 
     def launch(self, step: PreparedStep) -> Tensor:
