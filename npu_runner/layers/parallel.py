@@ -18,12 +18,14 @@ class TensorParallel:
     """One rank of a tensor-parallel group; the default is a group of one.
 
     `graph_group` holds the same ranks and serves compiled code, where a vendor wants a communicator of its own for it.
+    `store` is the group's, from host to host: it answers while a device waits.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     graph_group: Any = None
+    store: Any = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; works in place."""
@@ -44,10 +46,12 @@ class TensorParallel:
         return self.graph_group if is_compiled else self.group
 
     def minimum(self, value: int, device: torch.device) -> int:
-        """The smallest `value` of all ranks."""
+        """The smallest `value` of all ranks; it fits 31 bits."""
         if self.size == 1:
             return value
-        smallest = torch.tensor(value, dtype=torch.int64, device=device)
+        assert 0 <= value < 2**31, f"{value} does not fit what the ranks compare"
+        # Not int64: HCCL does not compare those where collectives are spread out on the device (AI_CPU, AIV).
+        smallest = torch.tensor(value, dtype=torch.int32, device=device)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
         return int(smallest.item())
 

@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -42,20 +43,42 @@ class MemoryInfo:
     reserved_bytes: int
 
 
+class StepInputs(NamedTuple):
+    """What the forward of one step reads, int32 on the device. Whoever neither fills nor reads it passes it on whole.
+
+    Compiled code takes it as one argument (dynamo sees through it) or flat, in this order: `StepInputs(*tensors)`.
+    """
+
+    input_ids: Tensor
+    """(T,)"""
+    positions: Tensor
+    """(T,), or (3, T) for a prefill of an M-RoPE model."""
+    slot_mapping: Tensor
+    """(T,) flat slot (block * S + offset) of each token; padding points into block 0."""
+    context_lens: Tensor
+    """(B,) tokens of each sequence including this step's."""
+    block_tables: Tensor
+    """(B, W)"""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
+        """Those of `tensors` that belong here, by name."""
+        return cls(*(tensors[name] for name in cls._fields))
+
+
 @dataclass
 class AttentionMetadata:
-    """Where this step's tokens lie. Tensors on the device; `plan` belongs to the attention backend that made it.
-
-    slot_mapping_T: int32, flat slot (block * S + offset) of each token; padding points into block 0.
-    context_lens_B: int32, tokens of each sequence including this step's.
-    block_tables_BW: int32.
-    """
+    """Where this step's tokens lie, as in StepInputs; `plan` belongs to the attention backend that made it."""
 
     is_prefill: bool
     slot_mapping_T: Tensor
     context_lens_B: Tensor
     block_tables_BW: Tensor
     plan: Any = None
+
+    @classmethod
+    def of(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool) -> AttentionMetadata:
+        return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan)
 
 
 class Ops(ABC):
@@ -88,12 +111,23 @@ class Ops(ABC):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
 
+    def gelu(self, x: Tensor, approximate: str) -> Tensor:
+        """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
+        return F.gelu(x, approximate=approximate)
+
+    def sort_ascending(self, x: Tensor) -> Tensor:
+        """The values of each row (the last dim), smallest first; a fresh tensor."""
+        return x.sort(dim=-1).values
+
 
 class AttentionBackend(ABC):
     """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""
 
     name: str
     """What `attention_backend` calls it."""
+    pads_with_real_rows: bool = False
+    """Padded rows of a decode graph are to read what a real row reads: short ones would slow down a kernel that looks
+    at the shortest context. Each still writes to a slot of its own in the null block."""
 
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
@@ -126,13 +160,17 @@ class AttentionBackend(ABC):
         """Preparation of `vision` for consecutive pictures of these numbers of rows, once for all layers."""
         return list(lengths)
 
+    def vision_head_dim(self, head_dim: int) -> int:
+        """The even head dim, `head_dim` or more, that `vision` takes; towers fill their weights up to it with zeros."""
+        return head_dim
+
     @abstractmethod
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
-        """Full attention within each picture, (T, N, H)."""
+        """Full attention within each picture, (T, N, H). `scale` is that of the model's own head dim."""
 
 
 DecodeForward = Callable[..., Tensor]
-"""(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW, plan=None) -> logits (B, vocab).
+"""(inputs: StepInputs, plan=None) -> logits (B, vocab).
 
 What is compiled is the bound method of an nn.Module that holds the model; compiled callables take no plan.
 """
@@ -171,7 +209,12 @@ class GraphCompiler(ABC):
         return None
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
-        """Give a captured graph what it takes from the host each step; most platforms have nothing to do."""
+        """Give a captured graph what it takes from the host each step, padding included; most have nothing to do."""
+        return None
+
+
+    def release(self) -> None:
+        """Let go of every graph; none is called any more."""
         return None
 
 

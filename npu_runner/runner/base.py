@@ -57,6 +57,9 @@ class RunnerInfo:
     num_blocks: int
     block_size: int
     max_model_len: int
+    max_model_len_is_given: bool
+    """False where nobody asked for it: then it is what memory and the checkpoint allow, and may be another elsewhere.
+    Given back as `max_model_len`, a later run has the same."""
     max_num_seqs: int
     max_num_batched_tokens: int
     max_image_tokens: int

@@ -26,6 +26,8 @@ class InlineExecutor(Executor):
         return RunnerCounters() if self._runner is None else runner_counters(self._runner)
 
     def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
 
 

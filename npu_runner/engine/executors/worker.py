@@ -89,7 +89,7 @@ def _start(rank: int, area: SharedArea, config: RunnerConfig, model_path: Path, 
         graph_group = dist.new_group(list(range(size)), timeout=timeout, pg_options=options)
     for group in filter(None, (dist.group.WORLD, graph_group)):
         platform.make_communicator(group, rank)
-    tp = TensorParallel(rank, size, dist.group.WORLD, graph_group)
+    tp = TensorParallel(rank, size, dist.group.WORLD, graph_group, store)
     return ModelRunner(config, model_path, tp, progress=lambda phase: area.set_phase(rank, phase))
 
 
