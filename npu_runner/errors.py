@@ -52,14 +52,14 @@ class StepError(NpuRunnerError):
 class EngineDeadError(NpuRunnerError):
     """A rank or the engine died; the message names the rank and the phase. The job can be resumed.
 
-    `request_ids` were in the step that did not end. `is_due_to_a_row`: an error was raised in it or memory ran out, so
-    that one of them is likely the cause; a device that fails or a rank that is killed says nothing of them.
+    `request_ids` were in the step that did not end. `blame`: the code of what one of them has likely caused (an error
+    was raised in the step, or memory ran out); None where a device failed or a rank was killed, which says little.
     """
 
-    def __init__(self, message: str, *, request_ids: tuple[str, ...] = (), is_due_to_a_row: bool = False):
+    def __init__(self, message: str, *, request_ids: tuple[str, ...] = (), blame: str | None = None):
         super().__init__(message)
         self.request_ids = request_ids
-        self.is_due_to_a_row = is_due_to_a_row
+        self.blame = blame
 
 
 class JobError(NpuRunnerError):
@@ -76,3 +76,10 @@ def _shortened(text: str, num_chars: int) -> str:
         return text
     half = num_chars // 2 - 20
     return f"{text[:half]}... ({len(text) - 2 * half} characters) ...{text[-half:]}"
+
+
+def blame_for(error: NpuRunnerError) -> str:
+    """The code of a request that alone makes steps end with `error`."""
+    if isinstance(error, RequestError):
+        return error.code
+    return "out_of_memory" if isinstance(error, OutOfMemoryError) else "request_failed"

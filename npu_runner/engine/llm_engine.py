@@ -20,7 +20,7 @@ from npu_runner.core.sequence import Sequence
 from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.quarantine import Quarantine
-from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError
+from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.outputs import (
@@ -71,7 +71,7 @@ class LLMEngine:
         self.generation_defaults = dict(self.model_config.generation_defaults)
         self._executor = make_executor(config, self.model_path)
         self.info = info = self._executor.info
-        self.max_model_len = info.max_model_len
+        self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         self.block_manager = BlockManager(
             info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching
         )
@@ -180,7 +180,8 @@ class LLMEngine:
 
     def _look_for_culprit(self, batch: ScheduledBatch, error: NpuRunnerError) -> None:
         """Give up the request that makes steps fail, if this one held no other; else run its sequences in halves."""
-        logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
+        if not self._quarantine.is_on:  # what follows is the same again, until the cause is found
+            logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
         failed = self.scheduler.abandon()
         self._probe(batch, error)
         if not self._quarantine.is_on:
@@ -200,8 +201,7 @@ class LLMEngine:
             ) from error
 
     def _give_up(self, request_id: str, error: NpuRunnerError) -> None:
-        codes = {OutOfMemoryError: "out_of_memory", StepError: "request_failed"}
-        code = error.code if isinstance(error, RequestError) else codes[type(error)]
+        code = blame_for(error)
         reason = str(error).partition("\n")[0]
         for generation in list(self._requests[request_id].generations):
             if generation.finished is None:

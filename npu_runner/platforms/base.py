@@ -201,6 +201,11 @@ class GraphCompiler(ABC):
         return None
 
 
+    def release(self) -> None:
+        """Let go of every graph; none is called any more."""
+        return None
+
+
 class GraphResourceError(Exception):
     """The device cannot hold one more graph; what was captured stays usable."""
 

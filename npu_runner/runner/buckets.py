@@ -18,6 +18,7 @@ from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourc
 from npu_runner.runner.dummy import dummy_decode
 from npu_runner.runner.inputs import float_names, plan_layout, views
 from npu_runner.runner.step_arrays import padding, step_arrays
+from npu_runner.runner.votes import Votes
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,12 @@ class DecodeBuckets:
         self._told: set[int] = set()
         self._kept: list[int] = []
 
-    def compile_all(self, forward: DecodeForward, warm_up: Callable[[int], None],
-                    agrees: Callable[[Bucket], bool] = lambda bucket: True) -> None:
+    def compile_all(self, forward: DecodeForward, warm_up: Callable[[int], None], agrees: Callable[[Bucket], bool],
+                    votes: Votes) -> None:
         """Compile every bucket, largest first; `warm_up(batch_size)` runs it until nothing is compiled any more.
 
-        A graph kept from an earlier run must agree with `forward` (`agrees(bucket)`), or it is compiled anew.
+        A graph that any rank kept from an earlier run must agree with `forward` on every rank (`agrees(bucket)`), or
+        all compile it anew: compiling and comparing run collectives, so no rank may go another way than the others.
 
         When the device has no resources for one more graph, what fits is kept. Smaller batches are then padded to the
         smallest graph there is, which costs less than to launch each operator; without any graph all steps are eager.
@@ -74,9 +76,11 @@ class DecodeBuckets:
             self._buckets[size] = bucket
             try:
                 warm_up(size)
-                if compiler.was_loaded(size) and agrees(bucket):
+                if votes.all_agree(f"a new graph of batch size {size}", not compiler.was_loaded(size)):
+                    continue
+                if votes.all_agree(f"the kept graph of batch size {size}", agrees(bucket)):
                     self._kept.append(size)
-                elif compiler.was_loaded(size):
+                else:
                     logger.warning("the kept graph of batch size %d gives other answers; it is compiled anew", size)
                     compiler.discard(size)
                     bucket.forward = compiler.compile(forward, size)

@@ -40,6 +40,7 @@ from npu_runner.runner.settings import resolve_settings
 from npu_runner.runner.step import StepRunner
 from npu_runner.runner.step_arrays import step_arrays
 from npu_runner.runner.step_clock import StepClock
+from npu_runner.runner.votes import Votes
 from npu_runner.weights.loader import fill_with_random_weights
 from npu_runner.weights.reader import CheckpointReader
 from strategies import VisionEmbeddings, pick_strategy
@@ -154,17 +155,17 @@ class ModelRunner(ModelRunnerBase):
                                 block_size=self.settings.block_size, device=self.device)
         self.steps.buckets = buckets
         eager = self.steps.decode_step.forward
+        votes = Votes(self.tp, self.config.step_timeout_seconds)
 
         def warm_up(batch_size: int) -> None:
             self._progress(f"compiling bucket {batch_size}")
-            try:
-                # The first call compiles or captures, the second proves that it stays compiled.
-                self.dummy_run(batch_size, batch_size, expected_decode_len=2, in_capturing=True)
-            except (RuntimeError, MemoryError) as error:
-                # One rank of several cannot go without a graph alone: others would wait in that graph's collectives.
-                if self.tp.size > 1 or not self.platform.is_out_of_memory(error):
-                    raise
-                raise GraphResourceError(str(error).partition("\n")[0]) from error
+            own = self._why_no_graph(batch_size)
+            if own:
+                self._progress(f"going without a graph for bucket {batch_size} ({own}), if all ranks do")
+            # No rank can go without alone: the others would wait for it in that graph's collectives.
+            refusal = votes.refusal(f"the graph of batch size {batch_size}", own)
+            if refusal:
+                raise GraphResourceError(refusal)
 
         def agrees(bucket: Bucket) -> bool:
             self._progress(f"comparing the kept graph of bucket {bucket.batch_size}")
@@ -173,10 +174,24 @@ class ModelRunner(ModelRunnerBase):
                 block_size=self.settings.block_size, vocab_size=self.model_config.vocab_size, dtype=self.dtype,
             )
 
-        buckets.compile_all(eager, warm_up, agrees)
+        buckets.compile_all(eager, warm_up, agrees, votes)
         self.k_cache.zero_()
         self.v_cache.zero_()
         self.platform.synchronize()
+
+    def _why_no_graph(self, batch_size: int) -> str | None:
+        """Run a bucket until nothing is compiled any more; returns what the device lacks for that, if it does."""
+        try:
+            # The first call compiles or captures, the second proves that it stays compiled.
+            self.dummy_run(batch_size, batch_size, expected_decode_len=2, in_capturing=True)
+        except GraphResourceError as full:
+            return str(full)
+        except (RuntimeError, MemoryError) as error:
+            # With several ranks it may have run out between two collectives, where the others wait.
+            if self.tp.size > 1 or not self.platform.is_out_of_memory(error):
+                raise
+            return str(error).partition("\n")[0]
+        return None
 
     def _fill(self, bucket: Bucket, batch: ScheduledBatch) -> dict[str, np.ndarray]:
         """A made-up decode step into a bucket's buffers."""
@@ -264,6 +279,8 @@ class ModelRunner(ModelRunnerBase):
         self._is_ready = False
         self.platform.synchronize()
         self.vision_cache.release()
+        if self.steps.buckets is not None:
+            self.steps.buckets.compiler.release()
         del self.steps, self.model, self.k_cache, self.v_cache, self.attention
         gc.collect()  # modules, compiled callables and their frames hold each other
         self.platform.empty_cache()

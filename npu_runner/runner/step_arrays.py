@@ -45,7 +45,7 @@ def padding(name: str, rows: np.ndarray, block_size: int) -> np.ndarray | int:
 
 def _slot_mapping(batch: ScheduledBatch, block_size: int) -> np.ndarray:
     """(T,) int32: block * block_size + offset of each of the step's tokens."""
-    if batch.is_prefill:
+    if batch.num_tokens > batch.batch_size:
         rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
         firsts_B = np.cumsum(batch.query_lens_B) - batch.query_lens_B
         starts_B = batch.context_lens_B - batch.query_lens_B

@@ -72,6 +72,10 @@ class ScriptedEngine:
 
     ledger = "no memory at all"
 
+    @property
+    def max_num_seqs(self) -> int:
+        return self.max_running
+
     def describe(self) -> dict[str, str]:
         return {"engine": "scripted", "seed": str(self.config.seed)}
 

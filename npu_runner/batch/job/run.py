@@ -22,7 +22,8 @@ from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, 
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
-from npu_runner.batch.job import delivery, making
+from npu_runner.batch.files.suspects import Suspects
+from npu_runner.batch.job import delivery, making, serving
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions, num_cpus
@@ -183,18 +184,20 @@ class _Job:
             )  # fmt: skip
             # From here on a signal lets the step under way end, and then the job.
             self._signals.defer()
-            self._serve_rows(engine, pool, destination.begin(manifest), manifest, file)
+            self._serve_rows(engine, pool, destination, manifest, file)
 
     def _digests(self, work: _Work) -> WeightDigests:
         return WeightDigests(work.model_folder, num_threads=max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2)))
 
     def _serve_rows(
-        self, engine: Any, pool: WorkerPool[InputRow], writer: AnswerWriter, manifest: Manifest, file: InputFile
+        self, engine: Any, pool: WorkerPool[InputRow], destination: Destination, manifest: Manifest, file: InputFile
     ) -> None:
+        assert self._work is not None, "no work was planned yet"
+        writer = destination.begin(manifest)
+        suspects = Suspects(destination.path, overwrite=self._options.overwrite)
         self._serve_began = time.monotonic()
         try:
             with self._delivery(writer, pool) as rows_out:
-                assert self._work is not None, "no work was planned yet"
                 self._progress.start(self._work.rows.num_rows, self._num_resumed)
                 ServingLoop(
                     engine,
@@ -205,8 +208,11 @@ class _Job:
                     tally=self._tally,
                     progress=self._progress,
                     should_stop=lambda: self._signals.is_requested,
+                    suspects=suspects,
                 ).run()
             self._progress.update(self._tally, engine.stats, is_last=True)
+            if not self._is_cut_short:
+                suspects.clear()
         finally:
             self._serve_ended = time.monotonic()
             self._stats, self._num_replaced = replace(engine.stats()), pool.num_replaced
@@ -248,6 +254,8 @@ class _Job:
             num_workers=options.num_workers,
             task_timeout_seconds=options.preprocessing_timeout,
             worker_memory_bytes=options.worker_memory_bytes,
+            # Without a setting the platform's default counts, which is none above 256.
+            max_ready=serving.max_waiting_requests(self._config.max_num_seqs or 0),
             max_tasks=delivery.MAX_ROWS_OUT_OF_ORDER if is_windowed else float("inf"),
         )
         return WorkerPool(preprocessor, file.rows(wanted), limits, [file.source.descriptor])

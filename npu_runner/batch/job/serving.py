@@ -11,27 +11,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.tally import Outcome, Tally, answered
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
-from npu_runner.errors import RequestError
+from npu_runner.errors import EngineDeadError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.pool import Finished, WorkerFailure, WorkerPool
 
-# Enough that a prefill step never lacks prompts, few enough that their pixels fit.
-MAX_WAITING_REQUESTS = 64
+# Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
+_LEAST_WAITING_REQUESTS = 64
+# ... and this share of max_num_seqs, since an eighth of it must be able to join before a prefill interrupts others.
+_WAITING_SHARE = 4
 MAX_WAITING_BYTES = 1 << 29
 _IDLE_SECONDS = 0.2
+
+
+def max_waiting_requests(max_num_seqs: int) -> int:
+    """Most requests that wait in the engine, and most that wait for it in the pool."""
+    return max(_LEAST_WAITING_REQUESTS, max_num_seqs // _WAITING_SHARE)
 
 
 class Engine(Protocol):
     """What serving needs of LLMEngine."""
 
+    @property
+    def max_num_seqs(self) -> int: ...
     def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
@@ -62,6 +72,7 @@ class ServingLoop:
         tally: Tally,
         progress: Progress,
         should_stop: Callable[[], bool],
+        suspects: Suspects | None = None,
     ):
         self._engine = engine
         self._pool = pool
@@ -71,30 +82,50 @@ class ServingLoop:
         self._progress = progress
         self._should_stop = should_stop
         self._in_flight: dict[str, _InFlight] = {}
-        self._sizes: deque[int] = deque(maxlen=MAX_WAITING_REQUESTS)
         self._delivery = delivery
+        self._max_waiting = max_waiting_requests(engine.max_num_seqs)
+        self._sizes: deque[int] = deque(maxlen=self._max_waiting)
+        self._suspects = suspects or Suspects(None)
+        self._to_run_alone: deque[Finished[InputRow]] = deque()
+        self._is_one_alone = False
 
     def run(self) -> None:
         """Raises what the engine, the pool or `delivery` raise. Rows still under way when it stops are dropped."""
         while not self._should_stop():
             self._admit()
             if self._engine.has_unfinished_requests():
-                for output in self._engine.step():
-                    self._finish(output)
-            elif self._pool.is_over:
+                self._step()
+            elif self._pool.is_over and not self._to_run_alone:
                 break
             else:
                 self._wait()
             self._delivery.count()
             self._progress.update(self._tally, self._engine.stats)
 
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except EngineDeadError as error:
+            self._suspects.accuse(error)
+            raise
+        for output in outputs:
+            self._finish(output)
+
     def _admit(self) -> None:
+        self._is_one_alone &= bool(self._in_flight)
         num_waiting = self._engine.stats().num_waiting
-        while num_waiting < MAX_WAITING_REQUESTS and self._bytes_of_last(num_waiting) < MAX_WAITING_BYTES:
+        while self._may_admit(num_waiting):
             finished = self._pool.get()
             if finished is None:
-                return
+                break
             num_waiting += self._take(finished)
+        if self._to_run_alone and not self._in_flight:
+            self._is_one_alone = self._queue(self._to_run_alone.popleft())
+
+    def _may_admit(self, num_waiting: int) -> bool:
+        if self._is_one_alone or self._to_run_alone:
+            return False
+        return num_waiting < self._max_waiting and self._bytes_of_last(num_waiting) < MAX_WAITING_BYTES
 
     def _bytes_of_last(self, count: int) -> int:
         """First come, first served: the requests that wait are those admitted last."""
@@ -117,6 +148,18 @@ class ServingLoop:
             self._fail(row, result.custom_id, result.error)
             return False
         assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
+        verdict = self._suspects.verdict(result.custom_id)
+        if verdict is not None:
+            error = RowError(code=str(verdict.code), message=verdict.message, status_code=500)
+            self._fail(row, result.custom_id, error)
+            return False
+        if self._suspects.is_one(result.custom_id):
+            self._to_run_alone.append(finished)
+            return False
+        return self._queue(finished)
+
+    def _queue(self, finished: Finished[InputRow]) -> bool:
+        row, result = finished.task, finished.result
         try:
             self._engine.add_request(result.custom_id, result.prompt, result.params)
         except RequestError as error:

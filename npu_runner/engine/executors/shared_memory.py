@@ -22,7 +22,7 @@ from npu_runner.engine.executors.base import Executor, RunnerCounters
 from npu_runner.engine.executors.channel import RING_SIZE, Payloads, PhaseBoard, Record
 from npu_runner.engine.executors.rank_process import RankProcess, RankStart, end_ranks, open_store
 from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
-from npu_runner.errors import EngineDeadError
+from npu_runner.errors import EngineDeadError, StepError, blame_for
 from npu_runner.runner.base import ModelRunnerOutput
 
 # A process may be stopped for a moment by hand; this long it holds up all the others.
@@ -156,7 +156,7 @@ class SharedMemoryExecutor(Executor):
         others = [other for other in self._ranks if other is not rank and other.num_answered < reply.number]
         silent = "".join(f"; rank {other.number} has not answered ({other.phase()})" for other in others)
         self._fail(f"rank {rank.number} failed while {rank.phase()}{silent}: {value}",
-                   is_due_to_a_row=reply.status != BROKEN)
+                   blame=_blame(reply.status, value))
 
     def _check_alive(self, ranks: list[RankProcess], deadline: float) -> None:
         for rank in ranks:
@@ -178,9 +178,9 @@ class SharedMemoryExecutor(Executor):
             time.sleep(0.02)
         return None
 
-    def _fail(self, reason: str, *, is_due_to_a_row: bool = False) -> NoReturn:
+    def _fail(self, reason: str, *, blame: str | None = None) -> NoReturn:
         self.close_now()
-        raise EngineDeadError(reason, is_due_to_a_row=is_due_to_a_row)
+        raise EngineDeadError(reason, blame=blame)
 
     def close_now(self) -> None:
         """End every rank without asking."""
@@ -196,3 +196,9 @@ class SharedMemoryExecutor(Executor):
         for rank in self._ranks:
             if not rank.ends_until(deadline):
                 return  # busy or stuck; the finalizer kills it
+
+
+def _blame(status: int, value: Any) -> str | None:
+    if status == BROKEN:
+        return None
+    return blame_for(value if status == REFUSED else StepError(value))

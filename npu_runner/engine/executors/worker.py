@@ -132,7 +132,7 @@ def _start(rank: Rank, config: RunnerConfig, model_path: Path, store_port: int) 
         graph_group = dist.new_group(list(range(size)), timeout=timeout, pg_options=options)
     for group in filter(None, (dist.group.WORLD, graph_group)):
         platform.make_communicator(group, rank.number)
-    tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group)
+    tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group, store)
     return ModelRunner(config, model_path, tp, progress=rank.phase)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, StepInputs
-from npu_runner.platforms.dynamo import own_code
+from npu_runner.platforms.dynamo import forget, own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.attention import DeviceLengths, HostLengths
 
@@ -49,6 +49,11 @@ class AclGraphCompiler(GraphCompiler):
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
         self._graphs[batch_size].set_context_lens(context_lens_B)
+
+    def release(self) -> None:
+        for graph in self._graphs.values():
+            forget(graph.code)
+        self._graphs.clear()
 
     def _backend(self) -> Callable[..., Any]:
         if torchair.has_npugraph_ex():
@@ -81,7 +86,9 @@ class _AclGraph:
         self._backend = _Counted(backend, batch_size, num_symbols=batch_size)
         # What it has seen change it remembers by the code's name, also for the next engine of this process.
         name = f"decode_{batch_size}_of_graph_{next(_graph_numbers)}"
-        self._decode = torch.compile(own_code(decode, name), fullgraph=True, backend=self._backend)
+        traced = own_code(decode, name)
+        self.code = traced.__code__
+        self._decode = torch.compile(traced, fullgraph=True, backend=self._backend)
         self._is_captured = False
 
     def set_context_lens(self, context_lens_B: Sequence[int]) -> None:
