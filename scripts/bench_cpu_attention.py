@@ -1,7 +1,7 @@
 """Decode steps on the CPU, with contexts of one length and of very different ones: what a long one costs the others.
 
 Runs the embedded model: `short` rows alone, one `long` row alone, both together, and rows of every length between.
-Prints a table, then one JSON line. `ratio` is what both together take over the sum of both alone: at most 1.3 is wanted.
+Prints a table, then a JSON line. `ratio` is what both together take over the sum of both alone: at most 1.3 is asked.
 """
 
 from __future__ import annotations
