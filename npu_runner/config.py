@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.errors import ConfigError
+from npu_runner.limits import LIMITS
 
 GIB = 1 << 30
 MIB = 1 << 20
 PLATFORMS = ("auto", "npu", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
-MAX_SOURCE_PIXELS = 178_956_970  # what Pillow calls a decompression bomb
+# Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
+DEFAULT_MAX_MODEL_LEN = 32768
 LOAD_FORMATS = ("safetensors", "dummy")
 
 
@@ -56,10 +58,13 @@ class RunnerConfig:
     """Smaller pictures are scaled up to this many pixels; None: the checkpoint's setting."""
     image_max_pixels: int | None = None
     """Larger pictures are scaled down to this many pixels; None: the checkpoint's setting."""
-    max_source_pixels: int = MAX_SOURCE_PIXELS
-    """A picture whose file declares more pixels is refused before it is decoded: decoding takes 3 to 8 bytes each."""
-    max_images_per_prompt: int = 64
+    max_source_pixels: int = LIMITS.max_source_pixels
+    """A picture whose file declares more pixels is refused before it is decoded, which takes 4 to 9 bytes each (WebP:
+    16)."""
+    max_images_per_prompt: int = LIMITS.max_images_per_prompt
     """A prompt with more pictures is refused."""
+    max_logprobs_per_request: int = LIMITS.max_logprobs_per_request
+    """A request for more log probabilities is refused: n x max_tokens x (top_logprobs + 1)."""
     graph_mode: str = "auto"
     """How decode steps are compiled: eager, reduce-overhead or max-autotune; auto: the platform's default."""
     enforce_eager: bool = False
@@ -84,7 +89,7 @@ class RunnerConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("graph_mode", self.graph_mode, GRAPH_MODES)
-        for name in ("tensor_parallel_size", "max_images_per_prompt", "max_source_pixels"):
+        for name in ("tensor_parallel_size", "max_images_per_prompt", "max_source_pixels", "max_logprobs_per_request"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_bytes",
                      "image_min_pixels", "image_max_pixels"):

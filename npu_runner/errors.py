@@ -3,6 +3,9 @@
 Each message says the value, the limit and the remedy. Anything that is not one of these is a bug in the runner.
 """
 
+_MAX_MESSAGE_CHARS = 1000
+_MAX_PARAM_CHARS = 200
+
 
 class NpuRunnerError(Exception):
     """Base of everything this package raises on purpose."""
@@ -21,28 +24,62 @@ class WeightsError(ModelError):
 
 
 class OutOfMemoryError(ConfigError):
-    """The device cannot hold what the settings ask for; the message is the memory ledger and the remedy."""
+    """The device cannot hold what the settings, or one step's requests, ask for; the message is the memory ledger and
+    the remedy."""
 
 
 class RequestError(NpuRunnerError):
     """One request cannot be served and it is the caller's fault; nothing else is harmed.
 
     `code` is a short machine-readable name (`image_too_large`), `param` the offending field if there is one.
+    Whatever they repeat of the request, they stay short: a megabyte of somebody's name belongs into no answer.
     """
 
     def __init__(self, message: str, code: str = "invalid_request", param: str | None = None):
-        super().__init__(message)
-        self.message = message
+        self.message = _shortened(message, _MAX_MESSAGE_CHARS)
         self.code = code
-        self.param = param
+        self.param = None if param is None else _shortened(param, _MAX_PARAM_CHARS)
+        super().__init__(self.message)
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str | None]]:
         return type(self), (self.message, self.code, self.param)  # crosses process borders whole
 
 
+class StepError(NpuRunnerError):
+    """A step raised what nobody expected, on a device that works: one of its requests is the cause."""
+
+
 class EngineDeadError(NpuRunnerError):
-    """A rank or the engine died; the message names the rank and the phase. The job can be resumed."""
+    """A rank or the engine died; the message names the rank and the phase. The job can be resumed.
+
+    `request_ids` were in the step that did not end. `blame`: the code of what one of them has likely caused (an error
+    was raised in the step, or memory ran out); None where a device failed or a rank was killed, which says little.
+    """
+
+    def __init__(self, message: str, *, request_ids: tuple[str, ...] = (), blame: str | None = None):
+        super().__init__(message)
+        self.request_ids = request_ids
+        self.blame = blame
 
 
 class JobError(NpuRunnerError):
     """The job cannot go on (disk full, output gone, interrupted). What is written stays; the same command resumes."""
+
+
+class OutputLostError(JobError):
+    """The file of answers was removed, replaced, cut or written by somebody else while the job wrote it."""
+
+
+def _shortened(text: str, num_chars: int) -> str:
+    """The beginning and the end of a text that is too long, and how much is left out."""
+    if len(text) <= num_chars:
+        return text
+    half = num_chars // 2 - 20
+    return f"{text[:half]}... ({len(text) - 2 * half} characters) ...{text[-half:]}"
+
+
+def blame_for(error: NpuRunnerError) -> str:
+    """The code of a request that alone makes steps end with `error`."""
+    if isinstance(error, RequestError):
+        return error.code
+    return "out_of_memory" if isinstance(error, OutOfMemoryError) else "request_failed"

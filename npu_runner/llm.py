@@ -16,13 +16,14 @@ from npu_runner.config import RunnerConfig
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import EngineDeadError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.multimodal.media import MediaRules, resolve_media
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
-"""OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}."""
+"""OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url."""
 
 
 class LLM:
@@ -36,6 +37,8 @@ class LLM:
     def __init__(self, model: str | Path, **settings: Any):
         self.engine = LLMEngine(RunnerConfig.from_keywords(model, **settings))
         self._num_requests = 0
+        self._is_torn = False
+        """A call was interrupted, or is under way: what the engine holds is nobody's any more."""
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -49,12 +52,15 @@ class LLM:
 
     def chat(self, conversations: Conversation | Sequence[Conversation],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-             use_tqdm: bool = False) -> list[RequestOutput]:
-        """Answer conversations through the checkpoint's chat template. One conversation may stand alone."""
+             use_tqdm: bool = False, allowed_media_dir: Path | str | None = None) -> list[RequestOutput]:
+        """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
+
+        An image_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is downloaded.
+        """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         items: Sequence[Any] = [conversations] if single else conversations
-        processor = self.engine.processor
-        prompts = [_with_index(index, processor, messages) for index, messages in enumerate(items)]
+        rules = MediaRules(allowed_dir=allowed_media_dir, max_images=self.engine.config.max_images_per_prompt)
+        prompts = [_with_index(index, self._conversation, messages, rules) for index, messages in enumerate(items)]
         return self._run(prompts, sampling_params, use_tqdm)
 
     def stats(self) -> EngineStats:
@@ -70,6 +76,10 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
         self.close()
+
+    def _conversation(self, messages: Conversation, rules: MediaRules) -> PromptInputs:
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+        return self.engine.processor(resolve_media(messages, rules) if is_list else messages)
 
     def _prompt(self, item: Prompt, index: int) -> PromptInputs:
         if isinstance(item, PromptInputs):
@@ -87,28 +97,34 @@ class LLM:
         params = self._params(sampling_params, len(prompts))
         ids = [f"request-{self._num_requests + index}" for index in range(len(prompts))]
         self._num_requests += len(prompts)
-        finished: dict[str, RequestOutput] = {}
+        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            _with_index(index, self.engine.check_request, prompt, wanted)
+        if self._is_torn:
+            self.engine.reset()  # again, if an interrupt came before it was done the first time
+        self._is_torn = True
         try:
-            for index, request_id in enumerate(ids):
-                _with_index(index, self.engine.add_request, request_id, prompts[index], params[index])
-            with tqdm(total=len(ids), disable=not use_tqdm, unit="request") as bar:
-                while self.engine.has_unfinished_requests():
-                    for output in self.engine.step():
-                        finished[output.request_id] = output
-                        bar.update()
+            finished = self._answer(ids, prompts, params, use_tqdm)
         except EngineDeadError:
             self.close()
             raise
         except BaseException:
-            self._abort_all()
+            self.engine.reset()
+            self._is_torn = False
             raise
+        self._is_torn = False
         return [finished[request_id] for request_id in ids]
 
-    def _abort_all(self) -> None:
-        """After an error or an interrupt nothing of this call may run on in the next one."""
-        for request_id in self.engine.unfinished_request_ids():
-            self.engine.abort_request(request_id)
-        self.engine.discard_finished()
+    def _answer(self, ids: list[str], prompts: list[PromptInputs], params: list[SamplingParams],
+                use_tqdm: bool) -> dict[str, RequestOutput]:
+        for index, request_id in enumerate(ids):
+            _with_index(index, self.engine.add_request, request_id, prompts[index], params[index])
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=len(ids), disable=not use_tqdm, unit="request") as bar:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    finished[output.request_id] = output
+                    bar.update()
+        return finished
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:

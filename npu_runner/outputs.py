@@ -39,6 +39,8 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     error: str | None = None
     """Why, when finish_reason is `error`."""
+    error_code: str | None = None
+    """A short machine-readable name of it, where there is one."""
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS, check_count, shown
 
 MAX_TOP_LOGPROBS = 20
 
@@ -16,6 +18,9 @@ MAX_TOP_LOGPROBS = 20
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Decoding settings of one request. Values out of range raise RequestError with the field's name.
+
+    Numbers may be numpy's; None stands for nothing asked where a list, a mapping or top_k is due, and -1 for all in
+    top_k. What is kept are Python's own.
 
     The penalties are OpenAI's (frequency, presence: over generated tokens only, subtracted from the logits) and
     CTRL's repetition penalty (arXiv 1909.05858: over prompt and generated tokens, positive logits divided,
@@ -48,36 +53,40 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     """Strings that may not be generated (as token sequences, with and without a leading space)."""
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    """The same as token ids, which is what the sampler takes: `ChatProcessor.resolve_params` makes them."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no log probabilities. k: those of each sampled token and of the k most probable ones (0 to 20)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
-        object.__setattr__(self, "stop_token_ids", tuple(_integer("stop_token_ids", i, 0) for i in self.stop_token_ids))
-        _integer("n", self.n, 1, 128)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
+        self._keep(
+            stop=_strings("stop", self.stop, LIMITS.max_stop_strings, LIMITS.max_stop_chars),
+            bad_words=_strings("bad_words", self.bad_words, LIMITS.max_bad_words, LIMITS.max_bad_word_chars),
+            bad_words_token_ids=_words(self.bad_words_token_ids),
+            stop_token_ids=_token_ids("stop_token_ids", self.stop_token_ids, LIMITS.max_stop_token_ids),
+            logit_bias=_biases(self.logit_bias),
+            n=_integer("n", self.n, 1, 128),
+            max_tokens=None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 1),
+            min_tokens=_integer("min_tokens", self.min_tokens, 0),
+            top_k=0 if self.top_k is None else max(0, _integer("top_k", self.top_k, -1)),
+            seed=None if self.seed is None else _integer("seed", self.seed, -(2**63), 2**63 - 1),
+            logprobs=None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS),
+            temperature=_number("temperature", self.temperature, 0.0, 100.0),
+            top_p=_number("top_p", self.top_p, 0.0, 1.0),
+            min_p=_number("min_p", self.min_p, 0.0, 1.0),
+            repetition_penalty=_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
+            frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            presence_penalty=_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+        )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise _error("top_p", "must be greater than 0; use temperature 0 for greedy decoding")
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        bias = {_integer("logit_bias", int(k), 0): _number("logit_bias", v, -100.0, 100.0)
-                for k, v in self.logit_bias.items()}
-        object.__setattr__(self, "logit_bias", bias)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+
+    def _keep(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -93,24 +102,79 @@ def _error(name: str, what: str) -> RequestError:
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _error(name, f"{value!r} is not an integer")
-    if value < low or (high is not None and value > high):
-        raise _error(name, f"{value} is outside {low} to {'unlimited' if high is None else high}")
-    return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _error(name, f"{shown(value)} is not an integer")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise _error(name, f"{shown(number)} is outside {low} to {'unlimited' if high is None else high}")
+    return number
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _error(name, f"{value!r} is not a finite number")
-    if not low <= value <= high:
-        raise _error(name, f"{value} is outside {low} to {high}")
-    return float(value)
+    # numpy's float32 and float16 count themselves among the real numbers, too.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not _is_finite(value):
+        raise _error(name, f"{shown(value)} is not a finite number")
+    number = float(value)
+    if not low <= number <= high:
+        raise _error(name, f"{shown(value)} is outside {low} to {high}")
+    return number
 
 
-def _strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
-    items = (value,) if isinstance(value, str) else tuple(value)
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
+
+
+def _strings(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else _items(name, value, most, "strings")
     for item in items:
         if not isinstance(item, str) or not item:
-            raise _error(name, f"{item!r} is not a non-empty string")
+            raise _error(name, f"{shown(item)} is not a non-empty string")
+        if len(item) > most_chars:
+            raise _error(name, f"{shown(item)} has {len(item)} characters, at most {most_chars} are allowed")
+    return items
+
+
+def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
+    return tuple(_integer(name, item, 0) for item in _items(name, value, most, "token ids"))
+
+
+def _words(value: Any) -> tuple[tuple[int, ...], ...]:
+    name = "bad_words_token_ids"
+    # A word has two spellings, and no token is less than a byte.
+    words = _items(name, value, 2 * LIMITS.max_bad_words, "lists of token ids")
+    ids = tuple(_token_ids(name, word, 4 * LIMITS.max_bad_word_chars + 1) for word in words)
+    if () in ids:
+        raise _error(name, "a word has no tokens")
+    return ids
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _error("logit_bias", f"{shown(value)} is not a mapping of token ids to numbers")
+    check_count("logit_bias", "entries", value, LIMITS.max_logit_bias, "invalid_sampling_parameter")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        # JSON has no other keys than strings.
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12
+        token_id = _integer("logit_bias", int(key) if is_digits else key, 0)
+        if token_id in biases:
+            raise _error("logit_bias", f"token id {token_id} is given twice")
+        biases[token_id] = _number("logit_bias", bias, -100.0, 100.0)
+    return biases
+
+
+def _items(name: str, value: Any, most: int, what: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _error(name, f"{shown(value)} is not a list of {what}")
+    if isinstance(value, Sized):
+        check_count(name, "entries", value, most, "invalid_sampling_parameter")
+    items = tuple(value)
+    check_count(name, "entries", items, most, "invalid_sampling_parameter")
     return items

@@ -41,13 +41,15 @@ def measure_head_start(config: RunnerConfig, requests: Path) -> float:
     from npu_runner.batch.files.input_file import InputFile
     from npu_runner.batch.job.model_side import CheckpointSide
     from npu_runner.batch.rows.preprocessing import RowPreprocessor
+    from npu_runner.multimodal.media import MediaRules
     from npu_runner.workers.pool import PoolLimits
 
-    prepare = RowPreprocessor(processor=CheckpointSide(config).processor, allowed_media_dir=requests.parent)
     with InputFile(str(requests), requests.parent) as file:
+        media = MediaRules(allowed_dir=requests.parent)
+        prepare = RowPreprocessor(source=file.source, processor=CheckpointSide(config).processor, media=media)
         rows = list(islice(file.rows(), PoolLimits(num_workers=1, task_timeout_seconds=1.0).max_ready))
-    prepare(rows[0])  # imports
-    started = time.perf_counter()
-    for row in rows:
-        prepare(row)
-    return time.perf_counter() - started
+        prepare(rows[0])  # imports
+        started = time.perf_counter()
+        for row in rows:
+            prepare(row)
+        return time.perf_counter() - started

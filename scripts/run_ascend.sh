@@ -64,22 +64,10 @@ default() {
     fi
 }
 
-# Segments that grow lose less memory to pictures of ever different sizes.
-default PYTORCH_NPU_ALLOC_CONF expandable_segments:True
-# A thread of its own launches operators. Level 2 is for training and conflicts with captured graphs.
-default TASK_QUEUE_ENABLE 1
-# Collectives run on the vector cores: shorter for the small ones of a decode step, and they need fewer streams in a
-# captured graph. Without effect where a product or a collective does not support it.
-default HCCL_OP_EXPANSION_MODE AIV
-# Threads of a device stay on their share of the cores, so that launching does not wander between memory nodes.
-default CPU_AFFINITY_CONF 1
-# Otherwise every rank and every preprocessing worker starts a thread for each of the host's hundreds of cores.
-cores=$(getconf _NPROCESSORS_ONLN)
-default OMP_NUM_THREADS "$((cores < 8 ? cores : 8))"
+# Only what is read before Python can say anything: the rest depends on the chip and the number of ranks, and npu-runner
+# sets it itself (npu_runner/platforms/npu/host_settings.py), however it is started.
 # Threads that wait must not spin on the cores that preprocessing needs.
 default OMP_WAIT_POLICY PASSIVE
-# Ranks read a large checkpoint at different speeds; with the 120 seconds of HCCL the quick ones give up (EI0006).
-default HCCL_CONNECT_TIMEOUT 1200
 # Errors only: at lower levels CANN writes gigabytes in a night.
 default ASCEND_GLOBAL_LOG_LEVEL 3
 

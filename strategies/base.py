@@ -52,6 +52,8 @@ class LoadStrategy(ABC):
             image_max_pixels=config.image_max_pixels,
             max_images_per_prompt=config.max_images_per_prompt,
             max_source_pixels=config.max_source_pixels,
+            max_model_len=config.max_model_len,
+            max_logprobs=config.max_logprobs_per_request,
         )
 
     @abstractmethod

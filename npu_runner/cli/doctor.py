@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from npu_runner import __version__
 from npu_runner.cli.doctor_generation import check_generation
+from npu_runner.cli.doctor_layers import check_layers
 from npu_runner.platforms.npu.preflight.checks import examine, examine_without_npu, signs_of_an_npu, survey
 from npu_runner.platforms.npu.preflight.host import Check, Host, run_function
 
@@ -69,11 +70,15 @@ def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
             platform, cuda = "cpu", None
     yield _what_is_here(platform, signs)
     is_hopeless = False
-    examined = examine(found, options.tensor_parallel_size) if platform == "npu" else examine_without_npu(found)
+    is_eager = set(options.graph_modes) == {"eager"}
+    examined = (examine(found, options.tensor_parallel_size, is_eager=is_eager) if platform == "npu"
+                else examine_without_npu(found))
     for check in itertools.chain(examined, [cuda] if cuda else []):
         # Without these there is nothing to start; any other failure may still let a generation through.
         is_hopeless |= check.name in ("devices", "import torch", "cuda") and check.status != "ok"
         yield check
+    if platform == "npu" and options.generation and not is_hopeless:
+        yield from check_layers(host, platform, options.timeout_seconds)
     for mode in options.graph_modes or _MODES[platform]:
         if not options.generation:
             yield Check(f"generation ({platform}, {mode})", "skipped", "not asked for")

@@ -85,8 +85,13 @@ class RunningTable:
         self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.position_deltas = np.zeros(num_slots, dtype=np.int32)
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody holds a row, and the next step tells the sampler so of each: what it was told last may be lost."""
+        num_slots = len(self._num_blocks)
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._freed: list[int] = []
+        self._freed = list(range(num_slots))
 
     @property
     def num_free_slots(self) -> int:
@@ -122,13 +127,13 @@ def decode_batch(running: SequenceOf[Sequence], table: RunningTable, block_size:
     """One token for each of `running`, blocks already allocated."""
     slots_B = _per_sequence(seq.slot for seq in running)
     table.refresh(running, slots_B)
-    context_lens_B = _per_sequence(len(seq.token_ids) for seq in running)
+    context_lens_B = _per_sequence(seq.num_tokens for seq in running)
     width = -(-int(context_lens_B.max()) // block_size)
     return ScheduledBatch(
         is_prefill=False,
         request_ids=[seq.request_id for seq in running],
         slots_B=slots_B,
-        token_ids_T=_per_sequence(seq.token_ids[-1] for seq in running),
+        token_ids_T=_per_sequence(seq.last_token_id for seq in running),
         positions=context_lens_B - 1 + table.position_deltas[slots_B],
         query_lens_B=np.ones(len(running), dtype=np.int32),
         context_lens_B=context_lens_B,
@@ -174,9 +179,24 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
     )
 
 
+def probe_batch(*, uses_mrope: bool) -> ScheduledBatch:
+    """A step of one token that is nobody's, in slot 0 and the null block: does the device still answer?
+
+    Nothing may run. The next step has to free the slot.
+    """
+    ones, zeros = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    entry = SamplingEntry(slot=0, params=SamplingParams(temperature=0.0), seed=0, prompt_token_ids=[0],
+                          output_token_ids=[])
+    return ScheduledBatch(
+        is_prefill=True, request_ids=["(probe)"], slots_B=zeros, token_ids_T=zeros,
+        positions=np.zeros((3, 1), dtype=np.int32) if uses_mrope else zeros, query_lens_B=ones, context_lens_B=ones,
+        block_tables_BW=np.zeros((1, 1), dtype=np.int32), samples_B=np.ones(1, dtype=np.bool_), new_sampling=[entry],
+    )
+
+
 def _chunk_tokens(seq: Sequence, num: int) -> np.ndarray:
     start = seq.num_computed_tokens
-    return np.asarray(seq.token_ids[start : start + num], dtype=np.int32)
+    return np.asarray(seq.tokens(start, start + num), dtype=np.int32)
 
 
 def _chunk_positions(seq: Sequence, num: int, uses_mrope: bool) -> np.ndarray:
@@ -208,4 +228,4 @@ def _image_slices(seq: Sequence, num: int, token_row: int) -> list[tuple[ImageIn
 def _sampling_entry(seq: Sequence) -> SamplingEntry:
     assert seq.slot is not None, f"sequence {seq.seq_id} samples without a slot"
     return SamplingEntry(slot=seq.slot, params=seq.params, seed=seq.seed,
-                         prompt_token_ids=seq.prompt.token_ids, output_token_ids=seq.output_token_ids)
+                         prompt_token_ids=seq.prompt.token_ids, output_token_ids=list(seq.output_token_ids))

@@ -40,8 +40,12 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.counters = PrefixCacheCounters()
         self.peak_used = 0
-        self._ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block is free and knows nothing, whatever stood here; sequences that hold any are forgotten."""
+        self._ref_counts = [0] * self.num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, self.num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: dict[int, bytes] = {}
 
@@ -106,7 +110,7 @@ class BlockManager:
     def without_room(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Those of `running` whose blocks do not hold their last token yet."""
         size = self.block_size
-        return [seq for seq in running if len(seq.token_ids) > len(seq.block_table) * size]
+        return [seq for seq in running if seq.num_tokens > len(seq.block_table) * size]
 
     def commit(self, seq: Sequence) -> None:
         """Offer the blocks that `seq` has computed in full to other sequences."""
@@ -145,7 +149,7 @@ class BlockManager:
             number = len(seq.block_hashes)
             start, end = number * self.block_size, (number + 1) * self.block_size
             digest = hashlib.blake2b(seq.block_hashes[-1] if number else _ROOT, digest_size=16)
-            digest.update(np.asarray(seq.token_ids[start:end], dtype=np.int32).tobytes())
+            digest.update(np.asarray(seq.tokens(start, end), dtype=np.int32).tobytes())
             for span in seq.prompt.spans:
                 if span.start < end and span.start + span.num_tokens > start:
                     digest.update(seq.prompt.images[span.image_index].content_hash)

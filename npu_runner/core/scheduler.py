@@ -9,7 +9,8 @@ prefill of one costs nearly as much as a prefill of many.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, prefill_batch
 from npu_runner.core.block_manager import BlockManager
@@ -33,7 +34,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Continuous batching over one BlockManager. `schedule()` and `complete()` alternate."""
+    """Continuous batching over one BlockManager. After `schedule()` comes `complete()`, or `abandon()`."""
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager):
         self.limits = limits
@@ -44,24 +45,34 @@ class Scheduler:
         self._table = RunningTable(limits.max_num_seqs, -(-limits.max_model_len // block_manager.block_size))
         self._steps_since_prefill = 0
         self._scheduled: list[tuple[Sequence, int]] = []
+        self._alone: frozenset[int] | None = None
+        self._held: list[Sequence] = []
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        if self._may_run(seq):
+            self.waiting.append(seq)
+        else:
+            self._held.append(seq)
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self._held)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self._held)
 
     def finish(self, seq: Sequence) -> None:
         """Take a finished sequence (stopped or aborted, wherever it is) out and free what it holds."""
-        if seq in self.running:
-            self.running.remove(seq)
-        else:
-            self.waiting.remove(seq)
+        for queue in (self.running, self.waiting, self._held):
+            if seq in queue:
+                queue.remove(seq)
+                break
         self._release(seq)
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when nothing is left to run."""
-        assert not self._scheduled, "schedule() called twice without complete()"
+        assert not self._scheduled, "schedule() called twice without complete() or abandon()"
+        self._requeue_those_behind()
         if self._prefill_is_due():
             chunks = self._choose_prefill()
             if chunks:
@@ -84,6 +95,53 @@ class Scheduler:
             self.block_manager.commit(seq)
         return [seq for seq, _ in scheduled]
 
+    # -- steps that do not end -------------------------------------------------------------------------------------
+
+    def abandon(self) -> list[Sequence]:
+        """Give up the step under way; returns its sequences in batch order.
+
+        Every sequence that had begun, in the step or not, gives back its blocks and its slot and starts again with the
+        tokens it has: what the step has left in the cache and in the sampler is nobody's.
+        """
+        scheduled, self._scheduled = self._scheduled, []
+        everybody = {seq.seq_id: seq for seq in (*self.waiting, *self.running, *(seq for seq, _ in scheduled))}
+        for seq in everybody.values():
+            self.block_manager.free(seq)
+            seq.slot = None
+            seq.status = SequenceStatus.WAITING
+        self.running = []
+        self.waiting = deque(sorted(everybody.values(), key=lambda seq: seq.arrival))
+        self._table.reset()
+        self._steps_since_prefill = 0
+        return [seq for seq, _ in scheduled]
+
+    def run_alone(self, group: Iterable[Sequence] | None) -> None:
+        """From now on only `group` runs and all others wait; None: everybody may again. Nothing is under way."""
+        self.abandon()
+        everybody = sorted((*self.waiting, *self._held), key=lambda seq: seq.arrival)
+        self._alone = None if group is None else frozenset(seq.seq_id for seq in group)
+        self.waiting = deque(seq for seq in everybody if self._may_run(seq))
+        self._held = [seq for seq in everybody if not self._may_run(seq)]
+
+    def reset(self) -> None:
+        """Forget every sequence and everything that the cache holds, whatever stood here."""
+        self.waiting.clear()
+        self.running, self._held, self._scheduled, self._alone = [], [], [], None
+        self._steps_since_prefill = 0
+        self._table.reset()
+        self.block_manager.reset()
+
+    def lower_limits(self, *, is_prefill: bool, num_tokens: int, num_seqs: int) -> None:
+        """From now on prefill steps have no more than `num_tokens` tokens, or decode steps `num_seqs` sequences."""
+        if is_prefill:
+            lower = min(self.limits.max_num_batched_tokens, max(1, num_tokens))
+            self.limits = replace(self.limits, max_num_batched_tokens=lower)
+        else:
+            self.limits = replace(self.limits, max_num_seqs=min(self.limits.max_num_seqs, max(1, num_seqs)))
+
+    def _may_run(self, seq: Sequence) -> bool:
+        return self._alone is None or seq.seq_id in self._alone
+
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     def _prefill_is_due(self) -> bool:
@@ -92,7 +150,7 @@ class Scheduler:
         head_is_underway = bool(self.waiting[0].block_table)
         if not self.running or head_is_underway or self._steps_since_prefill >= _MAX_WAIT_STEPS:
             return True
-        free_slots = self._table.num_free_slots
+        free_slots = min(self._table.num_free_slots, self.limits.max_num_seqs - len(self.running))
         can_join = min(len(self.waiting), free_slots)
         return can_join > 0 and can_join * _JOIN_SHARE >= self.limits.max_num_seqs
 
@@ -124,7 +182,7 @@ class Scheduler:
         """A slot, and what the prefix cache has, for a sequence that starts or restarts."""
         if seq.slot is not None:
             return True
-        if self._table.num_free_slots == 0:
+        if self._table.num_free_slots == 0 or len(self.running) >= self.limits.max_num_seqs:
             return False
         self._table.enter(seq)
         self.block_manager.match_prefix(seq)
@@ -185,6 +243,14 @@ class Scheduler:
         head_is_underway = index == 0 and bool(self.waiting) and self.waiting[0].slot is not None
         assert not head_is_underway, "a half-prefilled later arrival must have been preempted first"
         self.waiting.insert(index, seq)
+
+    def _requeue_those_behind(self) -> None:
+        """A step that gave a sequence several tokens has left all but the first to compute: with a prefill."""
+        behind = [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
+        if behind and self.waiting and self.waiting[0].block_table:
+            self._preempt(self.waiting[0])
+        for seq in behind:
+            self._preempt(seq)
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.free(seq)

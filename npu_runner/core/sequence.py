@@ -31,7 +31,6 @@ class Sequence:
     prompt: PromptInputs
     params: SamplingParams
     seed: int
-    token_ids: list[int] = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     block_table: list[int] = field(default_factory=list)
@@ -45,29 +44,46 @@ class Sequence:
     slot: int | None = None
     """Row in the running batch's tables and in the sampler's state."""
     num_preemptions: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    """What was generated; the prompt's ids are shared with every other completion of the request."""
+    num_tokens: int = field(init=False)
+    """Of prompt and output."""
+    num_prompt_tokens: int = field(init=False)
+    last_token_id: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt.token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(self.prompt.token_ids)
+        self.last_token_id = self.prompt.token_ids[-1]
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt.token_ids)
+    def restart(self) -> None:
+        """Hold nothing and have nothing computed, whatever stood here; the tokens stay."""
+        self.status, self.slot = SequenceStatus.WAITING, None
+        self.block_table = []
+        self.num_computed_tokens = self.num_committed_blocks = self.num_cached_tokens = 0
+        self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
+        self.last_token_id = self.tokens(self.num_tokens - 1, self.num_tokens)[0]
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+    def append(self, token: int) -> None:
+        """One more generated token."""
+        self.output_token_ids.append(token)
+        self.last_token_id = token
+        self.num_tokens += 1
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Ids of tokens [start, end), prompt and output in a row."""
+        num_prompt = self.num_prompt_tokens
+        if end <= num_prompt:
+            return self.prompt.token_ids[start:end]
+        output = self.output_token_ids[max(0, start - num_prompt) : end - num_prompt]
+        return [*self.prompt.token_ids[start:num_prompt], *output] if start < num_prompt else output
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt.token_ids)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt.token_ids):]
+        return len(self.output_token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:

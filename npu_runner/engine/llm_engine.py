@@ -6,19 +6,21 @@ Knows nothing of files, rows or processes; the executor owns the ranks.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
+from npu_runner.core.batch import ScheduledBatch, probe_batch
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
 from npu_runner.engine.executors import make_executor
-from npu_runner.errors import RequestError
+from npu_runner.engine.quarantine import Quarantine
+from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.outputs import (
@@ -29,9 +31,11 @@ from npu_runner.outputs import (
     RequestOutput,
     TokenLogprob,
 )
-from npu_runner.runner.base import NO_TOKEN, TokenLogprobs
+from npu_runner.runner.base import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
 from npu_runner.sampling_params import SamplingParams
 from strategies import pick_strategy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -67,7 +71,7 @@ class LLMEngine:
         self.generation_defaults = dict(self.model_config.generation_defaults)
         self._executor = make_executor(config, self.model_path)
         self.info = info = self._executor.info
-        self.max_model_len = info.max_model_len
+        self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         self.block_manager = BlockManager(
             info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching
         )
@@ -78,6 +82,9 @@ class LLMEngine:
             ),
             self.block_manager,
         )
+        self._quarantine = Quarantine(self.scheduler)
+        self._short_of_memory: ScheduledBatch | None = None
+        """The step that ran out of memory, while it is looked for the request that is the cause."""
         self._requests: dict[str, _Request] = {}
         self._generation_of: dict[int, _Generation] = {}
         self._next_seq_id = 0
@@ -90,7 +97,8 @@ class LLMEngine:
         """Queue a prompt. Raises RequestError, and queues nothing, when it cannot be served."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
-        self._check(prompt, params)
+        params = self.processor.resolve_params(params)
+        self.check_request(prompt, params)
         room = self.max_model_len - len(prompt.token_ids)
         eos_tokens = () if params.ignore_eos else self.model_config.eos_token_ids
         end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
@@ -126,21 +134,89 @@ class LLMEngine:
         return len(self._requests)
 
     def step(self) -> list[RequestOutput]:
-        """Run one prefill or decode step; returns the requests that finished."""
-        batch = self.scheduler.schedule()
-        if batch is not None:
-            started = time.perf_counter()
-            output = self._executor.execute_model(batch)
-            sequences = self.scheduler.complete()
-            for row, sequence in enumerate(sequences):
-                tokens = output.sampled_token_ids[row]
-                if batch.is_prefill and tokens:
-                    self._note_cached_tokens(sequence)
-                for token in tokens:
-                    self._append(sequence, token, output.logprobs[row] if output.logprobs else None)
-            self._count(batch.is_prefill, batch.num_tokens, time.perf_counter() - started)
+        """Run one prefill or decode step; returns the requests that finished.
+
+        A request that makes steps fail ends with finish_reason `error`, and the others go on. Raises EngineDeadError
+        when the device or a rank is lost. After any other exception, an interrupt too, the step is as if it had never
+        been scheduled.
+        """
+        try:
+            self._quarantine.step_ended()  # its sequences may have been aborted
+            batch = self.scheduler.schedule()
+            if batch is not None:
+                self._run(batch)
+        except BaseException:
+            self._start_again()
+            raise
         ready, self._ready = self._ready, []
         return ready
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        started = time.perf_counter()
+        try:
+            output = self._executor.execute_model(batch)
+        except (RequestError, OutOfMemoryError, StepError) as error:
+            self._look_for_culprit(batch, error)
+            return
+        except EngineDeadError as error:
+            error.request_ids = tuple(dict.fromkeys(batch.request_ids))
+            raise
+        for row, sequence in enumerate(self.scheduler.complete()):
+            self._book(batch, row, sequence, output)
+        if self._quarantine.step_ended():
+            self._lower_limits()
+        self._count(batch.is_prefill, batch.num_tokens, time.perf_counter() - started)
+
+    def _book(self, batch: ScheduledBatch, row: int, sequence: Sequence, output: ModelRunnerOutput) -> None:
+        tokens = output.sampled_token_ids[row]
+        if batch.is_prefill and tokens:
+            self._note_cached_tokens(sequence)
+        for token in tokens:
+            if sequence.is_finished:
+                return  # what a step brings beyond the end is dropped
+            self._append(sequence, token, output.logprobs[row] if output.logprobs else None)
+
+    # -- steps that fail -------------------------------------------------------------------------------------------
+
+    def _look_for_culprit(self, batch: ScheduledBatch, error: NpuRunnerError) -> None:
+        """Give up the request that makes steps fail, if this one held no other; else run its sequences in halves."""
+        if not self._quarantine.is_on:  # what follows is the same again, until the cause is found
+            logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
+        failed = self.scheduler.abandon()
+        self._probe(batch, error)
+        if not self._quarantine.is_on:
+            self._short_of_memory = batch if isinstance(error, OutOfMemoryError) else None
+        culprit = self._quarantine.split(failed)
+        if culprit is not None:
+            self._give_up(culprit.request_id, error)
+
+    def _probe(self, batch: ScheduledBatch, error: NpuRunnerError) -> None:
+        """Raises EngineDeadError where not even one token of nobody's gets through: then no request is the cause."""
+        try:
+            self._executor.execute_model(probe_batch(uses_mrope=self.info.uses_mrope))
+        except NpuRunnerError as again:
+            raise EngineDeadError(
+                f"{error}; a step of one token that was tried after it failed as well ({again})",
+                request_ids=tuple(dict.fromkeys(batch.request_ids)),
+            ) from error
+
+    def _give_up(self, request_id: str, error: NpuRunnerError) -> None:
+        code = blame_for(error)
+        reason = str(error).partition("\n")[0]
+        for generation in list(self._requests[request_id].generations):
+            if generation.finished is None:
+                self._finish(generation, "error", error=f"alone in its step, this request fails: {reason}", code=code)
+
+    def _lower_limits(self) -> None:
+        """A step that only its size drove out of memory is not made again: what its halves took is the limit now."""
+        batch, self._short_of_memory = self._short_of_memory, None
+        if batch is not None and not self._quarantine.found_any:
+            self.scheduler.lower_limits(is_prefill=batch.is_prefill, num_tokens=batch.num_tokens // 2,
+                                        num_seqs=batch.batch_size // 2)
+            logger.warning("a %s ran out of memory and its halves did not: steps stay below half of it from now on",
+                           batch.describe())
+
+    # -- one token -------------------------------------------------------------------------------------------------
 
     def _note_cached_tokens(self, sequence: Sequence) -> None:
         """The request's first prefill counts; a preempted one finds its own blocks."""
@@ -148,14 +224,12 @@ class LLMEngine:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_cached_tokens
 
-    # -- one token -------------------------------------------------------------------------------------------------
-
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         generation = self._generation_of[sequence.seq_id]
         if token == NO_TOKEN:
             self._finish(generation, "error", error="the model's output is not a number (NaN or infinity)")
             return
-        sequence.token_ids.append(token)
+        sequence.append(token)
         params = sequence.params
         if generation.logprobs is not None and logprobs is not None:
             generation.logprobs.append(self._position_logprobs(token, logprobs, params))
@@ -164,11 +238,11 @@ class LLMEngine:
             self._finish(generation, "stop", stop_reason=token if token in params.stop_token_ids else None)
         elif (stop := generation.detokenizer.append([token], stops_allowed=may_stop)) is not None:
             self._finish(generation, "stop", stop_reason=stop)
-        elif len(sequence.token_ids) >= generation.max_tokens:
+        elif sequence.num_tokens >= generation.max_tokens:
             self._finish(generation, "length")
 
     def _finish(self, generation: _Generation, reason: FinishReason, *, stop_reason: str | int | None = None,
-                error: str | None = None) -> None:
+                error: str | None = None, code: str | None = None) -> None:
         sequence = generation.sequence
         sequence.finish(reason)
         self.scheduler.finish(sequence)
@@ -176,6 +250,7 @@ class LLMEngine:
         generation.finished = CompletionOutput(
             index=sequence.index, text=generation.detokenizer.text, token_ids=sequence.output_token_ids,
             finish_reason=reason, stop_reason=stop_reason, logprobs=generation.logprobs, error=error,
+            error_code=code,
         )
         del self._generation_of[sequence.seq_id]
         request = self._requests[sequence.request_id]
@@ -198,7 +273,8 @@ class LLMEngine:
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
 
-    def _check(self, prompt: PromptInputs, params: SamplingParams) -> None:
+    def check_request(self, prompt: PromptInputs, params: SamplingParams) -> None:
+        """Raises RequestError when this cannot be served, before anything is queued."""
         length, vocab_size = len(prompt.token_ids), self.model_config.vocab_size
         if length == 0:
             raise RequestError("the prompt is empty", code="empty_prompt")
@@ -240,7 +316,7 @@ class LLMEngine:
             self._stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=self.scheduler.num_waiting,
             prefix_cache_queries=prefix.queries,
             prefix_cache_hits=prefix.hits,
             kv_blocks_used=self.block_manager.num_used,
@@ -258,12 +334,21 @@ class LLMEngine:
         return {**self.info.description, "max_model_len": str(self.max_model_len),
                 "tensor_parallel_size": str(self.config.tensor_parallel_size), "seed": str(self.config.seed)}
 
-    def discard_finished(self) -> None:
-        """Forget outputs that nobody will fetch with `step()`."""
-        self._ready.clear()
+    def reset(self) -> None:
+        """Forget every request and the prefix cache, whatever state an interrupt has left them in."""
+        self._requests, self._generation_of, self._ready = {}, {}, []
+        self._start_again()
 
-    def unfinished_request_ids(self) -> Iterator[str]:
-        return iter(list(self._requests))
+    def _start_again(self) -> None:
+        """Every unfinished sequence begins anew with the tokens it has. Nothing is repaired, all is made again: an
+        interrupt may come between any two lines."""
+        self._executor.abandon()
+        self._quarantine.reset()
+        self._short_of_memory = None
+        self.scheduler.reset()
+        for _, generation in sorted(self._generation_of.items()):
+            generation.sequence.restart()
+            self.scheduler.add(generation.sequence)
 
     def close(self) -> None:
         """End all processes and free the device. May be called twice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from npu_runner.errors import ConfigError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.platforms.base import AttentionMetadata
 
@@ -16,9 +17,11 @@ class PagedAttention(nn.Module):
     k_cache: Tensor
     v_cache: Tensor
 
-    def __init__(self, layer_index: int, head_dim: int, context: LayerContext):
+    def __init__(self, layer_index: int, num_kv_heads: int, head_dim: int, context: LayerContext):
+        """num_kv_heads: this rank's."""
         super().__init__()
         self.layer_index = layer_index
+        self.heads = (num_kv_heads, head_dim)
         self.scale = head_dim**-0.5
         self.backend = context.attention
 
@@ -29,8 +32,20 @@ class PagedAttention(nn.Module):
 
 
 def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
-    """Give every PagedAttention of `model` its layer of the caches, (layers, NB, S, K, H) each."""
+    """Give every PagedAttention of `model` its layer of the caches, (layers, NB, S, K, H) each.
+
+    Raises ConfigError for another layout: kernels take the memory for what they expect, and some of them write it wrong
+    without a word.
+    """
     layers = {module.layer_index: module for module in model.modules() if isinstance(module, PagedAttention)}
     assert sorted(layers) == list(range(len(keys))), f"layers {sorted(layers)} against a cache {tuple(keys.shape)}"
+    heads = {layer.heads for layer in layers.values()}
+    for name, cache in (("keys", keys), ("values", values)):
+        if not (cache.is_contiguous() and cache.shape == keys.shape and heads == {tuple(cache.shape[3:])}):
+            raise ConfigError(
+                f"the KV cache's {name} have shape {tuple(cache.shape)} and strides {cache.stride()}; allocate keys "
+                "and values alike and contiguous as (layers, blocks, block_size, kv heads, head dim), the last two "
+                f"{sorted(heads)}"
+            )
     for index, layer in layers.items():
         layer.k_cache, layer.v_cache = keys[index], values[index]

@@ -18,12 +18,14 @@ class TensorParallel:
     """One rank of a tensor-parallel group; the default is a group of one.
 
     `graph_group` holds the same ranks and serves compiled code, where a vendor wants a communicator of its own for it.
+    `store` is the group's, from host to host: it answers while a device waits.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     graph_group: Any = None
+    store: Any = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; works in place."""

@@ -73,10 +73,12 @@ class Sampler:
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
-                 encode: Callable[[str], list[int]] | None):
-        """encode: text to token ids without special tokens, for bad_words."""
+                 encode: Callable[[str], list[int]] | None,
+                 sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values):
+        """encode: text to token ids without special tokens, for bad_words. sort_ascending: the platform's, see Ops."""
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=eos_token_ids,
                                     device=device, encode=encode)
+        self._sort_ascending = sort_ascending
 
     def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
             output_token_ids: Sequence[int] = (), *, seed: int) -> None:
@@ -155,7 +157,7 @@ class Sampler:
             drawn_B1 = ops.draw_from_top(
                 logits_BV, largest_B1, temperature_B1, uniforms_B1, num_candidates=most_k,
                 top_k_B1=fields_FB1[Field.TOP_K] if least_k < most_k else None,
-                top_p_B1=fields_FB1[Field.TOP_P], min_p_B1=min_p_B1)
+                top_p_B1=fields_FB1[Field.TOP_P], min_p_B1=min_p_B1, sort_ascending=self._sort_ascending)
             tokens_B1 = torch.where(fields_FB1[Field.DRAWS_FROM_TOP] > 0.0, drawn_B1, tokens_B1)
         return tokens_B1
 

@@ -9,7 +9,8 @@ the lower token id counts as the more probable, so that every kept set is a pref
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,13 +48,14 @@ def draw(weights_BV: Tensor, most_probable_B1: Tensor, uniform_B1: Tensor, *, mi
 
 
 def draw_from_top(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, *,
-                  num_candidates: int, top_k_B1: Tensor | None, top_p_B1: Tensor, min_p_B1: Tensor | None) -> Tensor:
+                  num_candidates: int, top_k_B1: Tensor | None, top_p_B1: Tensor, min_p_B1: Tensor | None,
+                  sort_ascending: Callable[[Tensor], Tensor]) -> Tensor:
     """Token ids (B, 1) drawn by inverse CDF from what top_k, then top_p, then min_p keep.
 
     num_candidates: the largest top_k of any row; top_k_B1 (float32) may be None if it is that of all rows.
-    top_p_B1: the share of the mass to reach, 1 to keep all.
+    top_p_B1: the share of the mass to reach, 1 to keep all. sort_ascending: the platform's, see Ops.
     """
-    negated_BK = _negated_top(logits_BV, num_candidates)
+    negated_BK = _negated_top(logits_BV, num_candidates, sort_ascending)
     weights_BK = token_weights(negated_BK, -largest_B1, -temperature_B1)  # signs cancel exactly
     if top_k_B1 is not None:
         ranks_K = torch.arange(num_candidates, device=weights_BK.device, dtype=torch.float32)
@@ -85,14 +87,11 @@ def count_penalties(logits_BV: Tensor, counts_BV: Tensor, frequency_B1: Tensor, 
     return less_often_BV.sub_(counts_BV.clamp(max=1.0).mul_(presence_B1))
 
 
-def _negated_top(logits_BV: Tensor, num_candidates: int) -> Tensor:
+def _negated_top(logits_BV: Tensor, num_candidates: int, sort_ascending: Callable[[Tensor], Tensor]) -> Tensor:
     """The largest logits negated, in ascending order."""
     if num_candidates < logits_BV.shape[-1]:
         return logits_BV.topk(num_candidates, dim=-1).values.neg_()
-    if logits_BV.device.type == "cpu":
-        # In host memory numpy sorts a hundred times as fast as torch does.
-        return torch.from_numpy(np.sort(logits_BV.neg().numpy(), axis=-1))
-    return logits_BV.neg().sort(dim=-1).values
+    return sort_ascending(logits_BV.neg())
 
 
 def _token_of_rank(logits_BV: Tensor, negated_BK: Tensor, rank_B1: Tensor) -> Tensor:

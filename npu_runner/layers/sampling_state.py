@@ -106,8 +106,8 @@ class SamplingState:
         self.rules.remove(slot)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        if not params.bad_words:
-            return []
+        if params.bad_words_token_ids or not params.bad_words:
+            return [tuple(ids) for ids in params.bad_words_token_ids]
         if self._encode is None:
             raise RequestError("bad_words needs a tokenizer and this model comes without one; leave it out",
                                code="invalid_sampling_parameter", param="bad_words")

@@ -30,7 +30,7 @@ class DecoderAttention(nn.Module):
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context) if config.qk_norm else None
-        self.attention = PagedAttention(layer_index, config.head_dim, context)
+        self.attention = PagedAttention(layer_index, self.sizes[1] // config.head_dim, config.head_dim, context)
 
     def forward(self, x_TD: Tensor, cos_TH: Tensor, sin_TH: Tensor, metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.qkv_proj(x_TD).split(self.sizes, dim=-1)

@@ -2,6 +2,9 @@
 
 What a person would expect is done: transparency lies on white, EXIF rotation is applied, 16-bit grey is scaled to
 8 bit, an animation is its first frame. What cannot be shown faithfully is a RequestError.
+
+Beside what the decoder takes, a source pixel takes 8 bytes at most, whatever its mode: it is converted in strips, and
+each step lets go of the picture before it.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from PIL import (  # the plugins are imported by name: nothing outside this list
     WebPImagePlugin,
 )
 
-from npu_runner.config import MAX_SOURCE_PIXELS
 from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS
 from npu_runner.multimodal.image_settings import ImageSettings
 from npu_runner.multimodal.inputs import ImageInput
 
@@ -47,6 +50,7 @@ FORMATS = tuple(
 _REMEDY = "convert it to JPEG or PNG"
 _MAGIC = {b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF"}
 _EXIF_ORIENTATION = 0x0112
+_STRIP_PIXELS = 1 << 18
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -59,7 +63,7 @@ _TURNS = {
 
 
 def prepare_image(
-    source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = MAX_SOURCE_PIXELS
+    source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = LIMITS.max_source_pixels
 ) -> ImageInput:
     """Decode, upright, flatten and resize one picture. Raises RequestError, never anything else, for a bad one."""
     image = open_image(source, max_source_pixels=max_source_pixels, settings=settings)
@@ -82,13 +86,13 @@ def image_input(pixels_HWC: np.ndarray, settings: ImageSettings) -> ImageInput:
 def open_image(
     source: bytes | Image.Image,
     *,
-    max_source_pixels: int = MAX_SOURCE_PIXELS,
+    max_source_pixels: int = LIMITS.max_source_pixels,
     settings: ImageSettings | None = None,
 ) -> Image.Image:
     """The picture as upright 8-bit RGB. With `settings`, a shape the model refuses is refused before decoding.
 
     Raises RequestError with code image_empty, image_not_recognised, image_too_large, image_aspect_ratio,
-    image_truncated, image_broken or image_mode.
+    image_truncated, image_broken, image_mode or image_out_of_memory.
     """
     image = source
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -112,9 +116,16 @@ def open_image(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a decoder's remarks about odd metadata are nobody's concern here
             image.load()
-            return _upright(image, _to_rgb(image))
+            orientation = _orientation(image)
+            image = source = _to_rgb(image)  # the decoded picture is let go before it is turned
+            return image if orientation not in _TURNS else image.transpose(_TURNS[orientation])
     except RequestError:
         raise
+    except MemoryError as error:
+        raise RequestError(
+            f"the image of {width}x{height} pixels needs more memory than there is; scale it down",
+            code="image_out_of_memory",
+        ) from error
     except Exception as error:  # decoders fed with hostile bytes raise anything; only this row may fail
         raise _decoding_error(error) from error
 
@@ -178,36 +189,53 @@ def _decoding_error(error: Exception) -> RequestError:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        return _grey16_to_rgb(image)
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
     if image.mode == "F":
         raise RequestError(
             "the image has floating-point pixels, whose brightness is not defined; convert it to 8 bit",
             code="image_mode",
         )
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+    convert = _opaque if image.has_transparency_data else lambda strip: strip.convert("RGB")
+    if image.mode.startswith("I"):
+        _check_grey16(image)
+        convert = _grey16_to_rgb
+    rgb = Image.new("RGB", image.size)
+    num_rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, num_rows):
+        strip = image.crop((0, top, image.width, min(top + num_rows, image.height)))
+        strip.info = image.info  # a palette's transparency lies there
+        rgb.paste(convert(strip), (0, top))
+    return rgb
 
 
-def _grey16_to_rgb(image: Image.Image) -> Image.Image:
-    # Pillow's own conversion clips at 255, which turns a 16-bit scan white.
-    pixels = np.asarray(image)
-    if pixels.min() < 0 or pixels.max() > 65535:
+def _opaque(strip: Image.Image) -> Image.Image:
+    strip = strip.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip).convert("RGB")
+
+
+def _check_grey16(image: Image.Image) -> None:
+    if image.mode != "I":  # all others hold 16 bits without a sign
+        return
+    lowest, highest = image.getextrema()
+    if lowest < 0 or highest > 65535:  # type: ignore[operator]
         raise RequestError(
-            f"the image has 32-bit pixels from {pixels.min()} to {pixels.max()}; at most 16 bit grey (0 to 65535) "
+            f"the image has 32-bit pixels from {lowest} to {highest}; at most 16 bit grey (0 to 65535) "
             f"can be shown; convert it to 8 bit",
             code="image_mode",
         )
-    return Image.fromarray(((pixels.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
 
 
-def _upright(image: Image.Image, rgb: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation of `image` to `rgb`; an unreadable EXIF block counts as upright."""
+def _grey16_to_rgb(strip: Image.Image) -> Image.Image:
+    # Pillow's own conversion clips at 255, which turns a 16-bit scan white.
+    pixels = np.asarray(strip).astype(np.uint32)
+    return Image.fromarray(((pixels * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """As EXIF says; an unreadable EXIF block counts as upright."""
     try:
         orientation = image.getexif().get(_EXIF_ORIENTATION)
     except Exception:  # noqa: BLE001 - broken metadata raises anything; the picture itself is sound
-        return rgb
-    turn = _TURNS.get(orientation) if isinstance(orientation, int) else None
-    return rgb if turn is None else rgb.transpose(turn)
+        return None
+    return orientation if isinstance(orientation, int) else None

@@ -1,67 +1,148 @@
 """Fetches the bytes that a request's image URL means: inline data or a file in the allowed folder, nothing else.
 
-Knows nothing of what the bytes are. No network: a job reads only what its owner put on this machine.
+Addresses are counted and measured first; each different one is then read once, when its turn comes. Knows nothing of
+what the bytes are. No network: a job reads only what its owner put on this machine.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from npu_runner.errors import ConfigError, RequestError
-
-MAX_MEDIA_BYTES = 64 << 20
-"""Largest file or decoded data URL."""
+from npu_runner.limits import LIMITS
 
 
-def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int = MAX_MEDIA_BYTES) -> bytes:
+@dataclass(frozen=True, kw_only=True)
+class MediaRules:
+    """Which addresses may be read, and how much behind them."""
+
+    allowed_dir: Path | str | None = None
+    max_images: int = LIMITS.max_images_per_prompt
+    max_bytes: int = LIMITS.max_media_bytes
+    """Of one file or decoded data: URL."""
+    max_total_bytes: int = LIMITS.max_prompt_media_bytes
+    """Of all different ones of a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Media:
+    """A picture that is still an address. `where`: the field that it stood in first."""
+
+    url: str
+    where: str
+    rules: MediaRules
+
+    def load(self) -> bytes:
+        """The picture's bytes, read now. Raises RequestError naming the field, as `load_media` does."""
+        with _named(self.where):
+            return load_media(self.url, self.rules.allowed_dir, max_bytes=self.rules.max_bytes)
+
+    def num_bytes(self) -> int:
+        """How many `load` gives, without reading a file; of a data: URL an upper bound."""
+        with _named(self.where):
+            return _num_bytes(self.url, self.rules)
+
+
+def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int = LIMITS.max_media_bytes) -> bytes:
     """The bytes behind a data: URL, a file:// URL or a plain path; a relative path starts at `allowed_media_dir`.
 
     Files must lie below `allowed_media_dir` once links are resolved; None refuses all files. Raises RequestError with
     code media_scheme, media_bad_data_url, media_not_allowed, media_missing, media_unreadable or media_too_large. Its
     message repeats the given address at most, never where a link leads or whether something outside exists.
     """
+    kind, rest = _kind_of(url)
+    if kind == "data":
+        return _decode_data_url(rest, max_bytes)
+    return _read_allowed(rest, allowed_media_dir, max_bytes)
+
+
+def _kind_of(url: Any) -> tuple[str, str]:
+    """("data", what follows the colon) or ("file", its path)."""
     if not isinstance(url, str):
         raise RequestError(f"an image URL must be text, not {type(url).__name__}", code="invalid_type")
     if not url.isascii() and _has_lone_surrogate(url):
         raise RequestError("an image URL must be valid Unicode", code="invalid_unicode")
     if url[:5].lower() == "data:":
-        return _decode_data_url(url[5:], max_bytes)
+        return "data", url[5:]
+    if len(url) > LIMITS.max_path_chars:
+        raise RequestError(
+            f"the address has {len(url)} characters, a file's name at most {LIMITS.max_path_chars}: {_shown(url)}",
+            code="media_unreadable",
+        )
     if url[:5].lower() == "file:":
-        return _read_allowed(_path_of_file_url(url), allowed_media_dir, max_bytes)
+        return "file", _path_of_file_url(url)
     if "://" in url:
         scheme = url.split("://", 1)[0][:20]
         raise RequestError(
             f"{scheme}:// images are not fetched; download them and give a path, or a data: URL", code="media_scheme"
         )
-    return _read_allowed(url, allowed_media_dir, max_bytes)
+    return "file", url
 
 
-def resolve_media(
-    messages: Sequence[Any], allowed_media_dir: Path | str | None, *, max_bytes: int = MAX_MEDIA_BYTES
-) -> list[Any]:
-    """Messages with every OpenAI `image_url` part turned into an `image` part of bytes; all else is left as it is.
+def _num_bytes(url: str, rules: MediaRules) -> int:
+    kind, rest = _kind_of(url)
+    if kind == "data":
+        return len(rest)
+    with _file_errors(rest):
+        size = os.stat(_allowed_path(rest, rules.allowed_dir)).st_size
+    if size > rules.max_bytes:
+        raise _too_large(rules.max_bytes)
+    return size
 
-    Raises RequestError naming the part.
+
+def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
+    """Messages with every OpenAI `image_url` part turned into an `image` part of Media; all else is left as it is.
+
+    The same address is the same Media. Raises RequestError naming the part, or that there are too many or too large
+    ones, before any of them is read.
     """
-    return [
+    addresses = [part for message in messages for part in _parts(message) if _is_address(part)]
+    if len(addresses) > rules.max_images:
+        raise RequestError(
+            f"messages: {len(addresses)} images, at most {rules.max_images} are allowed (max_images_per_prompt)",
+            "too_many_images",
+            "messages",
+        )
+    known: dict[str, Media] = {}
+    resolved = [
         {**message, "content": [
-            _resolve_part(part, f"messages[{i}].content[{j}].image_url", allowed_media_dir, max_bytes)
+            _resolve_part(part, f"messages[{i}].content[{j}].image_url", rules, known)
             for j, part in enumerate(message["content"])
-        ]} if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple)) else message
+        ]} if _parts(message) else message
         for i, message in enumerate(messages)
     ]  # fmt: skip
+    total = sum(media.num_bytes() for media in known.values())
+    if total > rules.max_total_bytes:
+        raise RequestError(
+            f"messages: the {len(known)} different images have {total} bytes together, at most "
+            f"{rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
+            "media_too_large",
+            "messages",
+        )
+    return resolved
 
 
-def _resolve_part(part: Any, where: str, allowed_media_dir: Path | str | None, max_bytes: int) -> Any:
-    if not isinstance(part, Mapping) or part.get("type") != "image_url":
+def _parts(message: Any) -> Sequence[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, (list, tuple)) else ()
+
+
+def _is_address(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image_url"
+
+
+def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[str, Media]) -> Any:
+    if not _is_address(part):
         return part
     value = part.get("image_url")
     detail = value.get("detail") if isinstance(value, Mapping) else None
@@ -72,8 +153,16 @@ def _resolve_part(part: Any, where: str, allowed_media_dir: Path | str | None, m
             param=f"{where}.detail",
         )
     url = value.get("url") if isinstance(value, Mapping) else value
+    with _named(where):
+        _kind_of(url)
+    assert isinstance(url, str), "_kind_of has refused all else"
+    return {"type": "image", "image": known.setdefault(url, Media(url=url, where=where, rules=rules))}
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
     try:
-        return {"type": "image", "image": load_media(url, allowed_media_dir, max_bytes=max_bytes)}  # type: ignore[arg-type]
+        yield
     except RequestError as error:
         raise RequestError(f"{where}: {error.message}", error.code, where) from error
 
@@ -107,20 +196,29 @@ def _path_of_file_url(url: str) -> str:
 
 
 def _read_allowed(given: str, allowed_media_dir: Path | str | None, max_bytes: int) -> bytes:
+    with _file_errors(given):
+        return _bounded(_read_regular(_allowed_path(given, allowed_media_dir), max_bytes + 1), max_bytes)
+
+
+def _allowed_path(given: str, allowed_media_dir: Path | str | None) -> Path:
     if allowed_media_dir is None:
         raise RequestError(
-            "files are not allowed in this job; name their folder with --allowed-media-dir", code="media_not_allowed"
+            "files are not allowed here; name their folder with --allowed-media-dir, or allowed_media_dir in Python",
+            code="media_not_allowed",
         )
     root = Path(os.path.realpath(allowed_media_dir))
     if not root.is_dir():
         raise ConfigError(f"allowed_media_dir {str(allowed_media_dir)!r} is not a folder")
+    path = Path(os.path.realpath(root / given))
+    if not path.is_relative_to(root):
+        raise RequestError(f"{_shown(given)}: outside the folder allowed_media_dir", code="media_not_allowed")
+    return path
+
+
+@contextlib.contextmanager
+def _file_errors(given: str) -> Iterator[None]:
     try:
-        path = Path(os.path.realpath(root / given))
-        if not path.is_relative_to(root):
-            raise RequestError(
-                f"{_shown(given)}: outside the folder given with --allowed-media-dir", code="media_not_allowed"
-            )
-        return _bounded(_read_regular(path, max_bytes + 1), max_bytes)
+        yield
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RequestError(f"{_shown(given)}: no such file", code="media_missing") from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name

@@ -13,6 +13,8 @@ from typing import Any
 from PIL import Image
 
 from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS, check_count, shown
+from npu_runner.multimodal.media import Media
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -22,7 +24,7 @@ class Conversation:
     """`messages`: what the template sees; `images`: (picture, where it stood) in prompt order."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    images: list[tuple[bytes | Image.Image, str]] = field(default_factory=list)
+    images: list[tuple[bytes | Image.Image | Media, str]] = field(default_factory=list)
 
     def map_text(self, change: Callable[[str, str, bool], str]) -> list[dict[str, Any]]:
         """The messages with `change(role, text, is_part)` applied to every piece of text in them."""
@@ -45,6 +47,7 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conve
         raise RequestError(f"messages: a list is needed, not {type(messages).__name__}", "invalid_type", "messages")
     if not messages:
         raise RequestError("messages: the list is empty; give at least one user message", "empty_messages", "messages")
+    check_count("messages", "messages", messages, LIMITS.max_messages)
     conversation = Conversation()
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
@@ -64,12 +67,14 @@ def _role(message: Any, where: str) -> str:
         raise RequestError(f"{where}: an object is needed, not {type(message).__name__}", "invalid_type", where)
     for name, value in message.items():
         if name not in ("role", "content") and value is not None:
+            field_name = f"{where}.{str(name)[:60]}"
             raise RequestError(
-                f"{where}.{name}: not supported; a message has role and content", "unsupported_field", f"{where}.{name}"
+                f"{field_name}: not supported; a message has role and content", "unsupported_field", field_name
             )
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise RequestError(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}", "invalid_role", f"{where}.role")
+        message = f"{where}.role: {shown(role)} is not one of {', '.join(ROLES)}"
+        raise RequestError(message, "invalid_role", f"{where}.role")
     return ROLES[role]
 
 
@@ -82,6 +87,7 @@ def _content(content: Any, role: str, where: str, images: list[tuple[Any, str]])
         )
     if not content:
         raise RequestError(f"{where}: the list of parts is empty", "invalid_type", where)
+    check_count(where, "parts", content, LIMITS.max_parts)
     return [_part(part, role, f"{where}[{number}]", images) for number, part in enumerate(content)]
 
 
@@ -93,7 +99,7 @@ def _part(part: Any, role: str, where: str, images: list[tuple[Any, str]]) -> di
         return {"type": "text", "text": checked_text(part.get("text"), f"{where}.text")}
     if kind == "image":
         image = part.get("image")
-        if not isinstance(image, (bytes, bytearray, Image.Image)):
+        if not isinstance(image, (bytes, bytearray, Image.Image, Media)):
             raise RequestError(
                 f"{where}.image: encoded bytes or a PIL image is needed, not {type(image).__name__}",
                 "invalid_type",
@@ -103,8 +109,12 @@ def _part(part: Any, role: str, where: str, images: list[tuple[Any, str]]) -> di
             raise RequestError(f"{where}: images belong in user messages, not in {role} ones", "image_role", where)
         images.append((bytes(image) if isinstance(image, bytearray) else image, where))
         return {"type": "image", "image": "image"}  # templates only ask whether the key is there
-    hint = "; images come as image_url or image parts" if isinstance(kind, str) else ""
-    raise RequestError(f"{where}.type: {kind!r} parts are not supported{hint}", "unsupported_part", f"{where}.type")
+    if kind == "image_url":
+        hint = "this address was not resolved; LLM.chat and the batch job do that, else give an image part with bytes"
+    else:
+        hint = "a part is text, image or image_url"
+    message = f"{where}.type: {shown(kind)} parts are not supported: {hint}"
+    raise RequestError(message, "unsupported_part", f"{where}.type")
 
 
 def checked_text(text: Any, where: str) -> str:

@@ -19,16 +19,21 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from npu_runner.checkpoint_files import model_folder, require_json
-from npu_runner.config import MAX_SOURCE_PIXELS
+from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ModelError, RequestError
+from npu_runner.limits import LIMITS, check_logprobs
 from npu_runner.multimodal.chat_template import read_chat_template
 from npu_runner.multimodal.control_tokens import ControlTokens, unused_fences
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.images import image_input, prepare_image
 from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
+from npu_runner.multimodal.media import Media
 from npu_runner.multimodal.messages import Conversation, checked_text, parse_messages
 from npu_runner.multimodal.mrope import mrope_positions, uses_mrope
+from npu_runner.multimodal.sampling_ids import resolve_sampling
+from npu_runner.multimodal.text_length import TextLength
 from npu_runner.multimodal.tokenizer import read_tokenizer
+from npu_runner.sampling_params import SamplingParams
 
 
 class ChatProcessor:
@@ -43,22 +48,36 @@ class ChatProcessor:
         *,
         image_min_pixels: int | None = None,
         image_max_pixels: int | None = None,
-        max_images_per_prompt: int = 64,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        max_images_per_prompt: int = LIMITS.max_images_per_prompt,
+        max_source_pixels: int = LIMITS.max_source_pixels,
+        max_model_len: int | None = None,
+        max_logprobs: int = LIMITS.max_logprobs_per_request,
     ):
-        """`image_*_pixels` bound the resized picture (None: as the checkpoint says), `max_source_pixels` the file."""
+        """`image_*_pixels` bound the resized picture (None: as the checkpoint says), `max_source_pixels` the file.
+
+        A prompt that cannot be shorter than `max_model_len` is refused before it is tokenized.
+        """
         self._settings = {
             "image_min_pixels": image_min_pixels,
             "image_max_pixels": image_max_pixels,
             "max_images_per_prompt": max_images_per_prompt,
             "max_source_pixels": max_source_pixels,
+            "max_model_len": max_model_len,
+            "max_logprobs": max_logprobs,
         }
         self.model_path = str(model_path)
         self.max_images_per_prompt = max_images_per_prompt
         self.max_source_pixels = max_source_pixels
+        self.max_logprobs = max_logprobs
         folder = model_folder(model_path)
         config = require_json(folder, "config.json")
         self.tokenizer: Tokenizer = read_tokenizer(folder)
+        text_config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        self.vocab_size: int | None = text_config.get("vocab_size", config.get("vocab_size"))
+        num_positions = text_config.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)
+        self.max_model_len: int = max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN)
+        """The engine's may be shorter, where memory is."""
+        self._text_length = TextLength(self.tokenizer, self.max_model_len)
         self.has_vision = isinstance(config.get("vision_config"), dict)
         self.uses_mrope = uses_mrope(config)
         self.image_token_id: int | None = None
@@ -93,10 +112,10 @@ class ChatProcessor:
         "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as ordinary characters.
         """
         conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt)
+        self._text_length.check([text for _, text in conversation.texts()])
         token_ids = self._chat_token_ids(conversation)
         self._check_placeholders(token_ids, len(conversation.images))
-        images = [self._prepare_image(image, where) for image, where in conversation.images]
-        return self._assemble(token_ids, images)
+        return self._assemble(token_ids, self._prepare_images(conversation.images, len(token_ids)))
 
     def from_text(self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = ()) -> PromptInputs:
         """A raw prompt, as text or token ids, with one image token where each picture stands.
@@ -113,9 +132,20 @@ class ChatProcessor:
             )
         token_ids = self._raw_token_ids(prompt)
         self._check_placeholders(token_ids, len(images))
-        return self._assemble(
-            token_ids, [self._prepare_image(image, f"images[{number}]") for number, image in enumerate(images)]
-        )
+        located = [(image, f"images[{number}]") for number, image in enumerate(images)]
+        return self._assemble(token_ids, self._prepare_images(located, len(token_ids)))
+
+    def resolve_params(self, params: SamplingParams) -> SamplingParams:
+        """`params` as the engine takes them: bad words as token ids. May be called twice.
+
+        Raises RequestError for token ids that the model lacks and for more log probabilities than an answer may hold.
+        """
+        check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
+
+        def encode(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+        return resolve_sampling(params, encode, self.vocab_size)
 
     def largest_image(self) -> ImageInput:
         """A made-up grey picture with the most tokens that any picture can get, for memory profiling."""
@@ -162,6 +192,7 @@ class ChatProcessor:
 
     def _raw_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
+            self._text_length.check([prompt])
             token_ids = self._control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
         else:
             token_ids = _checked_ids(prompt, self.tokenizer.get_vocab_size())
@@ -180,7 +211,23 @@ class ChatProcessor:
                 code="image_count_mismatch",
             )
 
-    def _prepare_image(self, image: bytes | Image.Image, where: str) -> ImageInput:
+    def _prepare_images(
+        self, images: Sequence[tuple[bytes | Image.Image | Media, str]], num_text_tokens: int
+    ) -> list[ImageInput]:
+        """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
+        known: dict[int, ImageInput] = {}
+        num_tokens = num_text_tokens
+        self._text_length.check_tokens(num_tokens)
+        for image, where in images:
+            if id(image) not in known:
+                known[id(image)] = self._prepare_image(image, where)
+            num_tokens += known[id(image)].num_tokens - 1
+            self._text_length.check_tokens(num_tokens)
+        return [known[id(image)] for image, _ in images]
+
+    def _prepare_image(self, image: bytes | Image.Image | Media, where: str) -> ImageInput:
+        if isinstance(image, Media):
+            where, image = image.where, image.load()
         try:
             return prepare_image(image, self._vision_settings(), max_source_pixels=self.max_source_pixels)
         except RequestError as error:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,20 +42,42 @@ class MemoryInfo:
     reserved_bytes: int
 
 
+class StepInputs(NamedTuple):
+    """What the forward of one step reads, int32 on the device. Whoever neither fills nor reads it passes it on whole.
+
+    Compiled code takes it as one argument (dynamo sees through it) or flat, in this order: `StepInputs(*tensors)`.
+    """
+
+    input_ids: Tensor
+    """(T,)"""
+    positions: Tensor
+    """(T,), or (3, T) for a prefill of an M-RoPE model."""
+    slot_mapping: Tensor
+    """(T,) flat slot (block * S + offset) of each token; padding points into block 0."""
+    context_lens: Tensor
+    """(B,) tokens of each sequence including this step's."""
+    block_tables: Tensor
+    """(B, W)"""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
+        """Those of `tensors` that belong here, by name."""
+        return cls(*(tensors[name] for name in cls._fields))
+
+
 @dataclass
 class AttentionMetadata:
-    """Where this step's tokens lie. Tensors on the device; `plan` belongs to the attention backend that made it.
-
-    slot_mapping_T: int32, flat slot (block * S + offset) of each token; padding points into block 0.
-    context_lens_B: int32, tokens of each sequence including this step's.
-    block_tables_BW: int32.
-    """
+    """Where this step's tokens lie, as in StepInputs; `plan` belongs to the attention backend that made it."""
 
     is_prefill: bool
     slot_mapping_T: Tensor
     context_lens_B: Tensor
     block_tables_BW: Tensor
     plan: Any = None
+
+    @classmethod
+    def of(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool) -> AttentionMetadata:
+        return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan)
 
 
 class Ops(ABC):
@@ -87,6 +109,10 @@ class Ops(ABC):
     @abstractmethod
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
+
+    def sort_ascending(self, x: Tensor) -> Tensor:
+        """The values of each row (the last dim), smallest first; a fresh tensor."""
+        return x.sort(dim=-1).values
 
 
 class AttentionBackend(ABC):
@@ -132,7 +158,7 @@ class AttentionBackend(ABC):
 
 
 DecodeForward = Callable[..., Tensor]
-"""(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW, plan=None) -> logits (B, vocab).
+"""(inputs: StepInputs, plan=None) -> logits (B, vocab).
 
 What is compiled is the bound method of an nn.Module that holds the model; compiled callables take no plan.
 """
@@ -175,6 +201,11 @@ class GraphCompiler(ABC):
         return None
 
 
+    def release(self) -> None:
+        """Let go of every graph; none is called any more."""
+        return None
+
+
 class GraphResourceError(Exception):
     """The device cannot hold one more graph; what was captured stays usable."""
 
@@ -207,8 +238,19 @@ class Platform(ABC):
         """Called once in each rank's own process, before the process group exists."""
         return None
 
+    def process_group_options(self, *, serves_graphs: bool, is_second: bool) -> Any:
+        """What torch.distributed makes a process group with; None: its own defaults.
+
+        serves_graphs: captured or compiled steps use it. is_second: another one of the same ranks exists beside it.
+        """
+        return None
+
     def make_communicator(self, group: Any, rank: int) -> None:
         """Make the communicator of a process group now, so that the memory it takes is measured with the rest."""
+        return None
+
+    def check_graph_mode(self, graph_mode: str) -> None:
+        """Raises ConfigError where this process cannot make graphs of that mode, which is one of `graph_modes`."""
         return None
 
     @abstractmethod
@@ -248,6 +290,10 @@ class Platform(ABC):
     @abstractmethod
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error` says that device memory ran out."""
+
+    def is_device_failure(self, error: BaseException) -> bool:
+        """Whether `error` says that the device, or what joins devices, is out of order: no request is its cause."""
+        return False
 
     def host_buffer(self, num_elements: int) -> Tensor:
         """Uninitialised int32 host memory; copies from it to the device are asynchronous where there is such a thing.

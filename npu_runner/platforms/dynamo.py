@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import types
 
+from torch._dynamo.eval_frame import reset_code
+
 from npu_runner.platforms.base import DecodeForward
 
 
@@ -19,3 +21,11 @@ def own_code(forward: DecodeForward, name: str | None = None) -> DecodeForward:
     code, defaults = function.__code__.replace(co_name=name), function.__defaults__
     fresh = types.FunctionType(code, function.__globals__, name, defaults, function.__closure__)
     return types.MethodType(fresh, forward.__self__) if isinstance(forward, types.MethodType) else fresh
+
+
+def forget(code: types.CodeType) -> None:
+    """Drop what was compiled from a code object: it and what guards it keep each other alive, out of gc's sight.
+
+    torch._dynamo.reset would drop the graphs of every engine of this process.
+    """
+    reset_code(code)

@@ -26,14 +26,13 @@ class ModelRunnerOutput:
     """One step's result, row by row of the batch that asked for it.
 
     `sampled_token_ids[i]` is empty for a chunk that ends before its prompt does, [NO_TOKEN] for a row whose logits
-    were not numbers. `spec_token_ids` is for drafts; nobody makes any yet.
+    were not numbers. A row may bring several tokens.
     """
 
     req_ids: list[str]
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]
     logprobs: list[TokenLogprobs | None] | None = None
-    spec_token_ids: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,9 @@ class RunnerInfo:
     num_blocks: int
     block_size: int
     max_model_len: int
+    max_model_len_is_given: bool
+    """False where nobody asked for it: then it is what memory and the checkpoint allow, and may be another elsewhere.
+    Given back as `max_model_len`, a later run has the same."""
     max_num_seqs: int
     max_num_batched_tokens: int
     max_image_tokens: int

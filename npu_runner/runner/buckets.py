@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, Platform
-from npu_runner.runner.inputs import plan_layout, views
-
-# B bucket's batch size, W blocks of the longest sequence allowed
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, Platform, StepInputs
+from npu_runner.runner.dummy import dummy_decode
+from npu_runner.runner.inputs import float_names, plan_layout, views
+from npu_runner.runner.step_arrays import padding, step_arrays
+from npu_runner.runner.votes import Votes
 
 logger = logging.getLogger(__name__)
-
-FLOAT_INPUTS = frozenset({"uniforms"})
-PADDED_CONTEXT_LEN = 1
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -34,46 +32,55 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass
 class Bucket:
-    """Static buffers of one batch size, `host` and `inputs` the views of theirs, and what runs on the device's."""
+    """Static buffers of one batch size, `host` and `tensors` the views of theirs, and what runs on the device's."""
 
     batch_size: int
     num_elements: int
     staging: np.ndarray
     host: dict[str, np.ndarray]
     buffer: Tensor
-    inputs: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    inputs: StepInputs
+    """Those of `tensors` that `forward` takes."""
     forward: DecodeForward
 
 
 class DecodeBuckets:
     """All buckets that could be compiled. `find` gives None for a batch that must run eagerly."""
 
-    def __init__(self, sizes: tuple[int, ...], max_blocks: int, device: torch.device):
+    def __init__(self, sizes: tuple[int, ...], compiler: GraphCompiler, *, max_model_len: int, block_size: int,
+                 device: torch.device):
         self.sizes = sizes
-        self.max_blocks = max_blocks
+        self.compiler = compiler
+        self.max_model_len = max_model_len
+        self.block_size = block_size
         self.device = device
         self._buckets: dict[int, Bucket] = {}
         self._refused: tuple[int, str] | None = None
         self._told: set[int] = set()
         self._kept: list[int] = []
 
-    def compile_all(self, compiler: GraphCompiler, forward: DecodeForward,
-                    warm_up: Callable[[int], None], agrees: Callable[[Bucket], bool] = lambda bucket: True) -> None:
+    def compile_all(self, forward: DecodeForward, warm_up: Callable[[int], None], agrees: Callable[[Bucket], bool],
+                    votes: Votes) -> None:
         """Compile every bucket, largest first; `warm_up(batch_size)` runs it until nothing is compiled any more.
 
-        A graph kept from an earlier run must agree with `forward` (`agrees(bucket)`), or it is compiled anew.
+        A graph that any rank kept from an earlier run must agree with `forward` on every rank (`agrees(bucket)`), or
+        all compile it anew: compiling and comparing run collectives, so no rank may go another way than the others.
 
         When the device has no resources for one more graph, what fits is kept. Smaller batches are then padded to the
         smallest graph there is, which costs less than to launch each operator; without any graph all steps are eager.
         """
+        compiler = self.compiler
         for size in sorted(self.sizes, reverse=True):
             bucket = self._make(size, compiler.compile(forward, size))
             self._buckets[size] = bucket
             try:
                 warm_up(size)
-                if compiler.was_loaded(size) and agrees(bucket):
+                if votes.all_agree(f"a new graph of batch size {size}", not compiler.was_loaded(size)):
+                    continue
+                if votes.all_agree(f"the kept graph of batch size {size}", agrees(bucket)):
                     self._kept.append(size)
-                elif compiler.was_loaded(size):
+                else:
                     logger.warning("the kept graph of batch size %d gives other answers; it is compiled anew", size)
                     compiler.discard(size)
                     bucket.forward = compiler.compile(forward, size)
@@ -107,30 +114,29 @@ class DecodeBuckets:
         return f"{text} (stopped at {self._refused[0]}: {self._refused[1]})" if self._refused else text
 
     def _make(self, size: int, forward: DecodeForward) -> Bucket:
-        shapes: dict[str, tuple[int, ...]] = {
-            "input_ids": (size,), "positions": (size,), "slot_mapping": (size,), "context_lens": (size,),
-            "slots": (size,), "uniforms": (size,), "receipts": (size,), "block_tables": (size, self.max_blocks),
-        }
-        layout, num_elements = plan_layout(shapes, FLOAT_INPUTS)
+        largest = dummy_decode(size, self.max_model_len, block_size=self.block_size)
+        arrays = step_arrays(largest, np.zeros(size, dtype=np.float32), 0, self.block_size)
+        layout, num_elements = plan_layout({name: array.shape for name, array in arrays.items()}, float_names(arrays))
         staging = torch.zeros(num_elements, dtype=torch.int32)
         host = {name: view.numpy() for name, view in views(staging, layout).items()}
         buffer = torch.zeros(num_elements, dtype=torch.int32, device=self.device)
-        return Bucket(size, num_elements, staging.numpy(), host, buffer, views(buffer, layout), forward)
+        tensors = views(buffer, layout)
+        return Bucket(size, num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors), forward)
 
 
 def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform,
              block_size: int) -> dict[str, np.ndarray]:
     """Fill the bucket's buffers with a smaller batch, and return what they hold now, until the next call.
 
-    Padded rows have context length 1 in the null block. Behind a row's blocks stand those of earlier steps: nobody
-    reads beyond a context, and to clear the longest row that may come, every step, costs more than all the rest.
+    Behind a row's blocks stand those of earlier steps: nobody reads beyond a context, and to clear the longest row that
+    may come, every step, costs more than all the rest.
     """
+    count = len(arrays["input_ids"])
+    padded_rows = np.arange(count, bucket.batch_size)
     for name, source in arrays.items():
-        target, count = bucket.host[name], len(source)
+        target = bucket.host[name]
         target[(slice(0, count), *(slice(0, extent) for extent in source.shape[1:]))] = source
-        # Not all slots the same: kernels promise nothing for one that is written twice.
-        target[count:] = (np.arange(count, bucket.batch_size) % block_size if name == "slot_mapping"
-                          else PADDED_CONTEXT_LEN if name == "context_lens" else 0)
+        target[count:] = padding(name, padded_rows, block_size)
     buffer = platform.host_buffer(bucket.num_elements)
     buffer.numpy()[:] = bucket.staging
     bucket.buffer.copy_(buffer, non_blocking=True)

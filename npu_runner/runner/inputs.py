@@ -32,6 +32,10 @@ def plan_layout(shapes: Mapping[str, tuple[int, ...]], float_names: frozenset[st
     return layout, start
 
 
+def float_names(arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
+    return frozenset(name for name, array in arrays.items() if array.dtype == np.float32)
+
+
 def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
     """The arrays inside a buffer, int32 (num_elements,)."""
     found = {}
@@ -44,8 +48,7 @@ def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
 
 def to_device(platform: Platform, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """All of `arrays` (4-byte integers or float32) on the device, through one copy."""
-    floats = frozenset(name for name, array in arrays.items() if array.dtype == np.float32)
-    layout, num_elements = plan_layout({name: array.shape for name, array in arrays.items()}, floats)
+    layout, num_elements = plan_layout({name: array.shape for name, array in arrays.items()}, float_names(arrays))
     host = platform.host_buffer(num_elements)
     for name, view in views(host, layout).items():
         view.numpy()[:] = arrays[name]

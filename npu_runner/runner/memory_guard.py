@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from npu_runner.errors import EngineDeadError, OutOfMemoryError
+from npu_runner.errors import OutOfMemoryError
 from npu_runner.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class MemoryGuard:
     def step(self, run: Callable[[], T], what: Callable[[], str]) -> T:
         """`run()`, which changes nothing that a second call would not do again in the same way.
 
-        Raises EngineDeadError when memory runs out in the second try, too. While starting there is none: what does not
+        Raises OutOfMemoryError when memory runs out in the second try, too. While starting there is none: what does not
         fit then does not fit.
         """
         if self._is_starting:
@@ -59,7 +59,7 @@ class MemoryGuard:
             if not self._platform.is_out_of_memory(error):
                 raise
             if not self._can_retry:
-                raise EngineDeadError(self._message(f"in a {what()}", error)) from error
+                raise OutOfMemoryError(self._message(f"in a {what()}", error)) from error
             logger.warning("device memory ran out in a %s; trying again without cached pictures", what())
         # Outside of the handler: the exception holds on to the failed step's tensors.
         self.num_retries += 1
@@ -70,7 +70,7 @@ class MemoryGuard:
         except (RuntimeError, MemoryError) as error:
             if not self._platform.is_out_of_memory(error):
                 raise
-            raise EngineDeadError(self._message(f"in a {what()}, twice", error)) from error
+            raise OutOfMemoryError(self._message(f"in a {what()}, twice", error)) from error
 
     def _message(self, where: str, error: BaseException) -> str:
         reason = str(error).strip().partition("\n")[0].partition(".If reserved")[0] or type(error).__name__

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from npu_runner.config import RunnerConfig
+from npu_runner.config import DEFAULT_MAX_MODEL_LEN, RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.model_config import ModelConfig
 from npu_runner.platforms.base import Platform
 
-# Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
-DEFAULT_MAX_MODEL_LEN = 32768
+MAX_COUNTED_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     Raises ConfigError for combinations that this model or platform cannot do.
     """
     defaults = platform.defaults
-    max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
+    max_num_seqs = _max_num_seqs(config, model_config, platform)
     block_size = config.block_size or defaults.block_size
     allowed = platform.supported_block_sizes
     if allowed is not None and block_size not in allowed:
@@ -57,11 +56,22 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     )
 
 
+def _max_num_seqs(config: RunnerConfig, model_config: ModelConfig, platform: Platform) -> int:
+    max_num_seqs = config.max_num_seqs or platform.defaults.max_num_seqs
+    limit = MAX_COUNTED_TOKENS // model_config.vocab_size
+    if max_num_seqs > limit:
+        raise ConfigError(f"max_num_seqs {max_num_seqs} is more than {limit}: the sampler counts each of the "
+                          f"{model_config.vocab_size} tokens of the vocabulary for each sequence, with 32-bit indices; "
+                          f"lower it to at most {limit}")
+    return max_num_seqs
+
+
 def _graph_mode(config: RunnerConfig, platform: Platform, max_num_seqs: int) -> str:
     graph_mode = "eager" if config.enforce_eager else config.graph_mode
     graph_mode = platform.defaults.graph_mode if graph_mode == "auto" else graph_mode
     if graph_mode not in platform.graph_modes:
         raise ConfigError(f"graph_mode {graph_mode!r}: {platform.name} supports {', '.join(platform.graph_modes)}")
+    platform.check_graph_mode(graph_mode)
     if graph_mode == "eager" and config.graph_batch_sizes is not None:
         raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes} has no use in eager mode; set graph_mode")
     if config.graph_batch_sizes is not None and config.graph_batch_sizes[-1] > max_num_seqs:

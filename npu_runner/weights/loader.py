@@ -42,6 +42,11 @@ def load_weights(model: nn.Module, reader: CheckpointReader, *, ignored: tuple[s
     return num_bytes
 
 
+def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name and whole shape of every checkpoint tensor that `model` is loaded from."""
+    return {part.name: part.shape for _, part in _wanted(model)}
+
+
 def fill_with_random_weights(model: nn.Module, seed: int) -> None:
     """Small random values for every parameter, drawn on its device: real shapes and speed without a checkpoint."""
     for index, (name, parameter) in enumerate(model.named_parameters()):

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import npu_runner
 from npu_runner.errors import JobError
 from npu_runner.workers.channel import Channel, ChannelClosed
-from npu_runner.workers.worker import READY
+from npu_runner.workers.worker import JOB_FAULT, OUT_OF_MEMORY, READY, RESULT
 
 Task = TypeVar("Task")
 
@@ -37,7 +37,8 @@ _SHORTEST_START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Why a task has no result. `code`: preprocessing_crashed, preprocessing_timeout or internal_error."""
+    """Why a task has no result. `code`: preprocessing_crashed, preprocessing_timeout, preprocessing_out_of_memory or
+    internal_error."""
 
     code: str
     message: str
@@ -58,6 +59,8 @@ class PoolLimits:
 
     num_workers: int
     task_timeout_seconds: float
+    worker_memory_bytes: int | None = None
+    """Address space that a worker may take beside what it has at its start; None: any."""
     max_ready: int = 64
     """Most results that wait to be fetched."""
     max_ready_bytes: int = 1 << 29
@@ -77,10 +80,15 @@ class _Worker(Generic[Task]):
 
 
 class WorkerPool(Generic[Task]):
-    """Applies `function` (picklable) to `tasks` in worker processes; `get` fetches results in order of completion."""
+    """Applies `function` (picklable) to `tasks` in worker processes; `get` fetches results in order of completion.
 
-    def __init__(self, function: Callable[[Task], Any], tasks: Iterator[Task], limits: PoolLimits):
+    `inherited`: file descriptors that workers have too, under the same numbers.
+    """
+
+    def __init__(self, function: Callable[[Task], Any], tasks: Iterator[Task], limits: PoolLimits,
+                 inherited: Sequence[int] = ()):
         self._function = function
+        self._inherited = tuple(inherited)
         self._tasks = tasks
         self._limits = limits
         self._again: deque[tuple[Task, int]] = deque()
@@ -107,7 +115,7 @@ class WorkerPool(Generic[Task]):
     def get(self, timeout: float | None = 0.0) -> Finished[Task] | None:
         """The next result; None when there is none within `timeout` seconds (None: wait) or when all are fetched.
 
-        Raises what reading the tasks raised, and JobError when no worker can be kept alive.
+        Raises what reading the tasks raised, and JobError when no worker can be kept alive or the function raised it.
         """
         if self._is_over:
             return None
@@ -189,7 +197,7 @@ class WorkerPool(Generic[Task]):
 
     def _start_missing_workers(self, selector: selectors.BaseSelector) -> None:
         while len(self._workers) < self._limits.num_workers:
-            worker: _Worker[Task] = _start_worker(self._limits.task_timeout_seconds)
+            worker: _Worker[Task] = _start_worker(self._limits, self._inherited)
             self._workers.append(worker)
             selector.register(worker.channel, selectors.EVENT_READ, worker)
             worker.deadline = time.monotonic() + max(_SHORTEST_START_SECONDS, self._limits.task_timeout_seconds)
@@ -256,8 +264,20 @@ class WorkerPool(Generic[Task]):
             return
         task, worker.task = worker.task, None
         assert task is not None, "a worker answered without a task"
-        is_result, value = message
-        self._deliver(task, value if is_result else WorkerFailure("internal_error", value), num_bytes)
+        outcome, value = message
+        if outcome == JOB_FAULT:
+            raise JobError(value)
+        if outcome == OUT_OF_MEMORY:
+            self._deliver(task, self._out_of_memory(), num_bytes)
+            self._remove(worker, selector)  # what it took is in pieces now; the next task starts with a whole one
+            return
+        self._deliver(task, value if outcome == RESULT else WorkerFailure("internal_error", value), num_bytes)
+
+    def _out_of_memory(self) -> WorkerFailure:
+        limit = self._limits.worker_memory_bytes
+        allowed = "this host has" if limit is None else f"the {limit} bytes it may take (worker_memory_bytes)"
+        message = f"preparing this row needs more memory than {allowed}; make the row or its pictures smaller"
+        return WorkerFailure("preprocessing_out_of_memory", message)
 
     def _replace(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
         """The worker died: try its task once more, in another one."""
@@ -268,6 +288,9 @@ class WorkerPool(Generic[Task]):
             self._again.append((worker.task, worker.attempt + 1))
         else:
             how = f"preprocessing this row ended {MAX_ATTEMPTS} worker processes ({_describe_exit(status)})"
+            if status == -signal.SIGABRT and self._limits.worker_memory_bytes is not None:
+                # Libraries that are not Python's abort where their memory ends.
+                how += f", as more than {self._limits.worker_memory_bytes} bytes of memory do (worker_memory_bytes)"
             self._deliver(worker.task, WorkerFailure("preprocessing_crashed", how), 0)
 
     def _give_up(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
@@ -297,7 +320,7 @@ class WorkerPool(Generic[Task]):
         self._results.put(Finished(task, result, num_bytes))
 
 
-def _start_worker(timeout_seconds: float) -> _Worker[Any]:
+def _start_worker(limits: PoolLimits, inherited: tuple[int, ...]) -> _Worker[Any]:
     ours, theirs = socket.socketpair()
     package_parent = str(Path(npu_runner.__file__).resolve().parent.parent)
     environment = {
@@ -309,15 +332,16 @@ def _start_worker(timeout_seconds: float) -> _Worker[Any]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     with theirs:
+        arguments = (theirs.fileno(), os.getpid(), limits.worker_memory_bytes or 0)
         process = subprocess.Popen(
-            [sys.executable, "-m", "npu_runner.workers.worker", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "npu_runner.workers.worker", *map(str, arguments)],
+            pass_fds=[theirs.fileno(), *inherited],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # the job's own stdout may be its answers
             env=environment,
             start_new_session=True,  # Ctrl-C in a terminal is for the job alone, which then ends its workers
         )
-    return _Worker(process, Channel(ours, timeout_seconds))
+    return _Worker(process, Channel(ours, limits.task_timeout_seconds))
 
 
 def _kill(worker: _Worker[Any]) -> int:

@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from npu_runner.errors import JobError
 from npu_runner.workers.channel import Channel, ChannelClosed
 
 READY = "ready"
+# What comes of a task, and what comes with it: the result; what went wrong; the same for want of memory; why no task of
+# this job can go on.
+RESULT, FAULT, OUT_OF_MEMORY, JOB_FAULT = "result", "fault", "out of memory", "job fault"
 _PR_SET_PDEATHSIG = 1
 # The model's threads wait for each other after every operator, and for the slowest of them: they come first, and
 # workers take what is left. On two cores the job served 47 rows/s instead of 36.
 _NICENESS = 10
+_MAX_FAULT_CHARS = 1000
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serve the parent on the other end of this socket. Returns when the parent closes it or dies."""
+def main(descriptor: int, parent: int, memory_bytes: int) -> None:
+    """Serve the parent on the other end of this socket. Returns when the parent closes it or dies.
+
+    `memory_bytes`: address space that tasks may take beside what the worker has at its start; 0: any.
+    """
     _die_with(parent)
     os.nice(_NICENESS)
     channel = Channel(socket.socket(fileno=descriptor))
@@ -32,6 +41,8 @@ def main(descriptor: int, parent: int) -> None:
         # The function's module may be importable only with the parent's path.
         sys.path[:], _ = channel.receive()
         function, _ = channel.receive()
+        if memory_bytes:
+            _limit_memory(memory_bytes)
         channel.send(READY)
         while True:
             task, _ = channel.receive()
@@ -40,12 +51,27 @@ def main(descriptor: int, parent: int) -> None:
         return
 
 
-def _apply(function: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
-    """(True, result), or (False, what went wrong): a fault of one task must not end the worker."""
+def _apply(function: Callable[[Any], Any], task: Any) -> tuple[str, Any]:
+    """What came of the task: a fault of one must not end the worker."""
     try:
-        return True, function(task)
+        return RESULT, function(task)
+    except MemoryError:
+        return OUT_OF_MEMORY, None
+    except JobError as error:
+        return JOB_FAULT, str(error)
     except Exception as error:  # noqa: BLE001 - the border where a task's unforeseen fault becomes a reported failure
-        return False, f"{type(error).__name__}: {error}"
+        return FAULT, f"{type(error).__name__}: {error}"[:_MAX_FAULT_CHARS]
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """From here on what would need more fails, instead of pushing the model out of the host's memory."""
+    if sys.platform != "linux":
+        return
+    with open("/proc/self/statm") as file:
+        present = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = present + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _die_with(parent: int) -> None:
@@ -58,4 +84,4 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:4]))

@@ -59,9 +59,3 @@ def numbered(count: int) -> list[str]:
 def overtaken(texts: list[str]) -> list[str]:
     """The order in which OvertakingEngine finishes them: 001 to 005, 000, 006 to 009, 011 to 015, 010, ..."""
     return sorted(texts, key=lambda text: int(text) + 5.5 if text.endswith("0") else int(text))
-
-
-def whole_prefix(texts: list[str], finished: list[str]) -> list[str]:
-    """The rows before the first one that is not finished."""
-    missing = next(index for index, text in enumerate(texts) if text not in finished)
-    return texts[:missing]

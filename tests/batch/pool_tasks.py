@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from npu_runner.errors import JobError
+
 
 def square(number: int) -> tuple[int, int]:
     return number * number, os.getpid()
@@ -15,6 +17,20 @@ def square(number: int) -> tuple[int, int]:
 
 def picture(side: int) -> np.ndarray:
     return np.full((side, side, 3), side % 251, dtype=np.uint8)
+
+
+def allocate(num_bytes: int) -> tuple[int, int]:
+    """Takes so much memory for a moment; a negative number ends the process as a library does that gets none."""
+    if num_bytes < 0:
+        os.abort()
+    return len(bytearray(num_bytes)), os.getpid()
+
+
+def without_job(task: str) -> str:
+    """A task for which no other one of the job can go on."""
+    if task == "gone":
+        raise JobError("the input is gone")
+    return task
 
 
 def modules(_: int) -> list[str]:

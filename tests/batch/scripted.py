@@ -6,16 +6,20 @@ The same laws are checked with the real engine in tests/batch/test_real_job.py a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, InputRow
+from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
+from npu_runner.batch.rows.shape import name_of
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.inputs import PromptInputs
@@ -32,6 +36,9 @@ class ScriptedProcessor:
 
     def identity(self) -> dict[str, Any]:
         return {"kind": "scripted"}
+
+    def resolve_params(self, params: SamplingParams) -> SamplingParams:
+        return params
 
     def __call__(self, messages: list[dict[str, Any]]) -> PromptInputs:
         content = messages[-1]["content"]
@@ -64,6 +71,10 @@ class ScriptedEngine:
     running: dict[str, tuple[int, str, SamplingParams]] = field(default_factory=dict)
 
     ledger = "no memory at all"
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.max_running
 
     def describe(self) -> dict[str, str]:
         return {"engine": "scripted", "seed": str(self.config.seed)}
@@ -171,6 +182,32 @@ def row(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:
         "url": "/v1/chat/completions",
         "body": {"messages": messages, "temperature": 0, **body},
     }
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """A source that has this one row."""
+
+    data: bytes
+
+    @property
+    def row(self) -> InputRow:
+        return InputRow(0, 1, 0, len(self.data), hashlib.blake2b(self.data, digest_size=CHECKSUM_BYTES).digest())
+
+    def read(self, _: InputRow) -> bytes:
+        return self.data
+
+    def pieces(self, _: InputRow) -> Iterator[bytes]:
+        yield self.data
+
+    def name(self, _: InputRow) -> str | None:
+        return name_of(self.data)
+
+
+def prepared(line: bytes, processor: Any, **settings: Any) -> PreparedRow | RejectedRow:
+    """What preprocessing makes of a line."""
+    source = OneRow(line)
+    return RowPreprocessor(source=source, processor=processor, **settings)(source.row)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any] | bytes]) -> Path:

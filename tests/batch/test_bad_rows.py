@@ -10,6 +10,8 @@ import io
 import json
 import struct
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from PIL import Image
 
 from npu_runner.assets import SHAPES_VL
 from npu_runner.assets.drawing import TEST_SEEDS, draw_example
-from npu_runner.batch.files.input_file import InputRow
-from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
+from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
+from npu_runner.multimodal.media import MediaRules
 from npu_runner.multimodal.processor import ChatProcessor
-from tests.batch.scripted import row
+from tests.batch.scripted import prepared, row
+
+Prepare = Callable[[bytes], PreparedRow | RejectedRow]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +47,18 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prepare(pictures: Path) -> RowPreprocessor:
-    return RowPreprocessor(processor=ChatProcessor(str(SHAPES_VL)), allowed_media_dir=pictures)
+def processor() -> ChatProcessor:
+    return ChatProcessor(str(SHAPES_VL))
 
 
-def outcome(prepare: RowPreprocessor, line: bytes | dict[str, Any]) -> str:
+@pytest.fixture(scope="module")
+def prepare(processor: ChatProcessor, pictures: Path) -> Prepare:
+    return partial(prepared, processor=processor, media=MediaRules(allowed_dir=pictures))
+
+
+def outcome(prepare: Prepare, line: bytes | dict[str, Any]) -> str:
     data = line if isinstance(line, bytes) else json.dumps(line).encode()
-    result = prepare(InputRow(0, 1, data))
+    result = prepare(data)
     if isinstance(result, RejectedRow):
         assert result.error.status_code == 400
         assert result.error.message
@@ -145,31 +154,31 @@ URLS: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("line", "code"), [pytest.param(line, code, id=name) for name, line, code in LINES])
-def test_a_bad_row_is_its_own_error(prepare: RowPreprocessor, line: bytes | dict[str, Any], code: str) -> None:
+def test_a_bad_row_is_its_own_error(prepare: Prepare, line: bytes | dict[str, Any], code: str) -> None:
     assert outcome(prepare, line) == code
 
 
 @pytest.mark.parametrize(("url", "code"), [pytest.param(url, code, id=name) for name, url, code in URLS])
-def test_a_picture_is_taken_or_its_row_refused(prepare: RowPreprocessor, url: str, code: str) -> None:
+def test_a_picture_is_taken_or_its_row_refused(prepare: Prepare, url: str, code: str) -> None:
     assert outcome(prepare, asks(url)) == code
     if code != "fine":
         assert outcome(prepare, asks("fine.png", url)) == code, "a good picture beside it changes nothing"
 
 
-def test_file_urls_below_the_folder_are_allowed(prepare: RowPreprocessor, pictures: Path) -> None:
+def test_file_urls_below_the_folder_are_allowed(prepare: Prepare, pictures: Path) -> None:
     assert outcome(prepare, asks(f"file://{pictures}/fine.png")) == "fine"
     assert outcome(prepare, asks(str(pictures / "fine.png"))) == "fine"
 
 
-def test_without_an_allowed_folder_no_file_is_read(prepare: RowPreprocessor, pictures: Path) -> None:
-    strict = RowPreprocessor(processor=prepare.processor)
+def test_without_an_allowed_folder_no_file_is_read(processor: ChatProcessor, pictures: Path) -> None:
+    strict = partial(prepared, processor=processor)
     assert outcome(strict, asks(str(pictures / "fine.png"))) == "media_not_allowed"
     assert outcome(strict, asks(data_url(RGB))) == "fine"
 
 
-def test_special_tokens_in_text_stay_text(prepare: RowPreprocessor) -> None:
+def test_special_tokens_in_text_stay_text(prepare: Prepare) -> None:
     def prompt(text: str) -> list[int]:
-        result = prepare(InputRow(0, 1, json.dumps(asks("fine.png", text=text)).encode()))
+        result = prepare(json.dumps(asks("fine.png", text=text)).encode())
         assert isinstance(result, PreparedRow)
         assert len(result.prompt.spans) == 1
         return result.prompt.token_ids
@@ -183,11 +192,11 @@ def test_special_tokens_in_text_stay_text(prepare: RowPreprocessor) -> None:
         assert len(typed) > len(plain)
 
 
-def test_a_picture_is_the_same_inline_and_as_a_file(prepare: RowPreprocessor, pictures: Path) -> None:
+def test_a_picture_is_the_same_inline_and_as_a_file(prepare: Prepare, pictures: Path) -> None:
     inline = "data:image/png;base64," + base64.b64encode((pictures / "fine.png").read_bytes()).decode()
     prompts = []
     for url in ("fine.png", inline):
-        result = prepare(InputRow(0, 1, json.dumps(asks(url)).encode()))
+        result = prepare(json.dumps(asks(url)).encode())
         assert isinstance(result, PreparedRow)
         prompts.append(result.prompt)
     assert prompts[0].token_ids == prompts[1].token_ids

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_runner.batch.files import input_file
-from npu_runner.batch.files.input_file import InputFile, InputIdentity, row_key
+from npu_runner.batch.files.input_file import InputFile, InputIdentity
+from npu_runner.batch.rows import shape
+from npu_runner.batch.rows.input_row import row_key
 from npu_runner.errors import ConfigError
 from tests.batch.scripted import row, write_rows
 
@@ -22,7 +24,7 @@ LINES = st.lists(st.binary(max_size=12).map(lambda data: data.replace(b"\n", b""
 
 def rows_of(path: Path) -> list[tuple[int, bytes]]:
     with InputFile(str(path), path.parent) as file:
-        return [(item.line, item.data) for item in file.rows()]
+        return [(item.line, file.source.read(item)) for item in file.rows()]
 
 
 @given(lines=LINES, ends=st.booleans())
@@ -44,19 +46,19 @@ def test_only_wanted_rows_come_and_are_numbered_anew(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", [row(name) for name in "abcd"])
     with InputFile(str(path), tmp_path) as file:
         wanted = list(file.rows(np.array([False, True, False, True])))
-    assert [(item.sequence, item.line, json.loads(item.data)["custom_id"]) for item in wanted] == [
-        (0, 2, "b"),
-        (1, 4, "d"),
-    ]
+        assert [(item.sequence, item.line, file.source.name(item)) for item in wanted] == [(0, 2, "b"), (1, 4, "d")]
+        assert [json.loads(file.source.read(item))["custom_id"] for item in wanted] == ["b", "d"]
 
 
-def test_a_line_that_is_too_long_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_file, "MAX_ROW_BYTES", 300)
+def test_a_long_line_is_read_in_pieces_and_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (input_file, shape):
+        monkeypatch.setattr(module, "PIECE_BYTES", 300)
     path = write_rows(tmp_path / "in.jsonl", [row("a"), row("b", "x" * 2000), row("c")])
     with InputFile(str(path), tmp_path) as file:
         assert file.scan().num_rows == 3
-        assert [(item.line, item.is_too_long) for item in file.rows()] == [(1, False), (2, True), (3, False)]
-        assert [item.data for item in file.rows()][1] == b""
+        rows = list(file.rows())
+        assert [(item.line, file.source.name(item)) for item in rows] == [(1, "a"), (2, "b"), (3, "c")]
+        assert [len(piece) for piece in file.source.pieces(rows[1])][:-1] == [300] * (rows[1].num_bytes // 300)
 
 
 def test_repeated_custom_ids_are_named_with_their_lines(tmp_path: Path) -> None:

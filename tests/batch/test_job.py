@@ -12,19 +12,10 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from npu_runner.batch.job import serving
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError, ModelError
-from tests.batch.job_folder import Job, numbered, overtaken, whole_prefix
-from tests.batch.scripted import (
-    OvertakingEngine,
-    ScriptedEngine,
-    ScriptedProcessor,
-    read_rows,
-    row,
-    workers_of,
-    write_rows,
-)
+from tests.batch.job_folder import Job
+from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, read_rows, row, workers_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
@@ -166,53 +157,6 @@ def test_failed_rows_are_tried_again_only_when_asked_for(job: Job) -> None:
     summary = job.run(Mended, retry_errors=True)
     assert (summary.exit_status, summary.num_resumed, summary.tally.num_answered) == (0, 2, 1)
     assert sorted(job.names()) == ["a", "b", "c"]
-
-
-def test_answers_come_in_the_order_of_the_input_when_asked_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "MAX_ROWS_OUT_OF_ORDER", 10)
-    texts = [text if n % 10 != 7 else f"bad{text}" for n, text in enumerate(numbered(120))]
-    write_rows(job.input, [row(text, text) for text in texts])
-    summary = job.run(OvertakingEngine, ordered=True)
-    assert job.names() == texts
-    assert summary.tally.num_done == 120
-    (engine,) = job.engines
-    assert isinstance(engine, OvertakingEngine)
-    answered = [text for text in texts if not text.startswith("bad")]
-    assert engine.finished == overtaken(answered) != answered, "the engine itself keeps no order"
-    assert engine.most_held <= 10
-
-
-def test_an_interrupted_or_unordered_output_is_put_in_order_at_the_end(job: Job) -> None:
-    texts = numbered(40)
-    write_rows(job.input, [row(text, text) for text in texts])
-    with pytest.raises(EngineDeadError):
-        job.run(crashes_after(8))
-    assert job.names() == overtaken(texts)[:8]
-    job.run()
-    assert job.names() != texts
-    job.run(ordered=True)
-    assert job.names() == texts
-    assert len(job.engines) == 2, "ordering needs no model"
-
-
-def crashes_after(num_rows: int) -> Callable[[RunnerConfig], ScriptedEngine]:
-    def crash() -> None:
-        raise EngineDeadError("rank 1 died in decode")
-
-    return lambda config: OvertakingEngine(config, crash_after=num_rows, crash=crash)
-
-
-@pytest.mark.parametrize("num_rows", [0, 3, 6, 13, 39])
-def test_an_ordered_output_is_a_prefix_of_the_whole_answer_after_a_crash(job: Job, num_rows: int) -> None:
-    texts = numbered(45)
-    write_rows(job.input, [row(text, text) for text in texts])
-    with pytest.raises(EngineDeadError):
-        job.run(crashes_after(num_rows), ordered=True)
-    finished = overtaken(texts)[:num_rows]
-    assert job.names() == whole_prefix(texts, finished)
-    assert len(job.names()) < max(1, num_rows) or sorted(finished) == texts[:num_rows], "some were finished too early"
-    job.run(ordered=True)
-    assert job.names() == texts
 
 
 def refused(job: Job, match: str, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.batch.job_folder import Job, numbered, overtaken, whole_prefix
-from tests.batch.scripted import row, workers_of, write_rows
+from npu_runner.batch.files import durable
+from tests.batch.job_folder import Job, numbered, overtaken
+from tests.batch.scripted import OvertakingEngine, row, workers_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
@@ -71,7 +73,9 @@ def start(job: Job, *, input: str | None = None, output: str | None = None, **se
 
 
 @pytest.mark.parametrize("num_rows", [6, 33])
-def test_an_ordered_output_is_a_prefix_after_the_process_vanished(job: Job, num_rows: int) -> None:
+def test_a_process_that_vanished_leaves_what_it_finished_whole_and_the_order_is_made_up_for(
+    job: Job, num_rows: int
+) -> None:
     texts = numbered(45)
     write_rows(job.input, [row(text, text) for text in texts])
     vanishes = SCRIPT.replace(
@@ -81,11 +85,35 @@ def test_an_ordered_output_is_a_prefix_after_the_process_vanished(job: Job, num_
     done = subprocess.run([sys.executable, "-c", vanishes, str(job.input), str(job.output), str(job.model)])
     assert done.returncode == 9
     names = job.names()
-    # What was queued for the disk at that moment may be lost, from the end.
-    assert names == texts[: len(names)]
-    assert len(names) <= len(whole_prefix(texts, overtaken(texts)[:num_rows]))
-    job.run(ordered=True)
+    # What was queued for the file at that moment may be lost, from the end.
+    assert names == overtaken(texts)[: len(names)]
+    assert len(names) <= num_rows
+    assert job.run(ordered=True).num_resumed == len(names)
     assert job.names() == texts
+
+
+@pytest.mark.parametrize("moment", ["os.fsync(file.fileno())", "os.replace(new, path)", "sync_folder(path.parent)"])
+def test_a_process_that_vanishes_while_it_orders_the_output_leaves_every_row_once(job: Job, moment: str) -> None:
+    texts = numbered(48)
+    write_rows(job.input, [row(text, text) for text in texts])
+    job.run(OvertakingEngine)
+    assert job.names() == overtaken(texts)
+    source = inspect.getsource(durable.replacing)
+    assert moment in source
+    # Everything else is imported by then, so that it is the output's new version, and nothing before it, which is cut.
+    vanishes = "import npu_runner.batch.job.run, npu_runner.batch.files.durable as durable\n"
+    vanishes += f"exec({source.replace(moment, 'os._exit(9)')!r}, durable.__dict__)\n"
+    vanishes += "npu_runner.batch.files.output_file.replacing = durable.replacing\n" + SCRIPT
+    done = subprocess.run([sys.executable, "-c", vanishes, str(job.input), str(job.output), str(job.model)])
+    assert done.returncode == 9
+    assert sorted(job.names()) == texts
+    assert (".out.jsonl.new" in job.files()) == (moment != "sync_folder(path.parent)")
+    job.run()
+    assert job.files() == {"out.jsonl", "out.jsonl.manifest.json"}, "the torn copy is not left for ever"
+    assert job.run(ordered=True).num_resumed == 48
+    assert job.names() == texts
+    assert job.files() == {"out.jsonl", "out.jsonl.manifest.json"}
+    assert len(job.engines) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

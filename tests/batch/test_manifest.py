@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from npu_runner.batch.files.fingerprint import fingerprint_model
+from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.files.input_file import InputIdentity
 from npu_runner.batch.files.manifest import Manifest, differences, manifest_path, start_time
-from npu_runner.errors import ConfigError
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError, JobError
+from tests.batch.job_folder import Job
+from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
 
 MANIFEST = Manifest(
     created=1,
@@ -93,3 +99,75 @@ def test_copies_of_a_model_are_one_model_and_changes_are_seen_file_by_file(tmp_p
 def test_a_broken_weight_file_still_has_a_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 5)
     assert json.dumps(fingerprint_model(tmp_path))
+
+
+def zero_between_samples(path: Path) -> None:
+    """Zero the file where the quick look does not look."""
+    size, window, num_samples = path.stat().st_size, 64 << 10, 64
+    starts = [(size - window) * index // (num_samples - 1) for index in range(num_samples)]
+    with open(path, "r+b") as file:
+        for start, following in itertools.pairwise(starts):
+            file.seek(start + window)
+            file.write(bytes(max(0, following - start - window)))
+
+
+def test_weights_that_differ_between_all_samples_are_another_model(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    path = folder / "model.safetensors"
+    quick = fingerprint_model(folder)
+    with WeightDigests(folder, num_threads=2) as digests:
+        before = digests.lines()
+    zero_between_samples(path)
+    assert path.read_bytes().count(0) > path.stat().st_size / 2
+    assert fingerprint_model(folder) == quick, "samples do not see it"
+    with WeightDigests(folder, num_threads=2) as digests:
+        assert digests.lines() != before
+        expected = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
+        assert digests.lines() == {path.name: f"{path.stat().st_size} bytes, sha256 {expected}"}
+
+
+@pytest.fixture
+def begun(job: Job) -> Job:
+    """A job with a checkpoint of weights, and a row that has to be tried again."""
+    job.model.joinpath("config.json").unlink()
+    job.model.rmdir()
+    write_model(job.model)
+    write_rows(job.input, [row("a"), row("b", "engine error")])
+    assert job.run().tally.num_answered == 1
+    return job
+
+
+def test_no_row_is_written_beside_those_of_other_weights(begun: Job) -> None:
+    before = begun.output.read_bytes()
+    zero_between_samples(begun.model / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"another model.*model\.safetensors: was .*sha256 .* is .*sha256"):
+        begun.run(retry_errors=True)
+    assert begun.output.read_bytes() == before
+
+
+def test_weights_that_change_while_they_load_end_the_job(begun: Job) -> None:
+    before = begun.output.read_bytes()
+
+    def loads(config: RunnerConfig) -> ScriptedEngine:
+        os.utime(begun.model / "model.safetensors", (1, 1))
+        return ScriptedEngine(config)
+
+    with pytest.raises(JobError, match=r"model\.safetensors changed while the model loaded"):
+        begun.run(loads, retry_errors=True)
+    assert begun.output.read_bytes() == before
+
+
+def test_an_output_begun_by_a_version_that_sampled_weights_goes_on_as_it_was(begun: Job) -> None:
+    path = manifest_path(begun.output)
+    fields = json.loads(path.read_text())
+    assert fields.pop("weights")
+    path.write_text(json.dumps(fields))
+    earlier = Manifest.load(begun.output)
+    assert earlier is not None
+    write_rows(begun.input, [row("a"), row("b", "engine error"), row("c")])
+    begun.run()
+    manifest = Manifest.load(begun.output)
+    assert manifest is not None
+    assert manifest.weights == {}
+    answers = {item["custom_id"]: item["response"]["body"] for item in read_rows(begun.output)}
+    assert answers["c"]["system_fingerprint"] == manifest.system_fingerprint == earlier.system_fingerprint

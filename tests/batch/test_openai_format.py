@@ -13,11 +13,11 @@ from pydantic import TypeAdapter
 
 from npu_runner.batch.rows.openai_format import (
     ChatBody,
-    custom_id_of,
     parse_row,
     read_json,
     refuse_half_characters,
 )
+from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.sampling_params import SamplingParams
 from tests.batch.scripted import row
@@ -175,7 +175,7 @@ def test_a_missing_field_is_named(name: str) -> None:
 
 UNREADABLE = [
     (b'{"custom_id": ', "not_json"),
-    (b"[" * 100_000, "not_json"),
+    (b"[" * 100_000, "nested_too_deep"),
     (b"1" * 5_000, "not_json"),
     (b"null", "not_an_object"),
     (b'"text"', "not_an_object"),
@@ -197,7 +197,7 @@ def test_half_a_surrogate_pair_is_refused_and_a_whole_one_is_not() -> None:
     with pytest.raises(RequestError) as caught:
         refuse_half_characters(half, read_json(half))
     assert caught.value.code == "not_unicode"
-    assert custom_id_of({"custom_id": "\ud83d"}) is None
+    assert name_of(rb'{"custom_id": "\ud83d"}') is None
 
 
 def test_the_row_goes_over_the_checkpoints_defaults_field_by_field() -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import replacing
-from npu_runner.batch.files.input_file import row_key
 from npu_runner.batch.files.output_file import OutputLock, repair_output, rewrite_rows, scan_output
+from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import ConfigError, JobError
 

@@ -176,3 +176,21 @@ def test_a_job_that_cannot_start_says_why_and_writes_nothing(
     errors = capsys.readouterr().err
     assert words in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "model"]
+
+
+def test_a_length_that_memory_cut_is_taken_over_when_the_job_goes_on(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["batch", "-i", "in.jsonl", "-o", "out.jsonl", "--platform", "cpu", "--progress", "off",
+               "--preprocessing-workers", "1", "--kv-cache-bytes"]  # fmt: skip
+    rows = [row("a", "Hello!", max_tokens=4), row("b", "Hello!", max_tokens=4), row("c", "x " * 400, max_tokens=4)]
+    write_rows(tmp_path / "in.jsonl", rows[:1])
+    assert cli.main([*command, "1M"]) == 0
+    length = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"]["max_model_len"]
+    write_rows(tmp_path / "in.jsonl", rows)
+    assert cli.main([*command, "300K"]) == 2
+    assert f"was begun with max_model_len {length} and goes on with no other" in capsys.readouterr().err
+    assert cli.main([*command, "2M", "--max-model-len", "96"]) == 2
+    assert f'max_model_len: was "{length}", is "96"' in capsys.readouterr().err
+    assert cli.main([*command, "8M"]) == 3, "more memory does not make it longer: the long row is refused as before"
+    errors = {item["custom_id"]: item["error"] and item["error"]["code"] for item in read_rows(tmp_path / "out.jsonl")}
+    assert errors == {"a": None, "b": None, "c": "prompt_too_long"}

@@ -5,17 +5,28 @@ from __future__ import annotations
 import html.parser
 import io
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from base64 import b64decode
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
 
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.job.report import write_report
+from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.errors import JobError
+from npu_runner.limits import LIMITS
 from npu_runner.outputs import CompletionOutput, RequestOutput
+from npu_runner.workers.pool import PoolLimits
 from tests.batch.scripted import row, write_rows
 
 STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
@@ -30,12 +41,41 @@ def failure(name: str | None, line: int = 1) -> bytes:
     return error_row(RowError(code="some_code", message="<b>why</b>"), custom_id=name, line=line)
 
 
-def report(folder: Path, requests: list[Any], results: list[bytes], max_rows: int = 100) -> str:
+@dataclass(frozen=True)
+class DyingMaker(ThumbnailMaker):
+    """Pictures with these names do to the worker what a decoder's bug would."""
+
+    def __call__(self, url: str) -> str | None:
+        if url == "kills.png":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if url == "hangs.png":
+            time.sleep(3600)
+        if url == "raises.png":
+            raise ZeroDivisionError
+        return super().__call__(url)
+
+
+def report(
+    folder: Path,
+    requests: list[Any],
+    results: list[bytes],
+    max_rows: int = 100,
+    maker: type[ThumbnailMaker] = ThumbnailMaker,
+    timeout: float = 120.0,
+    max_row_bytes: int = 1 << 20,
+) -> str:
     write_rows(folder / "in.jsonl", requests)
     (folder / "out.jsonl").write_bytes(b"".join(results))
     with InputFile(str(folder / "in.jsonl"), folder) as file:
         write_report(
-            folder / "report.html", file, file.scan(), folder / "out.jsonl", allowed_media_dir=folder, max_rows=max_rows
+            folder / "report.html",
+            file,
+            file.scan(),
+            folder / "out.jsonl",
+            thumbnails=maker(folder, LIMITS.max_source_pixels),
+            worker=PoolLimits(num_workers=1, task_timeout_seconds=timeout),
+            max_rows=max_rows,
+            max_row_bytes=max_row_bytes,
         )
     text = (folder / "report.html").read_text(encoding="utf-8")
     WellFormed().check(text)
@@ -98,6 +138,59 @@ def test_pictures_are_in_the_page_small_and_upright(tmp_path: Path) -> None:
     assert "and 3 more" in text
 
 
+def with_pictures(*urls: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return row("a", messages=[{"role": "user", "content": parts}])
+
+
+def test_a_picture_that_ends_its_worker_costs_the_page_that_picture_alone(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 20), "red").save(tmp_path / "good.png")
+    urls = ["good.png", "kills.png", "hangs.png", "raises.png", "good.png"]
+    text = report(tmp_path, [with_pictures(*urls)], [answer("a", "x")], maker=DyingMaker, timeout=3.0)
+    assert text.count('src="data:image/jpeg;base64,') == 2
+    assert text.count("no picture to show") == 3
+
+
+def test_a_large_picture_takes_the_job_no_memory(tmp_path: Path) -> None:
+    Image.new("L", (7000, 7000), 99).save(tmp_path / "large.jpg")
+    Image.new("L", (7000, 7000), 99).save(tmp_path / "large.png")
+    # Warm up first: what the libraries take is not what a picture takes.
+    script = f"""
+import resource
+from pathlib import Path
+from PIL import Image
+from tests.batch.test_report import answer, report, with_pictures
+folder = Path({str(tmp_path)!r})
+Image.new("RGB", (20, 20)).save(folder / "small.jpg")
+peaks = []
+for names in (["small.jpg"], ["large.jpg", "large.png"]):
+    text = report(folder, [with_pictures(*names)], [answer("a", "x")])
+    assert text.count('src="data:image/jpeg;base64,') == len(names)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(peaks[1] - peaks[0])
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True)
+    assert int(done.stdout) < 20 * 1024, "49 megapixels are 144 MiB in RGB"
+
+
+def test_a_thumbnail_of_a_jpeg_decodes_an_eighth_of_its_sides(tmp_path: Path) -> None:
+    Image.new("RGB", (8000, 8000), "red").save(tmp_path / "64-megapixels.jpg")
+    assert ThumbnailMaker(tmp_path, LIMITS.max_source_pixels)("64-megapixels.jpg") is not None
+    assert ThumbnailMaker(tmp_path, 63_999_999)("64-megapixels.jpg") is None, "refused by the job, so by the page"
+    Image.new("L", (8000, 8000)).save(tmp_path / "64-megapixels.png")
+    assert ThumbnailMaker(tmp_path, LIMITS.max_source_pixels)("64-megapixels.png") is None
+
+
+def test_a_page_that_cannot_be_made_is_a_job_error_and_says_that_the_answers_are_there(tmp_path: Path) -> None:
+    strange = json.loads(answer("a", "x"))
+    del strange["response"]["body"]["usage"]
+    with pytest.raises(JobError, match=r"KeyError: 'usage'.*The answers are complete in .*out\.jsonl"):
+        report(tmp_path, [row("a")], [json.dumps(strange).encode() + b"\n"])
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(JobError, match=r"Is a directory.*The answers are complete in .*out\.jsonl"):
+        report(tmp_path, [row("a")], [answer("a", "x")])
+
+
 def test_nothing_in_a_row_becomes_markup(tmp_path: Path) -> None:
     evil = "</p></article><b-injected onload=x><script>alert(1)</script>\u2028 \" ' &amp;"
     text = report(
@@ -136,6 +229,13 @@ def test_a_huge_job_shows_its_worst_rows_and_says_so(tmp_path: Path) -> None:
     assert "249 of 249 (100.0 %)" not in text
     assert "248 of 249 (99.6 %)" in text
     assert "250 of 250 (100.0 %)" in text
+
+
+def test_of_a_row_that_was_too_long_the_error_alone_is_shown(tmp_path: Path) -> None:
+    text = report(tmp_path, [row("a", "long " * 1000), row("b", "short")], [failure("a")], max_row_bytes=4000)
+    assert names(text) == ["a"]
+    assert "long long" not in text
+    assert "some_code" in text
 
 
 def test_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:

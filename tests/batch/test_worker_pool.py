@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,8 @@ import pytest
 
 from npu_runner.errors import JobError
 from npu_runner.workers.channel import Channel, ChannelClosed
-from npu_runner.workers.pool import Finished, PoolLimits, WorkerPool
-from tests.batch.pool_tasks import Unreadable, modules, picture, square
+from npu_runner.workers.pool import Finished, PoolLimits, WorkerFailure, WorkerPool
+from tests.batch.pool_tasks import Unreadable, allocate, modules, picture, square, without_job
 
 
 def limits(**changes: Any) -> PoolLimits:
@@ -164,3 +165,50 @@ def test_a_stuck_end_is_given_up_after_the_timeout() -> None:
         theirs.sendall(b"half a header")
         with pytest.raises(ChannelClosed):
             Channel(ours, timeout_seconds=0.05).receive()
+
+
+def test_a_task_that_wants_more_memory_than_its_worker_has_fails_by_name_and_the_next_ones_do_not() -> None:
+    mib, tasks = 1 << 20, [10 << 20, 400 << 20, 10 << 20, 150 << 20, 400 << 20, 150 << 20]
+    with WorkerPool(allocate, iter(tasks), limits(num_workers=1, worker_memory_bytes=200 * mib)) as pool:
+        found = drain(pool)
+    assert [item.task for item in found] == tasks
+    for item in found:
+        if item.task > 200 * mib:
+            assert isinstance(item.result, WorkerFailure)
+            assert item.result.code == "preprocessing_out_of_memory"
+            assert f"{200 * mib} bytes" in item.result.message
+            assert "worker_memory_bytes" in item.result.message
+        else:
+            assert item.result[0] == item.task
+    assert pool.num_replaced == 2
+    assert len({item.result[1] for item in found if not isinstance(item.result, WorkerFailure)}) == 3
+
+
+def test_a_library_that_aborts_for_want_of_memory_fails_its_task_and_names_the_limit() -> None:
+    with WorkerPool(allocate, iter([5, -1, 6]), limits(num_workers=1, worker_memory_bytes=1 << 30)) as pool:
+        found = {item.task: item.result for item in drain(pool)}
+    assert (found[5][0], found[6][0]) == (5, 6)
+    assert found[-1].code == "preprocessing_crashed"
+    assert "SIGABRT" in found[-1].message
+    assert f"{1 << 30} bytes of memory" in found[-1].message
+
+
+def test_without_a_limit_a_worker_takes_what_it_needs() -> None:
+    with WorkerPool(allocate, iter([600 << 20]), limits(num_workers=1)) as pool:
+        assert drain(pool)[0].result[0] == 600 << 20
+
+
+def test_a_job_fault_in_a_worker_ends_the_pool_with_it() -> None:
+    with (
+        WorkerPool(without_job, iter(["a", "gone"]), limits(num_workers=1)) as pool,
+        pytest.raises(JobError, match="the input is gone"),
+    ):
+        drain(pool)
+
+
+def test_workers_can_read_a_descriptor_that_has_no_name(tmp_path: Path) -> None:
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        file.write(b"rows")
+        file.flush()
+        with WorkerPool(os.fstat, iter([file.fileno()]), limits(num_workers=1), [file.fileno()]) as pool:
+            assert drain(pool)[0].result.st_size == 4

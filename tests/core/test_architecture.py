@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Packages and modules, lowest first; those of one line do not import each other.
 LAYERS = [
-    {"errors"}, {"sampling_params", "outputs"}, {"config"}, {"checkpoint_files"},
+    {"errors"}, {"limits"}, {"sampling_params", "outputs"}, {"config"}, {"checkpoint_files"},
     {"model_config", "checkpoint", "assets"}, {"multimodal"}, {"core", "platforms"}, {"layers"}, {"weights"},
     {"models"}, {"strategies"}, {"runner"}, {"engine", "workers"}, {"llm"}, {"batch"}, {"cli"},
 ]
@@ -50,6 +50,18 @@ def test_a_layer_imports_only_what_stands_below_it(path: Path) -> None:
         layer = layer_of(module)
         if layer is not None and layer != own:
             assert LEVEL[layer] < LEVEL[own], f"{path.relative_to(ROOT)} ({own}) imports {module} ({layer})"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "npu_runner" / "batch").rglob("*.py")), ids=lambda path: path.stem)
+def test_a_room_of_the_batch_job_imports_only_rooms_below_it(path: Path) -> None:
+    """rows < files < job: what a row is, where rows lie, what is done with them."""
+    rooms = ["rows", "files", "job"]
+    own = path.parent.name
+    for module in imports(path):
+        parts = module.split(".")
+        if parts[:2] == ["npu_runner", "batch"] and len(parts) > 2:
+            assert own in rooms, f"{path.name} stands in no room"
+            assert rooms.index(parts[2]) <= rooms.index(own), f"{own}/{path.name} imports {module}"
 
 
 def test_the_core_imports_no_torch() -> None:

@@ -25,6 +25,10 @@ def next_token(tokens: list[int]) -> int:
     return hashlib.blake2b(repr(tokens).encode(), digest_size=1).digest()[0] % 5
 
 
+def tokens_of(sequence: Sequence) -> list[int]:
+    return sequence.tokens(0, sequence.num_tokens)
+
+
 class World:
     """Drives a scheduler and keeps, by slot of the cache, what was written there: the model is a table."""
 
@@ -38,6 +42,10 @@ class World:
         self.live: dict[int, Sequence] = {}
         self.wanted_lens: dict[int, int] = {}
         self.num_added = 0
+        self.sampler: dict[int, int] = {}
+        """Who is registered in each slot."""
+        self.failing = 0.0
+        self.most_tokens = 1
 
     def add(self) -> None:
         length = self.rng.randint(1, MAX_LEN - 2)
@@ -65,20 +73,53 @@ class World:
             self._end(self.rng.choice(list(self.live.values())))
 
     def step(self) -> None:
+        if self.scheduler._held and not (self.scheduler.running or self.scheduler.waiting):
+            self.scheduler.run_alone(None)
         batch = self.scheduler.schedule()
         if batch is None:
             assert not self.live
             return
         self._check_batch(batch)
+        if self.rng.random() < self.failing:
+            self._abandon(batch)
+            return
+        self._tell_sampler(batch)
         scheduled = [seq for seq, _ in self.scheduler._scheduled]
         for row, sequence in enumerate(scheduled):
             self._write_and_read(batch, row, sequence)
         for row, sequence in enumerate(self.scheduler.complete()):
-            if batch.samples_B[row]:
-                sequence.token_ids.append(next_token(sequence.token_ids))
+            for _ in range(self.rng.randint(1, self.most_tokens) if batch.samples_B[row] else 0):
+                assert self.sampler[batch.slots_B[row]] == sequence.seq_id, "its slot samples for another one"
+                sequence.append(next_token(tokens_of(sequence)))
                 if sequence.num_tokens >= self.wanted_lens[sequence.seq_id]:
                     self._end(sequence)
+                    break
         self._check_blocks()
+
+    def _abandon(self, batch: ScheduledBatch) -> None:
+        """The step got nowhere, or some of the way."""
+        if self.rng.random() < 0.5:
+            self._tell_sampler(batch)
+        scheduled = [seq for seq, _ in self.scheduler._scheduled]
+        for row, sequence in enumerate(scheduled[: self.rng.randint(0, len(scheduled))]):
+            self._write_and_read(batch, row, sequence)
+        assert self.scheduler.abandon() == scheduled
+        assert self.blocks.num_used == 0
+        assert not self.scheduler.running
+        everybody = [None, [seq for seq in self.live.values() if self.rng.random() < 0.5]]
+        group = self.rng.choice(everybody)
+        self.scheduler.run_alone(group or None)
+        self._check_blocks()
+
+    def _tell_sampler(self, batch: ScheduledBatch) -> None:
+        for slot in batch.freed_slots:
+            self.sampler.pop(slot, None)
+        rows = {slot: row for row, slot in enumerate(batch.slots_B.tolist())}
+        for entry in batch.new_sampling:
+            assert entry.slot not in self.sampler, "somebody is registered there"
+            sequence = self.scheduler._scheduled[rows[entry.slot]][0]
+            assert entry.output_token_ids == sequence.output_token_ids
+            self.sampler[entry.slot] = sequence.seq_id
 
     def _end(self, sequence: Sequence) -> None:
         sequence.finish("stop")
@@ -107,7 +148,7 @@ class World:
         """Keys of a token depend on all tokens and pictures up to it."""
         images = [(span.start, sequence.prompt.images[span.image_index].content_hash) for span in
                   sequence.prompt.spans if span.start <= place]
-        return tuple(sequence.token_ids[: place + 1]), tuple(images)
+        return tuple(sequence.tokens(0, place + 1)), tuple(images)
 
     def _check_blocks(self) -> None:
         counts: dict[int, int] = {}
@@ -122,13 +163,16 @@ class World:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 4, 16]), spare=st.integers(0, 30),
-       max_num_seqs=st.integers(1, 8), num_tokens=st.integers(1, 50), caching=st.booleans())
+       max_num_seqs=st.integers(1, 8), num_tokens=st.integers(1, 50), caching=st.booleans(),
+       failing=st.sampled_from([0.0, 0.2]), most_tokens=st.sampled_from([1, 3]))
 def test_random_traffic_keeps_every_block_accounted_for(seed: int, block_size: int, spare: int, max_num_seqs: int,
-                                                        num_tokens: int, caching: bool) -> None:
+                                                        num_tokens: int, caching: bool, failing: float,
+                                                        most_tokens: int) -> None:
     rng = random.Random(seed)
     limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, max_model_len=MAX_LEN,
                              max_image_tokens=rng.randint(5, 12))
     world = World(rng, block_size, -(-MAX_LEN // block_size) + 1 + spare, limits, caching)
+    world.failing, world.most_tokens = failing, most_tokens
     for _ in range(60):
         action = rng.random()
         if action < 0.25 and world.num_added < 20:
@@ -137,12 +181,14 @@ def test_random_traffic_keeps_every_block_accounted_for(seed: int, block_size: i
             world.abort_one()
         else:
             world.step()
+    world.failing = 0.0
     for _ in range(20_000):
         if not world.live:
             break
         world.step()
     assert not world.live, "every sequence ends"
     assert world.blocks.num_used == 0
+    assert world.scheduler._table.num_free_slots == max_num_seqs
     assert not world.scheduler.has_unfinished()
 
 
@@ -175,4 +221,4 @@ def test_the_newest_is_preempted_and_ends_with_the_same_tokens() -> None:
         tokens = list(sequence.prompt.token_ids)
         while len(tokens) < sequence.num_tokens:
             tokens.append(next_token(tokens))
-        assert sequence.token_ids == tokens
+        assert tokens_of(sequence) == tokens

@@ -102,7 +102,7 @@ def test_killed_at_thirty_random_moments_every_row_is_there_once(tmp_path: Path,
     expected = whole_lines(undisturbed)
     assert len(expected) == 2 * NUM_PICTURES + 3
 
-    rng, num_kills, num_jobs = random.Random(2), 0, 0
+    rng, num_kills, num_jobs, num_ordered_with_rows = random.Random(2), 0, 0, 0
     with Zygote(tmp_path) as zygote:
         started = time.monotonic()
         zygote.start([*command, "measured.jsonl"])
@@ -120,12 +120,16 @@ def test_killed_at_thirty_random_moments_every_row_is_there_once(tmp_path: Path,
             wait_until_workers_are_gone(pid)
             if status == -signal.SIGKILL:
                 num_kills += 1
-                assert set(whole_lines(output)) <= set(expected)
+                found = whole_lines(output)
+                assert set(found) <= set(expected)
+                assert len(set(found)) == len(found)
+                num_ordered_with_rows += is_ordered and bool(found) and found != expected[: len(found)]
             else:
                 assert_finished(status, output, expected, is_ordered)
                 num_jobs += 1
         zygote.start(arguments)
         assert_finished(zygote.exit_status(), output, expected, is_ordered)
+    assert num_ordered_with_rows > 0, "no ordered job was killed with rows on disk that are early"
     print(f"{num_kills} kills over {num_jobs + 1} jobs of {whole_seconds:.1f} s")
 
 

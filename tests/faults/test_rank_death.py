@@ -55,12 +55,12 @@ def test_a_killed_rank_is_named_and_the_others_end(victim: int, checkpoint: Any)
     llm.close()
 
 
-def test_a_stopped_rank_is_noticed_by_its_silence(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_is_noticed(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(checkpoint("qwen3"), **SETTINGS)
-    monkeypatch.setattr(shared_memory, "SILENCE_SECONDS", 4.0)
+    monkeypatch.setattr(shared_memory, "STOPPED_SECONDS", 3.0)
     process_ids = executor_of(llm).process_ids()
     os.kill(process_ids[1], signal.SIGSTOP)
-    with pytest.raises(EngineDeadError, match="rank 1 has been silent"):
+    with pytest.raises(EngineDeadError, match="rank 1 has been stopped"):
         llm.generate(["which picture"], LONG)
     assert_gone(process_ids)
 

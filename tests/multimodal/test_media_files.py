@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.multimodal.media import load_media, resolve_media
+from npu_runner.multimodal.media import MediaRules, load_media, resolve_media
 
 SECRET = b"the secret outside"
 
@@ -249,10 +249,12 @@ def test_image_url_parts_become_image_parts(allowed: Path) -> None:
         },
         "not a message",
     ]
-    resolved = resolve_media(messages, allowed)
-    images = [{"type": "image", "image": b"picture a"}, {"type": "image", "image": b"b"}]
+    resolved = resolve_media(messages, MediaRules(allowed_dir=allowed))
     assert resolved[0] is messages[0]
-    assert resolved[1]["content"] == [{"type": "text", "text": "?"}, *images, 7]
+    text, *images, number = resolved[1]["content"]
+    assert (text, number) == ({"type": "text", "text": "?"}, 7)
+    assert [image["type"] for image in images] == ["image", "image"]
+    assert [image["image"].load() for image in images] == [b"picture a", b"b"]
     assert resolved[2] == "not a message"
     assert messages[1]["content"][1]["type"] == "image_url"  # type: ignore[index]
 
@@ -271,6 +273,6 @@ def test_image_url_parts_become_image_parts(allowed: Path) -> None:
 def test_a_bad_image_url_part_is_named(value: object, code: str, allowed: Path) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": value}]}]
     with pytest.raises(RequestError, match=r"messages\[0\].content\[1\].image_url") as caught:
-        resolve_media(messages, allowed)
+        resolve_media(messages, MediaRules(allowed_dir=allowed))
     assert caught.value.code == code
     assert (caught.value.param or "").startswith("messages[0].content[1].image_url")

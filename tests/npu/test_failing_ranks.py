@@ -47,3 +47,26 @@ def test_a_rank_that_fails_while_compiling_says_so(checkpoint: Any, tmp_path: Pa
     end = end_of_a_job(checkpoint("qwen3"), "none", tmp_path, *settings, fail="aclmdlRICaptureEnd:4:507899")
     assert "failed while compiling bucket 2" in end["message"]
     assert "507899" in end["message"]
+
+
+# Two captures for each bucket, the larger bucket first: the smaller one's find no streams.
+GRAPHS = ("graph_mode='reduce-overhead'", "graph_batch_sizes=(2, 4)")
+NO_STREAMS = "aclmdlRICaptureBegin:3+:207008"
+
+
+@emulated
+def test_ranks_that_all_lack_resources_go_on_with_the_graphs_they_have(checkpoint: Any, tmp_path: Path) -> None:
+    end = end_of_a_job(checkpoint("qwen3", num_hidden_layers=1), "none", tmp_path, *GRAPHS, fail=NO_STREAMS)
+    assert end["message"] == ""
+    assert end["graphs"].startswith("4 (stopped at 2: rank 0: ")
+    assert "207008" in end["graphs"]
+
+
+@emulated
+def test_a_rank_that_lacks_resources_alone_ends_the_start_by_name(checkpoint: Any, tmp_path: Path) -> None:
+    """It must not go without that graph alone: its next collective would meet the other rank's of another bucket."""
+    end = end_of_a_job(checkpoint("qwen3", num_hidden_layers=1), "none", tmp_path, *GRAPHS, "step_timeout_seconds=40.0",
+                       FAIL_OF_THE_VICTIM=NO_STREAMS)
+    assert "rank 1" in end["message"]
+    assert "207008" in end["message"]
+    assert "bucket 2" in end["message"] or "batch size 2" in end["message"]

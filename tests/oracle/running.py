@@ -32,18 +32,18 @@ def runner_of(llm: LLM) -> ModelRunner:
 def recorded_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
     """The logits (B, V) that every step inside samples from, in order, whether a graph made them or not."""
     steps: list[torch.Tensor] = []
-    runner: Any = runner_of(llm)
-    sample = runner._sample
+    runner: Any = runner_of(llm).steps
+    sample = runner.sample
 
-    def record(batch: Any, logits_BV: torch.Tensor, inputs: Any) -> Any:
+    def record(step: Any, logits_BV: torch.Tensor) -> Any:
         steps.append(logits_BV.float().cpu().clone())
-        return sample(batch, logits_BV, inputs)
+        return sample(step, logits_BV)
 
-    runner._sample = record
+    runner.sample = record
     try:
         yield steps
     finally:
-        del runner._sample
+        del runner.sample
 
 
 def assert_equals_reference(path: Path, llm: LLM, prompts: Sequence[PromptInputs],

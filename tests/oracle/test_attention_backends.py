@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import pick_platform, platform_class
-from npu_runner.platforms.base import AttentionBackend, AttentionMetadata, GraphSettings, Platform
+from npu_runner.platforms.base import AttentionBackend, AttentionMetadata, GraphSettings, Platform, StepInputs
 
 # B sequences, T tokens of the step, N query heads, K kv heads, H head dim, L context, Q new tokens, S block size
 
@@ -97,9 +97,8 @@ class OneLayer(nn.Module):
         self.cache = cache
         self.q_BNH = q_BNH
 
-    def forward(self, input_ids_B: Tensor, positions_B: Tensor, slot_mapping_B: Tensor, context_lens_B: Tensor,
-                block_tables_BW: Tensor, plan: object = None) -> Tensor:
-        metadata = AttentionMetadata(False, slot_mapping_B, context_lens_B, block_tables_BW, plan)
+    def forward(self, inputs: StepInputs, plan: object = None) -> Tensor:
+        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
         cache = self.cache
         return cache.backend.decode(self.q_BNH, cache.k_cache, cache.v_cache, metadata, HEAD_DIM**-0.5)
 
@@ -148,14 +147,14 @@ def test_one_decode_graph_serves_contexts_that_grow(graph_mode: str, backend_nam
     q_BNH = cache.queries(ones)
     layer = OneLayer(cache, q_BNH.to(cache.device))
     forward = platform.make_graph_compiler(GraphSettings(mode=graph_mode)).compile(layer.forward, len(ones))
-    numbers = {name: torch.zeros(len(ones), dtype=torch.int32, device=cache.device) for name in ("ids", "positions",
-                                                                                                 "slots", "lens")}
+    numbers = {name: torch.zeros(len(ones), dtype=torch.int32, device=cache.device)
+               for name in ("input_ids", "positions", "slot_mapping", "context_lens")}
     tables_BW = torch.from_numpy(cache.block_tables_BW).to(cache.device)
     with torch.inference_mode():
         for _ in range(3):
             lens_B = np.array(cache.context_lens, dtype=np.int32)
-            numbers["lens"].copy_(torch.from_numpy(lens_B))
+            numbers["context_lens"].copy_(torch.from_numpy(lens_B))
             cache.backend.plan_replay(lens_B, cache.block_tables_BW)
-            out_BNH = forward(numbers["ids"], numbers["positions"], numbers["slots"], numbers["lens"], tables_BW)
+            out_BNH = forward(StepInputs(**numbers, block_tables=tables_BW))
             cache.assert_close(out_BNH, q_BNH, ones)
             cache.grow()

@@ -1,6 +1,7 @@
 """Appends rows to the output in a thread of its own, so that a slow disk does not hold up the model.
 
-Rows reach the file at once, whole, and the disk in groups (fsync). Knows nothing of what is in a row.
+Rows reach the file at once, whole, and the disk in groups (fsync). With each group it looks whether the file is still
+there. Knows nothing of what is in a row.
 """
 
 from __future__ import annotations
@@ -11,36 +12,52 @@ import queue
 import stat
 import threading
 import time
+from pathlib import Path
 
-from npu_runner.batch.files.durable import explain_file_error, write_all
+from npu_runner.batch.files.durable import explain_late_error, write_all
+from npu_runner.errors import JobError, OutputLostError
 
 _MAX_QUEUED_ROWS = 1024
 _MAX_BYTES_PER_WRITE = 1 << 20
 
 
 class AnswerWriter:
-    """Owns `descriptor`, opened for appending. After a failure it writes no more; `put` and `close` raise it."""
+    """Owns `descriptor`, opened for appending. After a failure it writes no more; `put` and `close` raise it.
 
-    def __init__(self, descriptor: int, name: str, *, sync_rows: int = 64, sync_seconds: float = 2.0):
+    `path`: where the file must still be found when a group of rows is on disk; None for a stream, of which nothing can
+    be said but that it took the bytes.
+    """
+
+    def __init__(
+        self, descriptor: int, name: str, *, path: Path | None = None, sync_rows: int = 64, sync_seconds: float = 2.0
+    ):
         self._descriptor = descriptor
         self._name = name
+        self._path = path
         self._sync_rows = sync_rows
         self._sync_seconds = sync_seconds
         self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        self._end = os.fstat(descriptor).st_size
         self._rows: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED_ROWS)
-        self._failure: OSError | None = None
+        self._failure: JobError | None = None
         self._num_unsynced = 0
         self._sync_at = float("inf")
+        self.num_kept = 0
+        """Rows given to `put` that were on disk, and the file in its place, when last looked at: the first so many."""
         self._thread = threading.Thread(target=self._run, name="answer-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def is_stream(self) -> bool:
+        return self._path is None
+
     def put(self, row: bytes) -> None:
-        """Queue a row. Raises JobError if an earlier one could not be written."""
+        """Queue a row. Raises JobError if an earlier one could not be written, OutputLostError if the file is gone."""
         self._raise_failure()
         self._rows.put(row)
 
     def close(self) -> None:
-        """Write and sync what is queued, then close the file. Raises JobError if that failed."""
+        """Write and sync what is queued, then close the file. Raises what `put` does."""
         if self._thread.is_alive():
             self._rows.put(None)
             self._thread.join()
@@ -49,7 +66,7 @@ class AnswerWriter:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise explain_file_error(f"output {self._name}", self._failure) from self._failure
+            raise self._failure
 
     def _run(self) -> None:
         # Goes on taking rows after a failure, so that nobody waits for room in the queue for ever.
@@ -62,7 +79,9 @@ class AnswerWriter:
                     if not is_open or self._num_unsynced >= self._sync_rows or time.monotonic() >= self._sync_at:
                         self._sync()
                 except OSError as error:
-                    self._failure = error
+                    self._failure = explain_late_error(f"output {self._name}", error)
+                except OutputLostError as error:
+                    self.num_kept, self._failure = 0, error
 
     def _next_rows(self) -> tuple[list[bytes], bool]:
         """Rows that are waiting, at least one unless a sync is due; and whether there will be more."""
@@ -85,24 +104,51 @@ class AnswerWriter:
             return
         if self._num_unsynced == 0:
             self._sync_at = time.monotonic() + self._sync_seconds
+        data = b"".join(rows)
         end = os.lseek(self._descriptor, 0, os.SEEK_END) if self._is_regular else 0
         try:
-            write_all(self._descriptor, b"".join(rows))
+            write_all(self._descriptor, data)
         except OSError:
-            self._remove_torn_row(end)
+            self._keep_whole_rows(end)
             raise
+        self._end += len(data)
         self._num_unsynced += len(rows)
 
-    def _remove_torn_row(self, start: int) -> None:
+    def _keep_whole_rows(self, start: int) -> None:
         """A full disk took a part of the rows: leave the whole ones. Resuming would repair it as well."""
         if not self._is_regular:
             return
-        with contextlib.suppress(OSError), open(f"/proc/self/fd/{self._descriptor}", "rb") as file:
-            file.seek(start)
-            written = file.read()
-            os.ftruncate(self._descriptor, start + written.rfind(b"\n") + 1)
+        with contextlib.suppress(OSError):
+            with open(f"/proc/self/fd/{self._descriptor}", "rb") as file:
+                file.seek(start)
+                whole = file.read().rpartition(b"\n")[0]
+            num_bytes = len(whole) + bool(whole)
+            os.ftruncate(self._descriptor, start + num_bytes)
+            self._end += num_bytes
+            self._num_unsynced += whole.count(b"\n") + bool(whole)
+            self._sync()
 
     def _sync(self) -> None:
         if self._is_regular and self._num_unsynced:
             os.fsync(self._descriptor)
+        if self._path is not None:
+            self._look(self._path)
+        self.num_kept += self._num_unsynced
         self._num_unsynced, self._sync_at = 0, float("inf")
+
+    def _look(self, path: Path) -> None:
+        """Raise OutputLostError unless the name leads to our file and just what was written is in it."""
+        ours = os.fstat(self._descriptor)
+        what = f"output {self._name}"
+        remedy = "the same command answers again what is missing"
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise OutputLostError(f"{what}: was removed or renamed while the job wrote it; {remedy}") from None
+        if not os.path.samestat(ours, found):
+            raise OutputLostError(f"{what}: another file was put in its place while the job wrote it; {remedy}")
+        if ours.st_size != self._end:
+            raise OutputLostError(
+                f"{what}: has {ours.st_size} bytes where the job left {self._end}: somebody else cut it or wrote to "
+                f"it; {remedy}"
+            )

@@ -11,11 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.durable import clear_file_errors, sync_folder
+from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, remove_torn_version, sync_folder
 from npu_runner.batch.files.input_file import STANDARD_STREAM, InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.output_file import OutputLock, OutputScan, repair_output, rewrite_rows, scan_output
-from npu_runner.errors import ConfigError
+from npu_runner.batch.files.output_file import OutputLock, repair_output, rewrite_rows, rows_in_order, scan_output
+from npu_runner.errors import ConfigError, JobError, OutputLostError
 
 _SYNC_ROWS = 64
 _SYNC_SECONDS = 2.0
@@ -38,6 +38,7 @@ class Destination(Protocol):
     def num_failed_kept(self) -> int: ...
     def begin(self, manifest: Manifest) -> AnswerWriter: ...
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None: ...
+    def num_there(self, rows: InputScan) -> tuple[int, int]: ...
 
 
 def open_destination(output: str, *, overwrite: bool, retry_errors: bool) -> Destination:
@@ -93,7 +94,11 @@ class StreamDestination:
         return AnswerWriter(os.dup(self._descriptor), self.name)
 
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
-        """Rows are in order already, if that was asked for."""
+        """Rows went out in order already, if that was asked for."""
+
+    def num_there(self, rows: InputScan) -> tuple[int, int]:
+        """What went out cannot be looked at again."""
+        return 0, 0
 
 
 class FileDestination:
@@ -107,7 +112,7 @@ class FileDestination:
         self._overwrite = overwrite
         self._retry_errors = retry_errors
         self._lock = OutputLock(self.path)
-        self._is_in_order = True
+        self._seen: tuple[int, ...] | None = None
 
     def __enter__(self) -> FileDestination:
         if self.path.is_dir():
@@ -124,6 +129,7 @@ class FileDestination:
 
     def look(self) -> None:
         with clear_file_errors(f"output {self.name}"):
+            self._seen = _state_of(self.path)
             self._scan = scan_output(self.path)
         if self._overwrite:
             self._kept = self._scan.keys[:0]
@@ -138,7 +144,6 @@ class FileDestination:
 
     def finished(self, rows: InputScan) -> np.ndarray:
         """Which of the input's rows need no work any more."""
-        self._is_in_order = np.array_equal(self._kept, rows.keys[: len(self._kept)])
         return np.isin(rows.keys, self._kept)
 
     def num_failed_kept(self) -> int:
@@ -151,19 +156,48 @@ class FileDestination:
             if self._overwrite:
                 self.path.unlink(missing_ok=True)
                 manifest_path(self.path).unlink(missing_ok=True)
+            elif _state_of(self.path) != self._seen:
+                raise JobError(f"output {self.name}: was changed while the model loaded; run the same command again")
+            remove_torn_version(self.path)
             manifest.save(self.path)
             if not self._overwrite:
                 repair_output(self.path, self._scan, drop_failed=self._retry_errors)
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             sync_folder(self.path.parent)
-        return AnswerWriter(descriptor, self.name, sync_rows=_SYNC_ROWS, sync_seconds=_SYNC_SECONDS)
+        return AnswerWriter(descriptor, self.name, path=self.path, sync_rows=_SYNC_ROWS, sync_seconds=_SYNC_SECONDS)
 
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
-        """Bring the file into the order of the input, when an earlier run wrote it in another."""
-        if not is_ordered or self._is_in_order:
+        """Bring the file, in which every row is, into the order of the input where that was asked for.
+
+        Rows are always written as they finish. Killed here, the file is whole in one of both orders, and the same
+        command comes here again.
+        """
+        if not is_ordered:
             return
-        scan: OutputScan = scan_output(self.path)
-        by_key = np.argsort(scan.keys, kind="stable")
-        places = np.searchsorted(scan.keys, rows.keys, sorter=by_key)
-        order = by_key[np.minimum(places, scan.num_rows - 1)]
-        rewrite_rows(self.path, scan, order[scan.keys[order] == rows.keys])
+        with late_file_errors(f"output {self.name}, being put in order"):
+            scan = scan_output(self.path)
+            order = rows_in_order(scan, rows.keys)
+            if (order < 0).any():
+                raise OutputLostError(
+                    f"output {self.name}: {int((order < 0).sum())} of {rows.num_rows} rows have gone from it since "
+                    "they were written; the same command answers them again"
+                )
+            if scan.num_broken_lines or not np.array_equal(order, np.arange(scan.num_rows)):
+                rewrite_rows(self.path, scan, order)
+
+    def num_there(self, rows: InputScan) -> tuple[int, int]:
+        """How many rows of the input have an answer in the file now, and how many of these are failed ones."""
+        with late_file_errors(f"output {self.name}"):
+            scan = scan_output(self.path)
+        found = rows_in_order(scan, rows.keys)
+        found = found[found >= 0]
+        return len(found), int(scan.failed[found].sum())
+
+
+def _state_of(path: Path) -> tuple[int, ...] | None:
+    """What changes when somebody writes to a file or puts another in its place; None: there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

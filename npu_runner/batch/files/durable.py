@@ -27,6 +27,26 @@ def clear_file_errors(what: str) -> Iterator[None]:
         raise explain_file_error(what, error) from error
 
 
+@contextlib.contextmanager
+def late_file_errors(what: str) -> Iterator[None]:
+    """Turn an OSError into a JobError, whatever it is: for what happens after the first row was written."""
+    try:
+        yield
+    except OSError as error:
+        raise explain_late_error(what, error) from error
+
+
+def explain_late_error(what: str, error: OSError) -> JobError:
+    """The error for an operation that failed while the job ran: the settings were good when it began."""
+    explained = explain_file_error(what, error)
+    if isinstance(explained, JobError):
+        return explained
+    return JobError(
+        f"{what}: {error.strerror or error}, which was not so when the job began; when that is mended the same command "
+        "goes on from here"
+    )
+
+
 def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
     """The error a user gets for a failed operation on a file."""
     reason = error.strerror or str(error)
@@ -42,8 +62,7 @@ def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a new version of a file: killed at any moment, the old one or the new one is there, whole and on disk."""
-    # Always the same name: what a killed process leaves is overwritten by the next one.
-    new = path.with_name(f".{path.name}.new")
+    new = _new_version(path)
     try:
         with open(new, "wb") as file:
             if path.exists():
@@ -56,6 +75,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         new.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def remove_torn_version(path: Path) -> None:
+    """Remove what a process left that was killed in `replacing`: it may be as large as the file."""
+    _new_version(path).unlink(missing_ok=True)
+
+
+def _new_version(path: Path) -> Path:
+    # Always the same name: what a killed process leaves is found by the next one.
+    return path.with_name(f".{path.name}.new")
 
 
 def sync_folder(folder: Path) -> None:

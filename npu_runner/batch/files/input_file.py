@@ -1,6 +1,9 @@
-"""The file of requests: read twice, once to know its rows by name and once to serve them. Rows are never all in memory.
+"""The file of requests: read twice, once to know its rows by name and once to serve them. Rows are never all in memory,
+and of a large row only a piece at a time.
 
-Knows nothing of what a row asks for.
+What the first reading saw the others must find: a row that changed in between ends the job, so that no answer stands
+under another question's name. Rows that arrive at the end meanwhile, and a file put in its place, are left for the next
+job. Knows nothing of what a row asks for.
 """
 
 from __future__ import annotations
@@ -16,32 +19,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.rows.openai_format import custom_id_of, read_json
-from npu_runner.errors import ConfigError, RequestError
+from npu_runner.batch.files.durable import late_file_errors
+from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, InputRow, row_key
+from npu_runner.batch.rows.shape import PIECE_BYTES, NameReader
+from npu_runner.errors import ConfigError, JobError
 
 STANDARD_STREAM = "-"
-KEY_BYTES = 16
-# A longer line fails its row instead of filling the memory: no prompt needs it, a file without line ends would.
-MAX_ROW_BYTES = 256 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DUPLICATES_SHOWN = 5
-
-# "continued": a further piece of a line that is too long.
-_Kind = Literal["whole", "too long", "continued"]
-
-
-@dataclass(frozen=True)
-class InputRow:
-    """A line of the input. `sequence`: its number among the rows to serve, from 0; `line`: in the file, from 1."""
-
-    sequence: int
-    line: int
-    data: bytes
-    is_too_long: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,10 +46,16 @@ class InputIdentity:
 
 @dataclass(frozen=True)
 class InputScan:
-    """What one pass over the input found. `keys`: 16 bytes per row, in order; `lines`: where each row stands."""
+    """What one pass over the input found. `keys`: 16 bytes per row, in order; `lines`: where each row stands.
+
+    `starts` and `sizes`: each row's bytes in the file, its line end with it; `checksums`: of these bytes.
+    """
 
     keys: np.ndarray
     lines: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+    checksums: np.ndarray
     identity: InputIdentity
     continues_earlier: bool
     """It begins with the whole of the earlier input."""
@@ -70,15 +65,60 @@ class InputScan:
         return len(self.keys)
 
 
-def row_key(custom_id: str | None, line: int) -> bytes:
-    """Names a row in 16 bytes: by its custom_id or, without a usable one, by its line."""
-    name = f"line {line}" if custom_id is None else f"id {custom_id}"
-    return hashlib.blake2b(name.encode("utf-8"), digest_size=KEY_BYTES).digest()
-
-
 def keys_array(keys: bytes | bytearray) -> np.ndarray:
     """Concatenated keys as a sortable array."""
     return np.frombuffer(keys, dtype=f"S{KEY_BYTES}")
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """Reads rows through an open descriptor, which worker processes inherit; the file may have no name any more."""
+
+    descriptor: int
+    file_name: str
+
+    def pieces(self, row: InputRow) -> Iterator[bytes]:
+        """The row's bytes in pieces. Raises JobError, at the last of them, when they are not what they were."""
+        position, end = row.start, row.start + row.num_bytes
+        checksum = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        while position < end:
+            with late_file_errors(f"input {self.file_name}"):
+                piece = os.pread(self.descriptor, min(PIECE_BYTES, end - position), position)
+            checksum.update(piece)
+            position += len(piece) or end
+            if position >= end and checksum.digest() != row.checksum:
+                raise _changed(self.file_name, f"line {row.line} is not what it was")
+            yield piece
+
+    def read(self, row: InputRow) -> bytes:
+        return b"".join(self.pieces(row))
+
+    def name(self, row: InputRow) -> str | None:
+        """The row's custom_id; None: it is known by its line."""
+        reader = NameReader()
+        for piece in self.pieces(row):
+            reader.feed(piece)
+        return reader.name()
+
+
+@dataclass
+class _Line:
+    """A line while it is read: where its row begins, and what is known of it so far."""
+
+    number: int
+    start: int
+    size: int = 0
+    is_row: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = NameReader()
+        self.checksum = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+
+    def add(self, piece: bytes) -> None:
+        self.size += len(piece)
+        self.is_row = self.is_row or bool(piece.strip())
+        self.name.feed(piece)
+        self.checksum.update(piece)
 
 
 class InputFile:
@@ -87,7 +127,9 @@ class InputFile:
     def __init__(self, source: str, spool_folder: Path):
         self.name = source
         self._file = _open(source, spool_folder)
-        self._size = os.fstat(self._file.fileno()).st_size
+        found = os.fstat(self._file.fileno())
+        self._size, self._mtime_ns = found.st_size, found.st_mtime_ns
+        self._scan: InputScan | None = None
 
     def close(self) -> None:
         self._file.close()
@@ -100,66 +142,70 @@ class InputFile:
     ) -> None:
         self.close()
 
+    @property
+    def source(self) -> RowFile:
+        """Reads this file's rows, here and in processes that inherit `source.descriptor`."""
+        return RowFile(self._file.fileno(), self.name)
+
     def scan(self, earlier: InputIdentity | None = None) -> InputScan:
         """Read everything once. Raises ConfigError when a custom_id occurs twice."""
-        keys, lines = bytearray(), array("Q")
-        digest, position, continues_earlier = (
-            hashlib.blake2b(digest_size=16),
-            0,
-            earlier is None or earlier.num_bytes == 0,
-        )
-        for line_number, line, kind in self._lines():
-            if earlier is not None and position < earlier.num_bytes:
-                # The earlier file may have ended without the line end that has followed since.
-                for part in {line, line.removesuffix(b"\n")}:
-                    if position + len(part) == earlier.num_bytes:
-                        seen = digest.copy()
-                        seen.update(part)
-                        continues_earlier = continues_earlier or seen.hexdigest() == earlier.blake2b
-            digest.update(line)
-            position += len(line)
-            if _is_row(line, kind):
-                keys += row_key(_custom_id(line) if kind == "whole" else None, line_number)
-                lines.append(line_number)
-        scan = InputScan(
-            keys_array(keys),
-            np.frombuffer(lines, dtype=np.uint64) if lines else np.zeros(0, np.uint64),
-            InputIdentity(position, digest.hexdigest()),
-            continues_earlier,
-        )
-        self._refuse_duplicates(scan)
-        return scan
+        keys, checksums, table = bytearray(), bytearray(), array("Q")
+        digest, line = hashlib.blake2b(digest_size=16), _Line(1, 0)
+        position, continues_earlier = 0, earlier is None or earlier.num_bytes == 0
+        for piece, ends in self._pieces():
+            if earlier is not None and ends and not continues_earlier:
+                continues_earlier = _is_end_of(earlier, digest, position, piece)
+            digest.update(piece)
+            if position == 0 and piece.startswith(_BYTE_ORDER_MARK):
+                position, line.start = len(_BYTE_ORDER_MARK), len(_BYTE_ORDER_MARK)
+                piece = piece[position:]
+            position += len(piece)
+            line.add(piece)
+            if ends and line.is_row:
+                keys += row_key(line.name.name(), line.number)
+                checksums += line.checksum.digest()
+                table.extend((line.number, line.start, line.size))
+            line = _Line(line.number + 1, position) if ends else line
+        self._scan = _scan_of(keys, checksums, table, InputIdentity(position, digest.hexdigest()), continues_earlier)
+        self._refuse_duplicates(self._scan)
+        return self._scan
 
     def rows(self, wanted: np.ndarray | None = None) -> Iterator[InputRow]:
         """The rows in order; only those whose place in the order is True in `wanted`."""
-        index = sequence = 0
-        for line_number, line, kind in self._lines():
-            if not _is_row(line, kind):
-                continue
-            if wanted is None or wanted[index]:
-                is_too_long = kind != "whole"
-                yield InputRow(sequence, line_number, b"" if is_too_long else line, is_too_long)
-                sequence += 1
-            index += 1
+        scan = self._scan if self._scan is not None else self.scan()
+        places = np.arange(scan.num_rows) if wanted is None else np.flatnonzero(wanted)
+        for sequence, place in enumerate(places):
+            # numpy takes zeros at the end for padding.
+            checksum = bytes(scan.checksums[place]).ljust(CHECKSUM_BYTES, b"\0")
+            line, start, size = (int(column[place]) for column in (scan.lines, scan.starts, scan.sizes))
+            yield InputRow(sequence, line, start, size, checksum)
 
-    def _lines(self) -> Iterator[tuple[int, bytes, _Kind]]:
-        """Line number, bytes and kind. Rows that arrive in the file after it was opened are left for the next job.
+    def refuse_changes(self) -> None:
+        """Raise JobError unless the file still begins with what `scan` saw. Reads it only if somebody wrote to it."""
+        found = os.fstat(self._file.fileno())
+        if found.st_size < self._size:
+            raise _changed(self.name, f"it had {self._size} bytes and has {found.st_size}")
+        if found.st_mtime_ns == self._mtime_ns or self._scan is None:
+            return
+        digest = hashlib.blake2b(digest_size=16)
+        for piece, _ in self._pieces():
+            digest.update(piece)
+        if digest.hexdigest() != self._scan.identity.blake2b:
+            raise _changed(self.name, "rows that are answered read otherwise now")
+
+    def _pieces(self) -> Iterator[tuple[bytes, bool]]:
+        """Bytes, and whether a line ends with them. What arrives after the file was opened is left for the next job.
 
         Passes share the file's position: one at a time.
         """
-        with open(os.dup(self._file.fileno()), "rb") as file:
+        with late_file_errors(f"input {self.name}"), open(os.dup(self._file.fileno()), "rb") as file:
             file.seek(0)
-            left, number, in_long_line = self._size, 0, False
-            while left > 0:
-                line = file.readline(min(left, MAX_ROW_BYTES))
-                if not line:
-                    return
-                left -= len(line)
-                ends = line.endswith(b"\n") or left == 0
-                kind: _Kind = "continued" if in_long_line else "whole" if ends else "too long"
-                number += not in_long_line
-                yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, kind
-                in_long_line = not ends
+            left = self._size
+            while left > 0 and (piece := file.readline(min(left, PIECE_BYTES))):
+                left -= len(piece)
+                yield piece, piece.endswith(b"\n") or left == 0
+        if left > 0:
+            raise _changed(self.name, f"it had {self._size} bytes and has {self._size - left}")
 
     def _refuse_duplicates(self, scan: InputScan) -> None:
         order = np.argsort(scan.keys, kind="stable")
@@ -172,7 +218,7 @@ class InputFile:
         wanted[order[shown + 1]] = True
         first_lines = {int(scan.lines[order[i + 1]]): int(scan.lines[order[i]]) for i in shown}
         named = [
-            f"{_custom_id(row.data)!r} (lines {first_lines[row.line]} and {row.line})" for row in self.rows(wanted)
+            f"{self.source.name(row)!r} (lines {first_lines[row.line]} and {row.line})" for row in self.rows(wanted)
         ]
         more = f" and {len(repeats) - len(named)} more" if len(repeats) > len(named) else ""
         raise ConfigError(
@@ -181,15 +227,31 @@ class InputFile:
         )
 
 
-def _is_row(line: bytes, kind: _Kind) -> bool:
-    return kind == "too long" or (kind == "whole" and bool(line.strip()))
+def _changed(file_name: str, how: str) -> JobError:
+    return JobError(
+        f"input {file_name}: was changed while the job ran: {how}. Answers in the output belong to the rows as they "
+        "were at its start; restore the file and run the same command again (only adding rows at its end is allowed)"
+    )
 
 
-def _custom_id(line: bytes) -> str | None:
-    try:
-        return custom_id_of(read_json(line))
-    except RequestError:
-        return None
+def _scan_of(
+    keys: bytearray, checksums: bytearray, table: array[int], identity: InputIdentity, continues_earlier: bool
+) -> InputScan:
+    lines, starts, sizes = np.array(table, dtype=np.uint64).reshape(-1, 3).T.copy()
+    sums = np.frombuffer(checksums, dtype=f"S{CHECKSUM_BYTES}")
+    return InputScan(keys_array(keys), lines, starts, sizes, sums, identity, continues_earlier)
+
+
+def _is_end_of(earlier: InputIdentity, digest: hashlib.blake2b, position: int, piece: bytes) -> bool:
+    """Whether the earlier input ended with this end of a line."""
+    # It may have ended without the line end that has followed since.
+    for part in {piece, piece.removesuffix(b"\n")}:
+        if position + len(part) == earlier.num_bytes:
+            seen = digest.copy()
+            seen.update(part)
+            if seen.hexdigest() == earlier.blake2b:
+                return True
+    return False
 
 
 def _open(source: str, spool_folder: Path) -> BinaryIO:

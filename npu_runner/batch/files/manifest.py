@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ class Manifest:
     settings: dict[str, Any]
     """Everything beside the model that shapes answers, JSON-ready."""
     input: InputIdentity
+    weights: dict[str, str] = field(default_factory=dict)
+    """The weights' hashes over every byte; `model_files` has them over samples. Empty in outputs that were begun by a
+    version that looked at samples only: these stay so to their end, and so does their `system_fingerprint`."""
 
     @property
     def has_served(self) -> bool:
@@ -42,7 +45,8 @@ class Manifest:
     def system_fingerprint(self) -> str:
         """Names model and settings in every answer."""
         settings = {name: json.dumps(value, sort_keys=True) for name, value in self.settings.items()}
-        return f"fp_{digest_lines({**self.model_files, **settings})}"
+        weights = {f"weights.{name}": line for name, line in self.weights.items()}
+        return f"fp_{digest_lines({**self.model_files, **weights, **settings})}"
 
     def save(self, output: Path) -> None:
         path = manifest_path(output)

@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
-from npu_runner.batch.files.input_file import keys_array, row_key
-from npu_runner.errors import ConfigError
+from npu_runner.batch.files.input_file import keys_array
+from npu_runner.batch.rows.input_row import row_key
+from npu_runner.errors import ConfigError, OutputLostError
 
 _NO_KEY = b""
 
@@ -113,10 +114,23 @@ def repair_output(path: Path, scan: OutputScan, *, drop_failed: bool) -> OutputS
 
 def rewrite_rows(path: Path, scan: OutputScan, order: Iterable[int]) -> None:
     """Replace the file by these of its rows in this order. Killed at any moment, the old or the new file is there."""
-    with clear_file_errors(f"output {path}"), open(path, "rb") as file, replacing(path) as copy:
+    with open(path, "rb") as file, replacing(path) as copy:
         for index in order:
             file.seek(int(scan.starts[index]))
-            copy.write(file.readline())
+            row = file.readline()
+            if not row.endswith(b"\n"):
+                raise OutputLostError(f"output {path}: was cut while it was rewritten; run the same command again")
+            copy.write(row)
+
+
+def rows_in_order(scan: OutputScan, keys: np.ndarray) -> np.ndarray:
+    """For every key the number of its row in the output; -1 where there is none."""
+    if not scan.num_rows:
+        return np.full(len(keys), -1, dtype=np.int64)
+    by_key = np.argsort(scan.keys, kind="stable")
+    places = np.searchsorted(scan.keys, keys, sorter=by_key)
+    found = by_key[np.minimum(places, scan.num_rows - 1)]
+    return np.where(scan.keys[found] == keys, found, -1)
 
 
 def read_row(file: BinaryIO, start: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from npu_runner.errors import ConfigError
+from npu_runner.limits import LIMITS, MIB
 
 PROGRESS_STYLES = ("auto", "bar", "lines", "off")
 _MAX_DEFAULT_WORKERS = 16
@@ -23,13 +24,14 @@ class BatchOptions:
     allowed_media_dir: Path | None = None
     """Pictures may be files below this folder; None: only data: URLs are allowed."""
     ordered: bool = False
-    """Write answers in the order of the input instead of the order in which they finish."""
+    """Answers in the order of the input instead of the order in which they finish; a file gets it once it is whole."""
     retry_errors: bool = False
     """When resuming, try failed rows again."""
     overwrite: bool = False
     """Replace an existing output instead of resuming it."""
     summary: Path | None = None
-    """Write the closing summary of this run to this file, as JSON; a resumed job counts what it added."""
+    """Write the closing summary of this run to this file, as JSON, also when an error ended it; a resumed job counts
+    what it added."""
     report: Path | None = None
     """Write a page to look at (pictures, questions, answers) to this HTML file."""
     report_rows: int = 300
@@ -40,6 +42,15 @@ class BatchOptions:
     """Processes that decode pictures and tokenize; None: half of the CPU cores, 16 at most."""
     preprocessing_timeout: float = 120.0
     """Seconds after which preprocessing of one row is given up."""
+    max_row_bytes: int = LIMITS.max_row_bytes
+    """A longer row fails."""
+    max_media_bytes: int = LIMITS.max_media_bytes
+    """A picture whose file or decoded data: URL is larger fails its row."""
+    max_prompt_media_bytes: int = LIMITS.max_prompt_media_bytes
+    """A row whose different pictures are larger together fails."""
+    worker_memory_bytes: int = LIMITS.worker_memory_bytes
+    """Memory that preparing one row may take in its worker process, beside what the process has at its start; a row
+    that needs more fails."""
     progress: str = "auto"
     """bar, lines or off; auto: a bar on a terminal and lines elsewhere."""
 
@@ -48,6 +59,11 @@ class BatchOptions:
             raise ConfigError(f"preprocessing_workers: {self.preprocessing_workers} is not a positive number")
         if not self.preprocessing_timeout > 0:
             raise ConfigError(f"preprocessing_timeout: {self.preprocessing_timeout} seconds is not positive")
+        for name in ("max_row_bytes", "max_media_bytes", "max_prompt_media_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not a positive number")
+        if self.worker_memory_bytes < 64 * MIB:
+            raise ConfigError(f"worker_memory_bytes: {self.worker_memory_bytes} is less than 64 MiB")
         if self.report_rows < 1:
             raise ConfigError(f"report_rows: {self.report_rows} is not a positive number")
         if self.progress not in PROGRESS_STYLES:

@@ -1,12 +1,12 @@
 """One self-contained HTML page over a job's answers: made for looking. Knows nothing of the engine.
 
 Reads the output and the input again, a row at a time, so it shows resumed rows as well and holds only what is shown.
+Pictures are decoded in a worker process: what kills it there is a picture that cannot be shown.
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,23 +15,20 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from PIL import Image
 
-from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.durable import late_file_errors, replacing
 from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.output_file import read_row, scan_output
+from npu_runner.batch.files.output_file import read_row, rows_in_order, scan_output
 from npu_runner.batch.job.tally import is_as_expected
+from npu_runner.batch.job.thumbnails import ThumbnailMaker
+from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_format import read_json
-from npu_runner.errors import RequestError
-from npu_runner.multimodal.images import open_image
-from npu_runner.multimodal.media import load_media
+from npu_runner.errors import JobError, RequestError
+from npu_runner.workers.pool import PoolLimits, WorkerPool
 
-_THUMBNAIL_SIDE = 360
 _MAX_THUMBNAILS_PER_ROW = 8
 _MAX_TEXT = 4000
 _MAX_KINDS = 40
-# Decoding happens in this process here, and only for a look.
-_MAX_THUMBNAIL_SOURCE_PIXELS = 50_000_000
 
 FAILED, UNEXPECTED, EXPECTED, ANSWERED = "failed", "unexpected", "expected", "answered"
 _ORDER = (FAILED, UNEXPECTED, EXPECTED, ANSWERED)
@@ -52,6 +49,15 @@ class Card:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class _Picture:
+    """A task: the picture `url` is to stand on this card in this place."""
+
+    card: int
+    place: int
+    url: str
+
+
 @dataclass
 class _Counts:
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -69,74 +75,128 @@ def write_report(
     rows: InputScan,
     output: Path,
     *,
-    allowed_media_dir: Path | None,
+    thumbnails: ThumbnailMaker,
+    worker: PoolLimits,
     max_rows: int,
+    max_row_bytes: int,
 ) -> None:
-    """Write the page. Of a huge job it shows `max_rows` rows, failed and unexpected ones first, and says so."""
-    starts = _starts(rows, output)
-    with open(output, "rb") as answers:
-        counts, chosen = _choose(file, answers, starts, max_rows)
-        wanted = np.zeros(rows.num_rows, dtype=bool)
-        wanted[chosen] = True
-        cards = [_card(row, answer, allowed_media_dir) for row, answer in _joined(file, answers, starts, wanted)]
+    """Write the page. Of a huge job it shows `max_rows` rows, failed and unexpected ones first, and says so.
+
+    `worker` bounds what decodes pictures; of rows above `max_row_bytes` the answer alone is shown. Raises JobError,
+    whatever goes wrong: the answers are all there by now.
+    """
+    try:
+        with late_file_errors(f"report {target}"):
+            cards, counts = _cards(_Joined(file, output, rows, max_row_bytes), thumbnails, worker, max_rows)
+            page = _page(cards, counts, rows.num_rows, output.name)
+            with replacing(target) as page_file:
+                # "replace": it shows rows that were refused for half a surrogate pair, which no file can hold.
+                page.dump(page_file, encoding="utf-8", errors="replace")
+    except JobError as error:
+        raise JobError(f"{error}. The answers are complete in {output}; the report alone is missing") from error
+    except Exception as error:  # the border where a fault of the page becomes a reported failure
+        raise JobError(
+            f"report {target}: cannot be made ({type(error).__name__}: {error}). The answers are complete in {output}; "
+            "the report alone is missing"
+        ) from error
+
+
+def _cards(
+    joined: _Joined, thumbnails: ThumbnailMaker, worker: PoolLimits, max_rows: int
+) -> tuple[list[Card], _Counts]:
+    cards: list[Card] = []
+    counts, chosen = _choose(joined, max_rows)
+    _fill_in(cards, _lay_out(joined.pairs(np.sort(chosen)), cards), thumbnails, worker)
     cards.sort(key=lambda card: _ORDER.index(card.outcome))  # stable: input order within each outcome
+    return cards, counts
+
+
+def _page(cards: list[Card], counts: _Counts, num_rows: int, output: str) -> Any:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    page = environment.get_template("report.html.jinja").stream(
+    return environment.get_template("report.html.jinja").stream(
         cards=cards,
         counts=counts.outcomes,
         kinds=sorted(counts.kinds.items()),
-        num_rows=rows.num_rows,
+        num_rows=num_rows,
         num_expected=counts.outcomes[EXPECTED] + counts.outcomes[UNEXPECTED],
-        output=output.name,
+        output=output,
     )
-    with clear_file_errors(f"report {target}"), replacing(target) as page_file:
-        # "replace": the page shows rows that were refused for half a surrogate pair, which no file can hold.
-        page.dump(page_file, encoding="utf-8", errors="replace")
 
 
-def _starts(rows: InputScan, output: Path) -> np.ndarray:
-    """For every input row, where its answer begins in the output; -1 if it has none."""
-    scan = scan_output(output)
-    starts = np.full(rows.num_rows, -1, dtype=np.int64)
-    if scan.num_rows:
-        by_key = np.argsort(scan.keys, kind="stable")
-        places = by_key[np.minimum(np.searchsorted(scan.keys, rows.keys, sorter=by_key), scan.num_rows - 1)]
-        found = scan.keys[places] == rows.keys
-        starts[found] = scan.starts[places[found]]
-    return starts
+def _lay_out(pairs: Iterator[tuple[dict[str, Any], dict[str, Any]]], cards: list[Card]) -> Iterator[_Picture]:
+    """Append a card for each row to `cards` on the way; yields the pictures that they lack yet."""
+    for request, answer in pairs:
+        card, urls = _card(request, answer)
+        cards.append(card)
+        for place, url in enumerate(urls):
+            yield _Picture(len(cards) - 1, place, url)
 
 
-def _joined(
-    file: InputFile, answers: Any, starts: np.ndarray, wanted: np.ndarray
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Request and result of the wanted rows that have one; an unreadable request is empty."""
-    indexes = np.flatnonzero(wanted)
-    for index, row in zip(indexes, file.rows(wanted), strict=True):
-        if starts[index] < 0:
-            continue
+def _fill_in(cards: list[Card], pictures: Iterator[_Picture], thumbnails: ThumbnailMaker, worker: PoolLimits) -> None:
+    """Let a worker make the pictures. One that cannot be made, or takes the worker with it, stays None."""
+    first = next(pictures, None)
+    if first is None:  # all rows are looked at by now, and no worker is needed
+        return
+    with WorkerPool(_OfPicture(thumbnails), itertools.chain([first], pictures), worker) as pool:
+        while not pool.is_over:
+            finished = pool.get(None)
+            if finished is not None and isinstance(finished.result, str):
+                cards[finished.task.card].pictures[finished.task.place] = finished.result
+
+
+@dataclass(frozen=True)
+class _OfPicture:
+    thumbnails: ThumbnailMaker
+
+    def __call__(self, picture: _Picture) -> str | None:
+        return self.thumbnails(picture.url)
+
+
+class _Joined:
+    """The rows of the input beside their answers in the output, read where they stand."""
+
+    def __init__(self, file: InputFile, output: Path, rows: InputScan, max_row_bytes: int):
+        self._file = file
+        self._output = output
+        self._max_row_bytes = max_row_bytes
+        scan = scan_output(output)
+        found = rows_in_order(scan, rows.keys)
+        self.places = np.flatnonzero(found >= 0)
+        """Numbers of the rows that have an answer."""
+        self._starts = np.zeros(rows.num_rows, dtype=np.int64)
+        self._starts[self.places] = scan.starts[found[self.places]]
+
+    def pairs(self, places: np.ndarray) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Request and result of these rows, in order; an unreadable request is empty."""
+        wanted = np.zeros(len(self._starts), dtype=bool)
+        wanted[places] = True
+        with open(self._output, "rb") as answers:
+            for place, row in zip(places, self._file.rows(wanted), strict=True):
+                yield self._request(row), read_row(answers, int(self._starts[place]))
+
+    def _request(self, row: InputRow) -> dict[str, Any]:
+        if row.num_bytes > self._max_row_bytes:
+            return {}
         try:
-            request = read_json(row.data)
+            return read_json(self._file.source.read(row))
         except RequestError:
-            request = {}
-        yield request, read_row(answers, int(starts[index]))
+            return {}
 
 
-def _choose(file: InputFile, answers: Any, starts: np.ndarray, max_rows: int) -> tuple[_Counts, list[int]]:
+def _choose(joined: _Joined, max_rows: int) -> tuple[_Counts, np.ndarray]:
     counts = _Counts()
     first: dict[str, list[int]] = {outcome: [] for outcome in _ORDER}
-    answered = starts >= 0
-    for index, (request, answer) in zip(
-        np.flatnonzero(answered), _joined(file, answers, starts, answered), strict=True
-    ):
+    for place, (request, answer) in zip(joined.places, joined.pairs(joined.places), strict=True):
         outcome = _outcome(request, answer)
         kind = _metadata(request).get("kind")
         counts.add(outcome, None if kind is None else str(kind)[:80])
         if len(first[outcome]) < max_rows:
-            first[outcome].append(int(index))
-    return counts, [index for outcome in _ORDER for index in first[outcome]][:max_rows]
+            first[outcome].append(int(place))
+    chosen = [place for outcome in _ORDER for place in first[outcome]][:max_rows]
+    return counts, np.array(chosen, dtype=np.int64)
 
 
 def _outcome(request: dict[str, Any], answer: dict[str, Any]) -> str:
@@ -158,7 +218,8 @@ def _texts(answer: dict[str, Any]) -> list[str]:
     return [choice["message"]["content"] for choice in answer["response"]["body"]["choices"]]
 
 
-def _card(request: dict[str, Any], answer: dict[str, Any], allowed_media_dir: Path | None) -> Card:
+def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[str]]:
+    """The card of a row, and what its pictures are called, which are all None on it yet."""
     error = answer["error"]
     expected = _metadata(request).get("expected")
     card = Card(
@@ -174,12 +235,16 @@ def _card(request: dict[str, Any], answer: dict[str, Any], allowed_media_dir: Pa
         reasons = {choice["finish_reason"] for choice in body["choices"]} - {"stop"}
         card.note = f"{body['usage']['completion_tokens']} tokens" + (", cut off at the limit" if reasons else "")
     messages = request.get("body", {}).get("messages") if isinstance(request.get("body"), dict) else None
+    urls: list[str] = []
     for message in messages if isinstance(messages, list) else []:
-        _add_message(card, message, allowed_media_dir)
-    return card
+        _add_message(card, message, urls)
+    card.num_more_pictures = max(0, len(urls) - _MAX_THUMBNAILS_PER_ROW)
+    del urls[_MAX_THUMBNAILS_PER_ROW:]
+    card.pictures = [None] * len(urls)
+    return card, urls
 
 
-def _add_message(card: Card, message: Any, allowed_media_dir: Path | None) -> None:
+def _add_message(card: Card, message: Any, urls: list[str]) -> None:
     """Rows that failed may hold anything at all here."""
     content = message.get("content") if isinstance(message, dict) else None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -191,20 +256,6 @@ def _add_message(card: Card, message: Any, allowed_media_dir: Path | None) -> No
             texts.append(part["text"])
         url = part.get("image_url")
         if isinstance(url, dict) and isinstance(url.get("url"), str):
-            if len(card.pictures) < _MAX_THUMBNAILS_PER_ROW:
-                card.pictures.append(_thumbnail(url["url"], allowed_media_dir))
-            else:
-                card.num_more_pictures += 1
+            urls.append(url["url"])
     if texts:
         card.turns.append((str(message.get("role"))[:20], "\n".join(texts)[:_MAX_TEXT]))
-
-
-def _thumbnail(url: str, allowed_media_dir: Path | None) -> str | None:
-    try:
-        image = open_image(load_media(url, allowed_media_dir), max_source_pixels=_MAX_THUMBNAIL_SOURCE_PIXELS)
-    except RequestError:
-        return None
-    image.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE), Image.Resampling.LANCZOS)
-    encoded = io.BytesIO()
-    image.save(encoded, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode("ascii")

@@ -1,6 +1,6 @@
 """Moves rows from preprocessing through the engine to the output. Knows nothing of files, resuming or the model.
 
-Everything it holds is bounded: the engine's queue here, finished prompts in the pool, rows that wait for their turn.
+Everything it holds is bounded: the engine's queue here, finished prompts in the pool.
 """
 
 from __future__ import annotations
@@ -9,30 +9,39 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from npu_runner.batch.files.input_file import InputRow
+from npu_runner.batch.files.suspects import Suspects
+from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.tally import Tally
-from npu_runner.batch.rows.openai_format import custom_id_of, read_json
+from npu_runner.batch.job.tally import Outcome, Tally, answered
+from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
-from npu_runner.errors import RequestError
+from npu_runner.errors import EngineDeadError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.pool import Finished, WorkerFailure, WorkerPool
 
-# Enough that a prefill step never lacks prompts, few enough that their pixels fit.
-MAX_WAITING_REQUESTS = 64
+# Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
+_LEAST_WAITING_REQUESTS = 64
+# ... and this share of max_num_seqs, since an eighth of it must be able to join before a prefill interrupts others.
+_WAITING_SHARE = 4
 MAX_WAITING_BYTES = 1 << 29
-MAX_ROWS_OUT_OF_ORDER = 4096
 _IDLE_SECONDS = 0.2
+
+
+def max_waiting_requests(max_num_seqs: int) -> int:
+    """Most requests that wait in the engine, and most that wait for it in the pool."""
+    return max(_LEAST_WAITING_REQUESTS, max_num_seqs // _WAITING_SHARE)
 
 
 class Engine(Protocol):
     """What serving needs of LLMEngine."""
 
+    @property
+    def max_num_seqs(self) -> int: ...
     def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
@@ -47,51 +56,76 @@ class _InFlight:
 
 
 class ServingLoop:
-    """Serves a pool's rows until there are none or `should_stop` says so; rows go to `write` as they finish."""
+    """Serves a pool's rows until there are none or `should_stop` says so; rows go to `delivery` as they finish.
+
+    `name_of`: the custom_id of a row that no worker could prepare.
+    """
 
     def __init__(
         self,
         engine: Engine,
         pool: WorkerPool[InputRow],
-        write: Callable[[bytes], None],
+        delivery: Delivery,
         *,
+        name_of: Callable[[InputRow], str | None],
         stamp: JobStamp,
         tally: Tally,
         progress: Progress,
         should_stop: Callable[[], bool],
-        is_ordered: bool = False,
+        suspects: Suspects | None = None,
     ):
         self._engine = engine
         self._pool = pool
+        self._name_of = name_of
         self._stamp = stamp
         self._tally = tally
         self._progress = progress
         self._should_stop = should_stop
         self._in_flight: dict[str, _InFlight] = {}
-        self._sizes: deque[int] = deque(maxlen=MAX_WAITING_REQUESTS)
-        self._write = _InOrder(write, pool).put if is_ordered else lambda _, row: write(row)
+        self._delivery = delivery
+        self._max_waiting = max_waiting_requests(engine.max_num_seqs)
+        self._sizes: deque[int] = deque(maxlen=self._max_waiting)
+        self._suspects = suspects or Suspects(None)
+        self._to_run_alone: deque[Finished[InputRow]] = deque()
+        self._is_one_alone = False
 
     def run(self) -> None:
-        """Raises what the engine, the pool or `write` raise. Rows still under way when it stops are dropped."""
+        """Raises what the engine, the pool or `delivery` raise. Rows still under way when it stops are dropped."""
         while not self._should_stop():
             self._admit()
             if self._engine.has_unfinished_requests():
-                for output in self._engine.step():
-                    self._finish(output)
-            elif self._pool.is_over:
+                self._step()
+            elif self._pool.is_over and not self._to_run_alone:
                 break
             else:
                 self._wait()
+            self._delivery.count()
             self._progress.update(self._tally, self._engine.stats)
-        self._progress.update(self._tally, self._engine.stats, is_last=True)
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except EngineDeadError as error:
+            self._suspects.accuse(error)
+            raise
+        for output in outputs:
+            self._finish(output)
 
     def _admit(self) -> None:
+        self._is_one_alone &= bool(self._in_flight)
         num_waiting = self._engine.stats().num_waiting
-        while num_waiting < MAX_WAITING_REQUESTS and self._bytes_of_last(num_waiting) < MAX_WAITING_BYTES:
+        while self._may_admit(num_waiting):
             finished = self._pool.get()
             if finished is None:
-                return
+                break
             num_waiting += self._take(finished)
+        if self._to_run_alone and not self._in_flight:
+            self._is_one_alone = self._queue(self._to_run_alone.popleft())
+
+    def _may_admit(self, num_waiting: int) -> bool:
+        if self._is_one_alone or self._to_run_alone:
+            return False
+        return num_waiting < self._max_waiting and self._bytes_of_last(num_waiting) < MAX_WAITING_BYTES
 
     def _bytes_of_last(self, count: int) -> int:
         """First come, first served: the requests that wait are those admitted last."""
@@ -108,21 +142,31 @@ class ServingLoop:
         """Hand a row to the engine (True), or write the error that keeps it from there (False)."""
         row, result = finished.task, finished.result
         if isinstance(result, WorkerFailure):
-            self._fail(row, _custom_id(row), RowError(code=result.code, message=result.message, status_code=500))
+            self._fail(row, self._name_of(row), RowError(code=result.code, message=result.message, status_code=500))
             return False
         if isinstance(result, RejectedRow):
             self._fail(row, result.custom_id, result.error)
             return False
         assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
+        verdict = self._suspects.verdict(result.custom_id)
+        if verdict is not None:
+            error = RowError(code=str(verdict.code), message=verdict.message, status_code=500)
+            self._fail(row, result.custom_id, error)
+            return False
+        if self._suspects.is_one(result.custom_id):
+            self._to_run_alone.append(finished)
+            return False
+        return self._queue(finished)
+
+    def _queue(self, finished: Finished[InputRow]) -> bool:
+        row, result = finished.task, finished.result
         try:
             self._engine.add_request(result.custom_id, result.prompt, result.params)
         except RequestError as error:
             refusal = RowError(code=error.code, message=error.message, param=error.param)
             self._fail(row, result.custom_id, refusal)
             return False
-        # The line itself is done with: rows may be megabytes of data: URLs.
-        named = InputRow(row.sequence, row.line, b"")
-        self._in_flight[result.custom_id] = _InFlight(named, result.model, result.expected)
+        self._in_flight[result.custom_id] = _InFlight(row, result.model, result.expected)
         self._sizes.append(finished.num_bytes)
         return True
 
@@ -132,36 +176,8 @@ class ServingLoop:
         if error is not None:
             self._fail(flight.row, output.request_id, error)
             return
-        self._tally.count_answer(output, flight.expected)
-        self._write(flight.row, answer_row(output, custom_id=output.request_id, model=flight.model, stamp=self._stamp))
+        data = answer_row(output, custom_id=output.request_id, model=flight.model, stamp=self._stamp)
+        self._delivery.put(flight.row, data, answered(output, flight.expected))
 
     def _fail(self, row: InputRow, custom_id: str | None, error: RowError) -> None:
-        self._tally.count_failure(error.code)
-        self._write(row, error_row(error, custom_id=custom_id, line=row.line))
-
-
-class _InOrder:
-    """Writes rows in the order of the input, and keeps the pool from running too far ahead of a slow row."""
-
-    def __init__(self, write: Callable[[bytes], None], pool: WorkerPool[InputRow]):
-        self._write = write
-        self._pool = pool
-        self._next = 0
-        self._early: dict[int, bytes] = {}
-        pool.allow(MAX_ROWS_OUT_OF_ORDER)
-
-    def put(self, row: InputRow, data: bytes) -> None:
-        self._early[row.sequence] = data
-        while self._next in self._early:
-            self._write(self._early.pop(self._next))
-            self._next += 1
-        self._pool.allow(self._next + MAX_ROWS_OUT_OF_ORDER)
-
-
-def _custom_id(row: InputRow) -> str | None:
-    """For a row that no worker could read to its end."""
-    try:
-        fields: dict[str, Any] = read_json(row.data)
-    except RequestError:
-        return None
-    return custom_id_of(fields)
+        self._delivery.put(row, error_row(error, custom_id=custom_id, line=row.line), Outcome(failure_code=error.code))

@@ -6,12 +6,35 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from npu_runner.errors import ConfigError, NpuRunnerError
 from npu_runner.outputs import EngineStats, RequestOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one row adds to the tally once it is in the output."""
+
+    failure_code: str | None = None
+    """None: it is answered."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+    is_as_expected: bool | None = None
+    """None: nobody said what to expect."""
+
+
+def answered(output: RequestOutput, expected: str | None) -> Outcome:
+    return Outcome(
+        num_prompt_tokens=output.num_prompt_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+        num_completion_tokens=sum(len(completion.token_ids) for completion in output.completions),
+        is_as_expected=None if expected is None else is_as_expected(output.text, expected),
+    )
 
 
 @dataclass
 class Tally:
-    """Running counts of this run of the job (not of runs that it resumes)."""
+    """Running counts of this run of the job (not of runs that it resumes). A row counts once it is written."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -29,18 +52,18 @@ class Tally:
     def num_done(self) -> int:
         return self.num_answered + self.num_failed
 
-    def count_answer(self, output: RequestOutput, expected: str | None) -> None:
+    def add(self, outcome: Outcome) -> None:
+        if outcome.failure_code is not None:
+            self.num_failed += 1
+            self.failures_by_code[outcome.failure_code] += 1
+            return
         self.num_answered += 1
-        self.num_prompt_tokens += output.num_prompt_tokens
-        self.num_cached_tokens += output.num_cached_tokens
-        self.num_completion_tokens += sum(len(completion.token_ids) for completion in output.completions)
-        if expected is not None:
+        self.num_prompt_tokens += outcome.num_prompt_tokens
+        self.num_cached_tokens += outcome.num_cached_tokens
+        self.num_completion_tokens += outcome.num_completion_tokens
+        if outcome.is_as_expected is not None:
             self.num_expected += 1
-            self.num_as_expected += is_as_expected(output.text, expected)
-
-    def count_failure(self, code: str) -> None:
-        self.num_failed += 1
-        self.failures_by_code[code] += 1
+            self.num_as_expected += outcome.is_as_expected
 
 
 def is_as_expected(answer: str, expected: str) -> bool:
@@ -50,7 +73,7 @@ def is_as_expected(answer: str, expected: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """What a finished or interrupted run of a job did."""
+    """What a run of a job did, finished or not: rows count that are in the output."""
 
     num_rows: int
     num_resumed: int
@@ -66,6 +89,8 @@ class JobSummary:
     num_workers: int
     num_workers_replaced: int
     is_interrupted: bool = False
+    error: NpuRunnerError | None = None
+    """What ended the run before its end, or kept it from its last steps (order, report)."""
 
     @property
     def num_unfinished(self) -> int:
@@ -73,8 +98,10 @@ class JobSummary:
 
     @property
     def exit_status(self) -> int:
-        """0 all rows answered, 3 finished with failed rows, 1 interrupted."""
-        if self.is_interrupted:
+        """0 all rows answered, 3 finished with failed rows, 1 ended early, 2 ended by what a setting must mend."""
+        if isinstance(self.error, ConfigError):
+            return 2
+        if self.is_interrupted or self.error is not None:
             return 1
         return 3 if self.num_failed_in_output else 0
 
@@ -83,6 +110,7 @@ class JobSummary:
         return {
             "exit_status": self.exit_status,
             "interrupted": self.is_interrupted,
+            "error": None if self.error is None else str(self.error),
             "rows": {
                 "total": self.num_rows,
                 "resumed": self.num_resumed,

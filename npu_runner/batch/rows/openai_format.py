@@ -6,13 +6,14 @@ Knows nothing of files, pictures, tokens or the engine.
 from __future__ import annotations
 
 import json
-import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
 
+from npu_runner.batch.rows.shape import check_shape
 from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS, check_count, shown
 from npu_runner.sampling_params import SamplingParams
 
 ENDPOINT = "/v1/chat/completions"
@@ -42,6 +43,17 @@ _UNSERVED_FIELDS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 _UNSERVED_ROLES = ("tool", "function")
+# What a field can have too much of, when it is of the type that it should be.
+_COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
+    ("model", str, "characters", LIMITS.max_name_chars),
+    ("user", str, "characters", LIMITS.max_name_chars),
+    ("messages", list, "messages", LIMITS.max_messages),
+    ("stop_token_ids", list, "entries", LIMITS.max_stop_token_ids),
+    ("stop", list, "entries", LIMITS.max_stop_strings),
+    ("bad_words", list, "entries", LIMITS.max_bad_words),
+    ("logit_bias", dict, "entries", LIMITS.max_logit_bias),
+    ("metadata", dict, "entries", LIMITS.max_metadata_entries),
+)
 
 
 class _Strict(BaseModel):
@@ -165,8 +177,6 @@ class ChatBody(_Strict):
         }
         asked["max_tokens"] = self._one_limit(defaults.get("max_tokens"))
         asked["logprobs"] = self._num_logprobs()
-        if asked.get("top_k") == -1:  # vLLM's way to say "all"
-            asked["top_k"] = 0
         if self.logit_bias:
             asked["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
         asked.setdefault("seed", fallback_seed)
@@ -202,12 +212,13 @@ class BatchRow(_Strict):
 
 
 def read_json(line: bytes) -> dict[str, Any]:
-    """The row as a JSON object. Raises RequestError for anything else."""
+    """The row as a JSON object. Raises RequestError for anything else, and for one too large to be parsed."""
+    check_shape(line)
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RequestError(f"the row is not UTF-8: byte {error.start} cannot be read", "not_utf8") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RequestError(f"the row is not JSON: {error}", "not_json") from error
     if not isinstance(row, dict):
         raise RequestError(f"the row is a JSON {type(row).__name__}, not an object", "not_an_object")
@@ -225,25 +236,33 @@ def refuse_half_characters(line: bytes, row: dict[str, Any]) -> None:
         raise RequestError(f"the row spells half a surrogate pair ({half}): no character", "not_unicode") from error
 
 
-def custom_id_of(row: Mapping[str, Any]) -> str | None:
-    """The row's name, if it has a usable one: a non-empty string that can be written as UTF-8."""
-    value = row.get("custom_id")
-    if not isinstance(value, str) or not value:
-        return None
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return None
-    return value
-
-
 def parse_row(row: dict[str, Any]) -> BatchRow:
     """Validate a row from `read_json`. Raises RequestError naming the first wrong field, unknown ones before others."""
+    _check_counts(row)
     _refuse_unserved(row)
     try:
         return BatchRow.model_validate(row)
     except ValidationError as error:
         raise _first_error(error) from error
+
+
+def _check_counts(row: dict[str, Any]) -> None:
+    """Validation makes an object of every entry, and an error of every wrong one: how many there are comes first."""
+    custom_id, body = row.get("custom_id"), row.get("body")
+    if isinstance(custom_id, str):
+        check_count("custom_id", "characters", custom_id, LIMITS.max_custom_id_chars, "custom_id_too_long")
+    if not isinstance(body, dict):
+        return
+    for name, kind, what, limit in _COUNTED:
+        if isinstance(value := body.get(name), kind):
+            check_count(name, what, len(value), limit)
+    if isinstance(metadata := body.get("metadata"), dict):
+        num_chars = sum(len(key) + (len(value) if isinstance(value, str) else 0) for key, value in metadata.items())
+        check_count("metadata", "characters", num_chars, LIMITS.max_metadata_chars)
+    if isinstance(messages := body.get("messages"), list):
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        check_count("messages", "parts", num_parts, LIMITS.max_parts)
 
 
 def _refuse_unserved(row: dict[str, Any]) -> None:
@@ -256,8 +275,7 @@ def _refuse_unserved(row: dict[str, Any]) -> None:
         if value is None or any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             body.pop(name, None)
         else:
-            shown = json.dumps(value, ensure_ascii=False)[:60]
-            raise RequestError(f"{name}={shown} is not supported", "unsupported_parameter", name)
+            raise RequestError(f"{name}={shown(value)} is not supported", "unsupported_parameter", name)
     messages = body.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         if isinstance(message, dict) and message.get("role") in _UNSERVED_ROLES:
@@ -274,14 +292,13 @@ def _first_error(error: ValidationError) -> RequestError:
         return RequestError(f"{path}: unknown field", "unknown_parameter", path)
     if kind == "missing":
         return RequestError(f"{path}: missing", "missing_required_parameter", path)
-    shown = reprlib.repr(first["input"])
     what = "Input should be an object" if kind == "model_type" else first["msg"].removeprefix("Value error, ")
     code = "invalid_type" if kind.endswith("_type") else kind if kind.startswith("unknown_") else "invalid_value"
-    return RequestError(f"{path}: {what}, but it is {shown}", code, path)
+    return RequestError(f"{path}: {what}, but it is {shown(first['input'])}", code, path)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
     """As OpenAI names parameters: messages[0].content, relative to the body."""
-    names = [item for item in location if not str(item).startswith("<")]
+    names = [item if isinstance(item, int) else item[:60] for item in location if not str(item).startswith("<")]
     path = "".join(f"[{item}]" if isinstance(item, int) else f".{item}" for item in names).lstrip(".")
     return path.removeprefix("body.")

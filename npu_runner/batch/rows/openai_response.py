@@ -47,7 +47,7 @@ def why_unanswered(output: RequestOutput) -> RowError | None:
     lost = next((item for item in output.completions if item.finish_reason not in _SERVED_FINISH_REASONS), None)
     if lost is None:
         return None
-    code = "generation_aborted" if lost.finish_reason == "abort" else "generation_failed"
+    code = lost.error_code or ("generation_aborted" if lost.finish_reason == "abort" else "generation_failed")
     message = lost.error or f"completion {lost.index} ended with finish_reason {lost.finish_reason}"
     return RowError(code=code, message=message, status_code=500)
 

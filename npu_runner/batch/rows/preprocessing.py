@@ -6,18 +6,26 @@ Imports neither torch nor transformers, which would cost each worker seconds and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from npu_runner.batch.files.input_file import MAX_ROW_BYTES, InputRow
-from npu_runner.batch.rows.openai_format import custom_id_of, parse_row, read_json, refuse_half_characters
+from npu_runner.batch.rows.input_row import InputRow, RowSource
+from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.openai_response import RowError
+from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS
 from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.multimodal.media import resolve_media
+from npu_runner.multimodal.media import MediaRules, resolve_media
 from npu_runner.sampling_params import SamplingParams
+
+
+class PromptProcessor(Protocol):
+    """What a row needs of a ChatProcessor."""
+
+    def __call__(self, messages: list[dict[str, Any]]) -> PromptInputs: ...
+    def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,37 +51,48 @@ class RejectedRow:
 class RowPreprocessor:
     """What every row of a job is prepared with. Picklable; `processor` is a ChatProcessor or does as one does."""
 
-    processor: Callable[[list[dict[str, Any]]], PromptInputs]
-    allowed_media_dir: Path | None = None
+    source: RowSource
+    processor: PromptProcessor
+    media: MediaRules = field(default_factory=MediaRules)
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    max_row_bytes: int = LIMITS.max_row_bytes
 
     def __call__(self, row: InputRow) -> PreparedRow | RejectedRow:
-        custom_id = None
+        """Raises JobError when the row is not the one any more that the job began with."""
+        if row.num_bytes > self.max_row_bytes:
+            message = f"the row has {row.num_bytes} bytes, at most {self.max_row_bytes} are allowed (max_row_bytes)"
+            return _rejected(self.source.name(row), RequestError(message, "row_too_long"))
+        line = self.source.read(row)
+        # The name is settled before the row is parsed: whatever comes out of that, this is the row that it is said of.
+        custom_id = name_of(line)
         try:
-            if row.is_too_long:
-                raise RequestError(f"the row is longer than {MAX_ROW_BYTES >> 20} MiB", "row_too_long")
-            fields = read_json(row.data)
-            custom_id = custom_id_of(fields)
-            refuse_half_characters(row.data, fields)
-            return self._prepare(fields)
+            return self._prepare(line, custom_id)
         except RequestError as error:
-            return RejectedRow(
-                custom_id=custom_id, error=RowError(code=error.code, message=error.message, param=error.param)
-            )
+            return _rejected(custom_id, error)
 
-    def _prepare(self, fields: dict[str, Any]) -> PreparedRow:
+    def _prepare(self, line: bytes, custom_id: str | None) -> PreparedRow:
+        fields = read_json(line)
+        refuse_half_characters(line, fields)
         row = parse_row(fields)
+        if row.custom_id != custom_id:
+            message = "the row's outermost object is too large to be searched for its name; leave out the spaces in it"
+            raise RequestError(message, "custom_id_not_found", "custom_id")
         # Settings first: a wrong number must not cost the decoding of sixty pictures.
-        params = row.body.to_sampling_params(self.generation_defaults, _seed_of(self.seed, row.custom_id))
-        conversation = resolve_media(row.body.to_conversation(), self.allowed_media_dir)
+        params = row.body.to_sampling_params(self.generation_defaults, _seed_of(self.seed, custom_id))
+        params = self.processor.resolve_params(params)
+        conversation = resolve_media(row.body.to_conversation(), self.media)
         return PreparedRow(
-            custom_id=row.custom_id,
+            custom_id=custom_id,
             model=row.body.model,
             expected=row.body.expected,
             params=params,
             prompt=self.processor(conversation),
         )
+
+
+def _rejected(custom_id: str | None, error: RequestError) -> RejectedRow:
+    return RejectedRow(custom_id=custom_id, error=RowError(code=error.code, message=error.message, param=error.param))
 
 
 def _seed_of(job_seed: int, custom_id: str) -> int:

@@ -25,13 +25,31 @@ class RunnerCounters:
 
 
 class Executor(ABC):
-    """Ready once constructed. A rank that dies or hangs raises EngineDeadError naming it and what it was doing."""
+    """Ready once constructed. At most `RING_SIZE` steps are under way.
+
+    Where a step can end in an error that its requests may be the cause of, and the executor lives on, that is a
+    RequestError, OutOfMemoryError or StepError. A rank that dies, hangs or loses its device is an EngineDeadError that
+    names it and what it was doing.
+    """
 
     info: RunnerInfo
 
     @abstractmethod
+    def submit(self, batch: ScheduledBatch) -> None:
+        """Hand one step to every rank; returns without waiting for it."""
+
+    @abstractmethod
+    def collect(self) -> ModelRunnerOutput:
+        """The result of the oldest step under way, which is rank 0's, once all ranks have run it."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forget every step under way, interrupted at whatever place: no later `collect` returns its result."""
+
     def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput:
-        """Run one step on every rank; the result is rank 0's."""
+        """One step with nothing else under way."""
+        self.submit(batch)
+        return self.collect()
 
     @abstractmethod
     def counters(self) -> RunnerCounters: ...

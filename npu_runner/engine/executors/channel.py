@@ -1,87 +1,126 @@
-"""Shared memory between the engine and its ranks: calls of any size one way, heartbeats and phases the other.
+"""What travels between the engine and one rank, made so that an interrupt between any two lines loses nothing.
 
-The memory has no name (a memfd, or an unlinked file where there is none), so nothing is left behind however a process
-ends. Who may read or write when is the executor's business; this file knows only the layout.
+Calls and replies lie in memory without a name (memfds, or unlinked files where there are none), so nothing is left
+behind however a process ends. Sockets carry small records that say which call they are about. Records are looked at
+first and taken out only once they are booked, and a call that is told twice is run once: whoever was interrupted does
+the same again. Knows nothing of what a call does.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
-import pickle
+import socket
 import struct
 import tempfile
-import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-_STATUS_BYTES = 256  # per rank: heartbeat (double), phase length (int), phase (utf-8)
+RING_SIZE = 2
+"""Most calls under way. Call n lies in place n % RING_SIZE until every rank has answered it."""
+
 _MAX_RANKS = 255
-_PAYLOAD_START = _STATUS_BYTES * (_MAX_RANKS + 1)
-_STATUS = struct.Struct("<di")
+_PHASE_BYTES = 256
+_PHASE_LENGTH = struct.Struct("<i")
+_RECORD = struct.Struct("<QQB")
 
 
-class SharedArea:
-    """One mapping of the area behind `fd`. The engine creates it; ranks open the descriptor they inherit."""
+@dataclass(frozen=True)
+class Record:
+    """`number` of the call, `length` of the payload in bytes, `status`: meaning is the reader's and writer's."""
+
+    number: int
+    length: int
+    status: int = 0
+
+
+class Wire:
+    """One end of a socket pair that carries records."""
+
+    def __init__(self, end: socket.socket):
+        self._socket = end
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, record: Record) -> None:
+        # 17 bytes are taken by the system in one piece or not at all.
+        self._socket.sendall(_RECORD.pack(record.number, record.length, record.status))
+
+    def peek(self) -> Record:
+        """The next record, waited for, which stays where it is. Raises EOFError when the other end is gone."""
+        data = self._socket.recv(_RECORD.size, socket.MSG_PEEK | socket.MSG_WAITALL)
+        if len(data) < _RECORD.size:
+            raise EOFError("the other end is closed")
+        return Record(*_RECORD.unpack(data))
+
+    def take(self) -> None:
+        """Take out the record that `peek` has shown."""
+        self._socket.recv(_RECORD.size, socket.MSG_WAITALL)
+
+
+class Payloads:
+    """A ring of byte strings of any size in shared memory, written by one process and read by others."""
+
+    def __init__(self, fds: Sequence[int]):
+        self.fds = tuple(fds)
+
+    @classmethod
+    def create(cls) -> Payloads:
+        return cls([_nameless_file() for _ in range(RING_SIZE)])
+
+    def write(self, number: int, payload: bytes) -> None:
+        view, offset = memoryview(payload), 0
+        while offset < len(view):
+            offset += os.pwrite(self.fds[number % RING_SIZE], view[offset:], offset)
+
+    def read(self, number: int, length: int) -> bytes:
+        pieces: list[bytes] = []
+        offset = 0
+        while offset < length:
+            pieces.append(os.pread(self.fds[number % RING_SIZE], length - offset, offset))
+            offset += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class PhaseBoard:
+    """What each rank says it is doing, for the engine's messages. Of fixed size, so nobody ever maps it anew."""
 
     def __init__(self, fd: int):
         self.fd = fd
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._map = mmap.mmap(fd, _PHASE_BYTES * _MAX_RANKS)
 
     @classmethod
-    def create(cls, payload_bytes: int = 1 << 20) -> SharedArea:
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("npu_runner", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-        os.ftruncate(fd, _PAYLOAD_START + payload_bytes)
+    def create(cls) -> PhaseBoard:
+        fd = _nameless_file()
+        os.ftruncate(fd, _PHASE_BYTES * _MAX_RANKS)
         return cls(fd)
 
-    def write(self, call: Any) -> int:
-        """Pickle `call` into the area, growing it as needed; returns the length that readers must be told."""
-        payload = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
-        end = _PAYLOAD_START + len(payload)
-        if end > len(self._map):
-            os.ftruncate(self.fd, _PAYLOAD_START + 2 * len(payload))
-            self._remap()
-        self._map[_PAYLOAD_START:end] = payload
-        return len(payload)
+    def set(self, rank: int, phase: str) -> None:
+        text = phase.encode()[: _PHASE_BYTES - _PHASE_LENGTH.size]
+        start = rank * _PHASE_BYTES
+        _PHASE_LENGTH.pack_into(self._map, start, len(text))
+        self._map[start + _PHASE_LENGTH.size : start + _PHASE_LENGTH.size + len(text)] = text
 
-    def read(self, length: int) -> Any:
-        """The call of `length` bytes that the engine wrote; nothing of it refers to the area afterwards."""
-        end = _PAYLOAD_START + length
-        if end > len(self._map):
-            self._remap()
-        return pickle.loads(self._map[_PAYLOAD_START:end])
-
-    def expect(self, rank: int) -> None:
-        """Note that `rank` is being started: its silence counts from its first heartbeat on."""
-        self.set_phase(rank, "being started")
-        struct.pack_into("<d", self._map, rank * _STATUS_BYTES, math.inf)
-
-    def beat(self, rank: int) -> None:
-        """Note that `rank` is alive now."""
-        struct.pack_into("<d", self._map, rank * _STATUS_BYTES, time.monotonic())
-
-    def set_phase(self, rank: int, phase: str) -> None:
-        """Note what `rank` is doing."""
-        text = phase.encode()[: _STATUS_BYTES - _STATUS.size]
-        start = rank * _STATUS_BYTES
-        _STATUS.pack_into(self._map, start, time.monotonic(), len(text))
-        self._map[start + _STATUS.size : start + _STATUS.size + len(text)] = text
-
-    def status(self, rank: int) -> tuple[float, str]:
-        """(seconds since the last heartbeat, phase) of `rank`; negative infinity before the first."""
-        start = rank * _STATUS_BYTES
-        beat, length = _STATUS.unpack_from(self._map, start)
-        text = self._map[start + _STATUS.size : start + _STATUS.size + length]
-        return time.monotonic() - beat, text.decode(errors="replace")
+    def get(self, rank: int) -> str:
+        start = rank * _PHASE_BYTES
+        (length,) = _PHASE_LENGTH.unpack_from(self._map, start)
+        return self._map[start + _PHASE_LENGTH.size : start + _PHASE_LENGTH.size + length].decode(errors="replace")
 
     def close(self) -> None:
         self._map.close()
         os.close(self.fd)
 
-    def _remap(self) -> None:
-        self._map.close()
-        self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+
+def _nameless_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("npu_runner", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

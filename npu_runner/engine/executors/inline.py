@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.engine.executors.base import Executor, RunnerCounters
+from npu_runner.engine.executors.channel import RING_SIZE
+from npu_runner.errors import EngineDeadError, NpuRunnerError, StepError
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.model_runner import ModelRunner
 
@@ -14,18 +17,41 @@ from npu_runner.runner.model_runner import ModelRunner
 class InlineExecutor(Executor):
     def __init__(self, config: RunnerConfig, model_path: Path):
         self._runner: ModelRunner | None = ModelRunner(config, model_path)
+        self._under_way: deque[ScheduledBatch] = deque()
         self.info = self._runner.info()
 
-    def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput:
+    def submit(self, batch: ScheduledBatch) -> None:
+        assert len(self._under_way) < RING_SIZE, f"{RING_SIZE} steps are under way already"
+        self._under_way.append(batch)
+
+    def collect(self) -> ModelRunnerOutput:
         assert self._runner is not None, "the executor is closed"
-        output = self._runner.execute_model(batch)
+        batch = self._under_way.popleft()
+        try:
+            output = self._runner.execute_model(batch)
+        except NpuRunnerError:
+            raise
+        except Exception as error:
+            # The border between a model, whoever wrote it, and the requests that it serves.
+            what = f"a {batch.describe()} failed: {type(error).__name__}: {error}"
+            if self._runner.platform.is_device_failure(error):
+                raise EngineDeadError(what) from error
+            raise StepError(what) from error
         assert output is not None, "rank 0 always samples"
         return output
+
+    def abandon(self) -> None:
+        self._under_way.clear()
+        if self._runner is not None:
+            # The interrupt may have come while a picture was being booked, here in this process.
+            self._runner.vision_cache.release()
 
     def counters(self) -> RunnerCounters:
         return RunnerCounters() if self._runner is None else runner_counters(self._runner)
 
     def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
 
 

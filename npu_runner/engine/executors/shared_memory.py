@@ -1,57 +1,83 @@
 """Several ranks, each a process of its own; calls reach them through shared memory. Knows nothing of scheduling.
 
 No rank runs in the engine's process: a collective that hangs because another rank died would hang the engine with it.
-Here the engine waits on sockets, sees a death at once and a silence soon, and ends the others itself.
+Here the engine waits on sockets, sees a death at once and a stopped process soon, and ends the others itself.
+
+Calls are numbered. A reply says which call it answers, so that one to an abandoned call is never taken for another's.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
+import pickle
 import time
 import weakref
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.engine.executors.base import Executor, RunnerCounters
-from npu_runner.engine.executors.channel import SharedArea
-from npu_runner.errors import EngineDeadError
+from npu_runner.engine.executors.channel import RING_SIZE, Payloads, PhaseBoard, Record
+from npu_runner.engine.executors.rank_process import RankProcess, RankStart, end_ranks, open_store
+from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
+from npu_runner.errors import EngineDeadError, StepError, blame_for
 from npu_runner.runner.base import ModelRunnerOutput
 
-# A live process beats twice a second even while it computes; this long a silence means it is stopped or starved.
-SILENCE_SECONDS = 30.0
+# A process may be stopped for a moment by hand; this long it holds up all the others.
+STOPPED_SECONDS = 30.0
 START_TIMEOUT_SECONDS = 1800.0
 _GRACE_SECONDS = 2.0
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What every rank is told: `number` from 1, `length` of its payload in bytes."""
+
+    number: int
+    length: int
+    timeout: float
+    what: str
+
+
 class SharedMemoryExecutor(Executor):
     def __init__(self, config: RunnerConfig, model_path: Path):
-        import torch.distributed as dist
-
         self._config = config
         self._counters = RunnerCounters()
-        self._area = SharedArea.create()
-        # Port 0: the system picks a free one, so that jobs on one host never meet.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        lifeline_read, self._lifeline = os.pipe()
-        self._ranks = [_Rank(rank, self._area, lifeline_read) for rank in range(config.tensor_parallel_size)]
-        os.close(lifeline_read)
-        self._finalizer = weakref.finalize(self, _end, self._ranks, self._lifeline, self._area)
+        self._phases = PhaseBoard.create()
+        self._calls = Payloads.create()
+        self._store = open_store()
+        self._last = _Call(0, 0, START_TIMEOUT_SECONDS, "start")
+        self._num_announced = 0
+        """The last call that every rank has been told of for certain."""
+        self._oldest = 1
+        """The number of the call that `collect` waits for."""
+        start = RankStart(self._phases, self._calls)
+        self._ranks: list[RankProcess] = []
+        self._finalizer = weakref.finalize(self, end_ranks, self._ranks, start)
         try:
-            self.info = self._call("start", config, model_path, self._store.port, timeout=START_TIMEOUT_SECONDS)
+            for number in range(config.tensor_parallel_size):
+                self._ranks.append(RankProcess(number, start))
+            start.close_ours()
+            self._submit("start", config, model_path, self._store.port, timeout=START_TIMEOUT_SECONDS)
+            self.info = self._collect()
         except BaseException:
             self.close()
             raise
 
-    def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput:
-        output, self._counters = self._call("execute_model", batch, timeout=self._config.step_timeout_seconds)
+    def submit(self, batch: ScheduledBatch) -> None:
+        assert self._last.number - self._oldest + 1 < RING_SIZE, f"{RING_SIZE} steps are under way already"
+        self._submit("execute_model", batch, timeout=self._config.step_timeout_seconds)
+
+    def collect(self) -> ModelRunnerOutput:
+        output, self._counters = self._collect()
+        assert isinstance(output, ModelRunnerOutput), f"rank 0 answered with {type(output).__name__}"
         return output
+
+    def abandon(self) -> None:
+        # Ranks run what they were told of to its end; the place in the ring is free again once all have answered.
+        self._oldest = self._last.number + 1
 
     def counters(self) -> RunnerCounters:
         return self._counters  # they came with the last step's result: asking again would cost every rank a call
@@ -62,56 +88,87 @@ class SharedMemoryExecutor(Executor):
 
     def close(self) -> None:
         if self._finalizer.alive and all(rank.process.poll() is None for rank in self._ranks):
-            self._send_stop()
+            self._ask_to_end()
         self._finalizer()
 
-    def _call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Have every rank run `method`; returns rank 0's result once all have answered."""
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def _submit(self, method: str, *arguments: Any, timeout: float) -> None:
         assert self._finalizer.alive, "the executor is closed"
-        length = self._area.write((method, arguments))
+        self._announce()  # again, if that was interrupted: ranks must not wait in a collective for one left out
+        number = self._last.number + 1
+        self._wait_for_answers(number - RING_SIZE)
+        payload = pickle.dumps((method, arguments), protocol=pickle.HIGHEST_PROTOCOL)
+        self._calls.write(number, payload)
+        self._last = _Call(number, len(payload), timeout, method)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell every rank of the last call. One that has heard of it before pays no attention."""
+        if self._num_announced == self._last.number:
+            return
         for rank in self._ranks:
             try:
-                rank.connection.send(length)
+                rank.wire.send(Record(self._last.number, self._last.length))
             except OSError:
-                self._fail(self._obituary(rank))
-        waiting = {rank.connection: rank for rank in self._ranks}
-        deadline = time.monotonic() + timeout
-        results: dict[int, Any] = {}
-        while waiting:
-            for connection in wait(list(waiting), timeout=1.0):
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
-                results[rank.number] = self._receive(rank, list(waiting.values()))
-            self._check_alive(list(waiting.values()), method, deadline, timeout)
-        return results[0]
+                self._fail(rank.obituary())
+        self._num_announced = self._last.number
 
-    def _receive(self, rank: _Rank, others: list[_Rank]) -> Any:
+    def _collect(self) -> Any:
+        number = self._oldest
+        assert number <= self._last.number, "nothing is under way"
+        self._announce()
+        self._wait_for_answers(number)
+        result = self._ranks[0].result(number)
+        self._oldest = number + 1
+        return result
+
+    def _wait_for_answers(self, number: int) -> None:
+        """Until every rank has answered call `number` and those before it."""
+        deadline = time.monotonic() + self._last.timeout
+        while late := [rank for rank in self._ranks if rank.num_answered < number]:
+            by_descriptor = {rank.wire.fileno(): rank for rank in late}
+            for descriptor in wait(list(by_descriptor), timeout=1.0):
+                self._receive(by_descriptor[descriptor])  # type: ignore[index]
+            self._check_alive([rank for rank in late if rank.num_answered < number], deadline)
+
+    def _receive(self, rank: RankProcess) -> None:
         try:
-            status, value = rank.connection.recv()
+            reply = rank.wire.peek()
+            if reply.status != OK:
+                self._report_failure(rank, reply)
+            rank.book(reply)
+            rank.wire.take()
         except (EOFError, OSError):
-            self._fail(self._obituary(rank))
-        if status == "ok":
-            return value
+            self._fail(rank.obituary())
+
+    # -- failures --------------------------------------------------------------------------------------------------
+
+    def _report_failure(self, rank: RankProcess, reply: Record) -> NoReturn:
         # When a rank dies the others fail in their collectives; the dead one is the cause.
         dead = self._wait_for_a_death(rank)
         if dead is not None:
-            self._fail(self._obituary(dead))
-        if status == "refused":
+            self._fail(dead.obituary())
+        value = rank.read(reply)
+        if reply.status == REFUSED and self._last.what == "start":
             self.close_now()
             raise value
+        others = [other for other in self._ranks if other is not rank and other.num_answered < reply.number]
         silent = "".join(f"; rank {other.number} has not answered ({other.phase()})" for other in others)
-        self._fail(f"rank {rank.number} failed while {rank.phase()}{silent}: {value}")
+        self._fail(f"rank {rank.number} failed while {rank.phase()}{silent}: {value}",
+                   blame=_blame(reply.status, value))
 
-    def _check_alive(self, ranks: list[_Rank], method: str, deadline: float, timeout: float) -> None:
+    def _check_alive(self, ranks: list[RankProcess], deadline: float) -> None:
         for rank in ranks:
-            silence, phase = self._area.status(rank.number)
-            if silence > SILENCE_SECONDS:
-                self._fail(f"rank {rank.number} has been silent for {silence:.0f} s while {phase}; is it stopped?")
+            if rank.seconds_stopped() > STOPPED_SECONDS:
+                self._fail(f"rank {rank.number} has been stopped for {rank.seconds_stopped():.0f} s (state T, as "
+                           f"SIGSTOP leaves a process) while {rank.phase()}")
         if ranks and time.monotonic() > deadline:
             names = "; ".join(f"rank {rank.number}, {rank.phase()}" for rank in ranks)
-            self._fail(f"{method} did not finish within {timeout:.0f} s ({names}); raise step_timeout_seconds if "
-                       f"it is only slow")
+            self._fail(f"{self._last.what} did not finish within {self._last.timeout:.0f} s ({names}); raise "
+                       "step_timeout_seconds if it is only slow")
 
-    def _wait_for_a_death(self, but: _Rank) -> _Rank | None:
+    def _wait_for_a_death(self, but: RankProcess) -> RankProcess | None:
         deadline = time.monotonic() + _GRACE_SECONDS
         others = [rank for rank in self._ranks if rank is not but]
         while time.monotonic() < deadline:
@@ -121,67 +178,27 @@ class SharedMemoryExecutor(Executor):
             time.sleep(0.02)
         return None
 
-    def _obituary(self, rank: _Rank) -> str:
-        try:
-            code = rank.process.wait(timeout=_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"rank {rank.number} closed its connection while {rank.phase()}"
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return f"rank {rank.number} died ({how}) while {rank.phase()}"
-
-    def _fail(self, reason: str) -> NoReturn:
+    def _fail(self, reason: str, *, blame: str | None = None) -> NoReturn:
         self.close_now()
-        raise EngineDeadError(reason)
+        raise EngineDeadError(reason, blame=blame)
 
     def close_now(self) -> None:
         """End every rank without asking."""
         self._finalizer()
 
-    def _send_stop(self) -> None:
-        length = self._area.write(("stop", ()))
+    def _ask_to_end(self) -> None:
         for rank in self._ranks:
             try:
-                rank.connection.send(length)
+                rank.wire.send(Record(STOP, 0))
             except OSError:
                 continue  # it died meanwhile; the finalizer reaps it
         deadline = time.monotonic() + _GRACE_SECONDS
         for rank in self._ranks:
-            try:
-                rank.process.wait(timeout=max(0.01, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue  # busy or stuck; the finalizer kills it
+            if not rank.ends_until(deadline):
+                return  # busy or stuck; the finalizer kills it
 
 
-class _Rank:
-    """One rank's process and the engine's end of its connection."""
-
-    def __init__(self, number: int, area: SharedArea, lifeline_fd: int):
-        self.number = number
-        self._area = area
-        area.expect(number)
-        ours, theirs = socket.socketpair()
-        arguments = [str(value) for value in (number, theirs.fileno(), area.fd, lifeline_fd)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "npu_runner.engine.executors.worker", *arguments],
-            pass_fds=(theirs.fileno(), area.fd, lifeline_fd),
-            # Ranks share the host's cores: a thread that spins while it waits would keep another rank from working.
-            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ,
-                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-        theirs.close()
-        self.connection: Connection = Connection(ours.detach())
-
-    def phase(self) -> str:
-        return self._area.status(self.number)[1]
-
-
-def _end(ranks: list[_Rank], lifeline: int, area: SharedArea) -> None:
-    """Kill what still runs and close everything; also runs when the executor is forgotten or Python exits."""
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.kill()
-    for rank in ranks:
-        rank.process.wait()
-        rank.connection.close()
-    os.close(lifeline)
-    area.close()
+def _blame(status: int, value: Any) -> str | None:
+    if status == BROKEN:
+        return None
+    return blame_for(value if status == REFUSED else StepError(value))

@@ -18,7 +18,7 @@ from npu_runner.platforms.base import (
 )
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.graphs import InductorCompiler
-from npu_runner.platforms.torch_ops import TorchOps
+from npu_runner.platforms.cpu.ops import CpuOps
 
 
 class CpuPlatform(Platform):
@@ -49,7 +49,7 @@ class CpuPlatform(Platform):
         return 1 << 16
 
     def make_ops(self) -> Ops:
-        return TorchOps()
+        return CpuOps()
 
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
@@ -73,3 +73,6 @@ class CpuPlatform(Platform):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+    def is_device_failure(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and "gloo" in str(error)  # another rank is gone, or stopped

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, StepInputs
 from npu_runner.platforms.dynamo import own_code
 
 
@@ -23,16 +23,16 @@ class CudaGraphCompiler(GraphCompiler):
             forward = torch.compile(own_code(forward), mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
         return _CapturedDecode(self, forward)
 
-    def capture(self, forward: DecodeForward, inputs: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def capture(self, forward: DecodeForward, inputs: StepInputs) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Run once to warm kernels up, then record; graphs share memory, since only one runs at a time."""
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            forward(*inputs)
+            forward(inputs)
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(graph, pool=self._pool):
-            output = forward(*inputs)
+            output = forward(inputs)
         self._pool = self._pool or graph.pool()
         return graph, output
 
@@ -43,16 +43,18 @@ class _CapturedDecode:
     def __init__(self, compiler: CudaGraphCompiler, forward: DecodeForward):
         self._compiler = compiler
         self._forward = forward
-        self._inputs: tuple[Tensor, ...] = ()
+        self._inputs: StepInputs | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Tensor | None = None
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: StepInputs) -> Tensor:
         if self._graph is None:
             self._graph, self._output = self._compiler.capture(self._forward, inputs)
             self._inputs = inputs
-        addresses = [tensor.data_ptr() for tensor in inputs]
-        assert addresses == [tensor.data_ptr() for tensor in self._inputs], "a graph replays over its own buffers only"
-        self._graph.replay()
+        assert self._inputs is not None, "captured graphs have inputs"
         assert self._output is not None, "captured graphs have an output"
+        moved = [name for name, new, captured in zip(StepInputs._fields, inputs, self._inputs, strict=True)
+                 if new.data_ptr() != captured.data_ptr()]
+        assert not moved, f"a graph replays over its own buffers only; others came for {', '.join(moved)}"
+        self._graph.replay()
         return self._output

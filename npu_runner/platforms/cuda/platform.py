@@ -25,6 +25,29 @@ _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STA
                   "CUDNN_STATUS_ALLOC_FAILED")
 
 
+Capability = tuple[int, int]
+"""A GPU's compute capability: (8, 0) is Ampere, (7, 5) Turing."""
+_BFLOAT16_SINCE: Capability = (8, 0)
+_FLASHINFER_SINCE: Capability = (7, 5)
+
+
+def why_no_dtype(capability: Capability, dtype: torch.dtype) -> str | None:
+    """None where a GPU of this compute capability computes in `dtype`, else the reason."""
+    if dtype == torch.bfloat16 and capability < _BFLOAT16_SINCE:
+        return _too_old("bfloat16", _BFLOAT16_SINCE, capability)
+    return None
+
+
+def why_no_flashinfer(capability: Capability) -> str | None:
+    """None where FlashInfer's kernels run on a GPU of this compute capability, else the reason."""
+    return _too_old("flashinfer", _FLASHINFER_SINCE, capability) if capability < _FLASHINFER_SINCE else None
+
+
+def _too_old(what: str, since: Capability, capability: Capability) -> str:
+    wanted, found = (".".join(map(str, numbers)) for numbers in (since, capability))
+    return f"{what} needs a GPU of compute capability {wanted}, this one has {found}"
+
+
 class CudaPlatform(Platform):
     name = "cuda"
     attention_backends = ("triton", "flashinfer")
@@ -69,7 +92,11 @@ class CudaPlatform(Platform):
         from npu_runner.platforms.cuda import flashinfer_attention as flashinfer
         from npu_runner.platforms.cuda.attention import TritonAttention
 
-        reason = flashinfer.why_not(head_dim, dtype)
+        capability = torch.cuda.get_device_capability()
+        too_old = why_no_dtype(capability, dtype)
+        if too_old:
+            raise ConfigError(f"dtype: {too_old}; take float16 or float32")
+        reason = why_no_flashinfer(capability) or flashinfer.why_not(head_dim, dtype)
         if name == "flashinfer" and reason:
             raise ConfigError(f"attention_backend flashinfer: {reason}; take triton or auto")
         if name == "auto" and reason:
@@ -101,6 +128,11 @@ class CudaPlatform(Platform):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY)
+
+    def is_device_failure(self, error: BaseException) -> bool:
+        # Errors of kernels stay with the context for good; the allocator's and the libraries' refusals do not.
+        is_device = isinstance(error, (torch.AcceleratorError, torch.distributed.DistError))
+        return is_device and not self.is_out_of_memory(error)
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)

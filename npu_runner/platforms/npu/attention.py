@@ -10,6 +10,7 @@ FIA wants the lengths of a step where the kernel's tiling is computed: on the ho
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.base import AttentionBackend, AttentionMetadata
+
+logger = logging.getLogger(__name__)
 
 _MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
 _CAUSAL, _FULL = 3, 0
@@ -50,6 +53,21 @@ class NpuAttention(AttentionBackend):
         self.num_kv_heads = num_kv_heads
         self.block_size = block_size
         self.mask = torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool).triu(1).to(device)
+
+    def takes(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether the kernel does: one token is tried, and the device asked for the answer."""
+        device = self.mask.device
+        cache = torch.zeros((1, self.block_size, self.num_kv_heads, head_dim), dtype=dtype, device=device)
+        zeros_1, ones_1 = (torch.full((1,), value, dtype=torch.int32, device=device) for value in (0, 1))
+        metadata = AttentionMetadata(False, zeros_1, ones_1, zeros_1[:, None], HostLengths([1], [1]))
+        q_1NH = torch.zeros((1, self.num_heads, head_dim), dtype=dtype, device=device)
+        try:
+            self.decode(q_1NH, cache, cache, metadata, 1.0)
+            torch.npu.synchronize()
+        except RuntimeError as refusal:
+            logger.info("the attention kernel does not take %s: %s", dtype, str(refusal).strip().partition("\n")[0])
+            return False
+        return True
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> HostLengths:

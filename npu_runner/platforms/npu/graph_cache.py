@@ -24,7 +24,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphSettings
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphSettings, StepInputs
 from npu_runner.platforms.dynamo import own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.graphs import GraphEngineDecode, ResourceErrors, graph_engine_config
@@ -123,7 +123,7 @@ class _KeptGraph:
         )
         self._is_ready = False
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: StepInputs) -> Tensor:
         if self._is_ready:
             return self._decode(*inputs)
         with self.folder.locked():

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
-from npu_runner.platforms.dynamo import own_code
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, StepInputs
+from npu_runner.platforms.dynamo import forget, own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.attention import DeviceLengths, HostLengths
 
@@ -50,6 +50,11 @@ class AclGraphCompiler(GraphCompiler):
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
         self._graphs[batch_size].set_context_lens(context_lens_B)
 
+    def release(self) -> None:
+        for graph in self._graphs.values():
+            forget(graph.code)
+        self._graphs.clear()
+
     def _backend(self) -> Callable[..., Any]:
         if torchair.has_npugraph_ex():
             torchair.load("npugraph_ex")
@@ -73,34 +78,34 @@ class _AclGraph:
     def __init__(self, forward: DecodeForward, batch_size: int, backend: Callable[..., Any]):
         self._context_lens = [_LEAST_TRACED] * batch_size
 
-        def decode(input_ids_B: Tensor, positions_B: Tensor, slot_mapping_B: Tensor, context_lens_B: Tensor,
-                   block_tables_BW: Tensor, host_lengths: list[int]) -> Tensor:
-            return forward(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW,
-                           HostLengths(list(range(1, batch_size + 1)), host_lengths))
+        def decode(inputs: StepInputs, host_lengths: list[int]) -> Tensor:
+            return forward(inputs, HostLengths(list(range(1, batch_size + 1)), host_lengths))
 
         # dynamo takes every integer for a constant until it sees it change. A trace in which the lengths are constants
         # only rehearses; the graph is made from the one in which they are symbols.
         self._backend = _Counted(backend, batch_size, num_symbols=batch_size)
         # What it has seen change it remembers by the code's name, also for the next engine of this process.
         name = f"decode_{batch_size}_of_graph_{next(_graph_numbers)}"
-        self._decode = torch.compile(own_code(decode, name), fullgraph=True, backend=self._backend)
+        traced = own_code(decode, name)
+        self.code = traced.__code__
+        self._decode = torch.compile(traced, fullgraph=True, backend=self._backend)
         self._is_captured = False
 
     def set_context_lens(self, context_lens_B: Sequence[int]) -> None:
         padding = [_LEAST_TRACED] * (len(self._context_lens) - len(context_lens_B))
         self._context_lens = [max(_LEAST_TRACED, length) for length in context_lens_B] + padding
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: StepInputs) -> Tensor:
         if not self._is_captured:
             self._capture(inputs)
-        return self._decode(*inputs, self._context_lens)
+        return self._decode(inputs, self._context_lens)
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+    def _capture(self, inputs: StepInputs) -> None:
         num_rows = len(self._context_lens)
         # Lengths that happen to be equal while they are traced must not become one symbol.
         with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False), _in_place_operators():
             for length in (_LEAST_TRACED, _LEAST_TRACED + 1):
-                self._decode(*inputs, [length] * num_rows)
+                self._decode(inputs, [length] * num_rows)
                 torch.npu.synchronize()
         assert self._backend.num_compiled == 1, f"{self._backend.num_compiled} graphs for {num_rows} sequences"
         self._is_captured = True
@@ -135,7 +140,7 @@ class GraphEngineCompiler(GraphCompiler):
 
 
 class GraphEngineDecode(torch.nn.Module):
-    """The decode step as GE takes it: lengths as tensors."""
+    """The decode step as GE takes it: flat tensors, lengths among them."""
 
     def __init__(self, forward: DecodeForward, batch_size: int):
         super().__init__()
@@ -143,11 +148,10 @@ class GraphEngineDecode(torch.nn.Module):
         totals_B = torch.arange(1, batch_size + 1, dtype=torch.int64)
         self.register_buffer("query_totals_B", totals_B.npu(), persistent=False)
 
-    def decode(self, input_ids_B: Tensor, positions_B: Tensor, slot_mapping_B: Tensor, context_lens_B: Tensor,
-               block_tables_BW: Tensor) -> Tensor:
-        """Logits (B, vocabulary)."""
-        lengths = DeviceLengths(self.query_totals_B, context_lens_B.to(torch.int64))
-        return self.step(input_ids_B, positions_B, slot_mapping_B, context_lens_B, block_tables_BW, lengths)
+    def decode(self, *tensors: Tensor) -> Tensor:
+        """Logits (B, vocabulary) of the tensors of a StepInputs."""
+        inputs = StepInputs(*tensors)
+        return self.step(inputs, DeviceLengths(self.query_totals_B, inputs.context_lens.to(torch.int64)))
 
 
 def graph_engine_config() -> Any:
@@ -165,7 +169,7 @@ class _FirstCall:
         self._decode = decode
         self._is_compiled = False
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: StepInputs) -> Tensor:
         if self._is_compiled:
             return self._decode(*inputs)
         with ResourceErrors():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import re
 from typing import Any
 
 import torch
@@ -19,9 +21,21 @@ from npu_runner.platforms.base import (
     Platform,
     PlatformDefaults,
 )
+from npu_runner.platforms.npu.host_settings import (
+    check_graph_mode,
+    communicator_config,
+    most_graphs,
+    process_defaults,
+    rank_defaults,
+)
+from npu_runner.platforms.npu.versions import cann_version, old_cann, old_wheel, soc_name, takes_argument
+
+logger = logging.getLogger(__name__)
 
 # What the allocator says, and the driver's code where somebody else asks it for memory.
 _OUT_OF_MEMORY = ("out of memory", "207001")
+# The runtime's codes of a device, stream or collective that failed (aclError 507000 to 507999), and HCCL's own.
+_DEVICE_FAILURE = re.compile(r"\b507\d{3}\b|\bERR02\d{3}\b")
 
 
 class NpuPlatform(Platform):
@@ -52,20 +66,47 @@ class NpuPlatform(Platform):
         is_usable = torch.npu.is_available() and torch.npu.device_count() > 0
         return None if is_usable else "no NPU is visible; npu-runner doctor says what to do"
 
+    def __init__(self) -> None:
+        """Raises ConfigError where torch_npu or CANN is too old: by name now, not by a TypeError of the first step."""
+        import torch_npu
+
+        scatter = torch.ops.npu.npu_scatter_pa_kv_cache.default
+        for found in (old_wheel(torch_npu.__version__, has_cache_mode=takes_argument(scatter, "cache_mode")),
+                      old_cann(cann_version())):
+            if found is not None:
+                raise ConfigError(f"{found.reason}; {found.remedy}, or set platform to cpu")
+
     def prepare_process(self, rank: int, num_ranks: int) -> None:
-        if num_ranks > 1 and "HCCL_IF_BASE_PORT" not in os.environ:
-            # As shipped HCCL takes fixed ports (60000 and up, 16666 on the device): two jobs of one host meet there.
-            for name in ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
-                os.environ.setdefault(name, "auto")
+        if num_ranks > 1:
+            os.environ.update(rank_defaults(os.environ))
         self.set_device(rank)
+
+    def process_group_options(self, *, serves_graphs: bool, is_second: bool) -> Any:
+        config = communicator_config(soc_name(), os.environ, serves_graphs=serves_graphs, is_second=is_second)
+        if is_second and os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV":
+            logger.warning("HCCL_OP_EXPANSION_MODE=AIV holds for both communicators of graph_mode max-autotune, which "
+                           "HCCL calls unpredictable; unset it, and the one of the graphs will have it")
+        import torch_npu
+
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options.hccl_config = config
+        return options
 
     def make_communicator(self, group: Any, rank: int) -> None:
         group._get_backend(torch.device("npu")).get_hccl_comm_name(rank, init_comm=True)
+
+    def check_graph_mode(self, graph_mode: str) -> None:
+        check_graph_mode(graph_mode, os.environ)
 
     def set_device(self, local_rank: int) -> torch.device:
         if local_rank >= self.device_count():
             raise ConfigError(f"rank {local_rank} needs an NPU of its own, {self.device_count()} are visible; lower "
                               "tensor_parallel_size or check ASCEND_RT_VISIBLE_DEVICES")
+        num_cores = len(os.sched_getaffinity(0))
+        os.environ.update(process_defaults(os.environ, num_cores=num_cores, num_devices=self.device_count()))
+        if "OMP_NUM_THREADS" not in os.environ:
+            # A device's process computes next to nothing on the CPU; its threads would stand in preprocessing's way.
+            torch.set_num_threads(1)
         torch.npu.set_device(local_rank)
         # Operators from the installed binaries, weights in plain layout: what graphs and fused kernels here expect.
         torch.npu.set_compile_mode(jit_compile=False)
@@ -84,12 +125,23 @@ class NpuPlatform(Platform):
                        dtype: torch.dtype) -> AttentionBackend:
         from npu_runner.platforms.npu.attention import NpuAttention
 
-        if name == "auto" and dtype == torch.float32:
-            raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16")
-        return NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
-                            device=torch.device("npu", torch.npu.current_device()))
+        attention = NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
+                                 device=torch.device("npu", torch.npu.current_device()))
+        # Asked for by name, the kernel has the word: the emulation's, which the tests compare with, can do it.
+        if dtype == torch.float32 and (name == "auto" or not attention.takes(dtype, head_dim)):
+            raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "
+                              "dtype to one of them")
+        return attention
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
+        from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler
+
+        num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        limit = most_graphs(soc_name(), os.environ, num_ranks)
+        compiler = self._make_graph_compiler(settings)
+        return compiler if limit is None else LimitedGraphCompiler(compiler, limit)
+
+    def _make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         from npu_runner.platforms.npu.graphs import AclGraphCompiler, GraphEngineCompiler
 
         if settings.mode == "reduce-overhead":
@@ -117,13 +169,14 @@ class NpuPlatform(Platform):
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY)
 
+    def is_device_failure(self, error: BaseException) -> bool:
+        return bool(_DEVICE_FAILURE.search(str(error))) and not self.is_out_of_memory(error)
+
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
 
     def describe(self) -> dict[str, str]:
         import torch_npu
-
-        from npu_runner.platforms.npu.versions import cann_version, soc_name
 
         return {**super().describe(), "torch_npu": torch_npu.__version__, "cann": cann_version() or "unknown",
                 "device": soc_name()}

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Where the toolkit's own files say its version, below ASCEND_HOME_PATH or ASCEND_TOOLKIT_HOME; the best source first.
 _VERSION_FILES = ("*/ascend_toolkit_install.info", "compiler/version.info", "runtime/version.info", "version.cfg")
@@ -23,21 +23,80 @@ _PATTERNS = (
 
 
 class Pairing(NamedTuple):
-    """Versions that were published for each other; `cann` is a prefix."""
+    """Versions that were published for each other."""
 
     torch: str
     torch_npu: str
     cann: str
 
 
-PAIRINGS = (
-    Pairing("2.10.0", "2.10.0.post4", "9.1.0"),
-    Pairing("2.10.0", "2.10.0", "9.0.0"),
-    Pairing("2.9.0", "2.9.0.post2", "9.0.0"),
-    Pairing("2.9.0", "2.9.0", "8.5"),
-    Pairing("2.8.0", "2.8.0.post2", "8.5.0"),
-    Pairing("2.7.1", "2.7.1.post1", "8.3.RC2"),
-)
+# What each CANN was published with, as the release notes of TorchNPU 26.0.0, 26.1.0 and 26.2.0 say. The one list of
+# versions: a test compares the documents' table, requirements-npu.txt and the doctor's remedies with it.
+_PUBLISHED = {
+    "9.2.0": ("2.14.0", "2.13.0", "2.12.0.post3", "2.11.0.post3", "2.10.0.post7", "2.9.0.post9", "2.7.1.post11"),
+    "9.1.0": ("2.12.0", "2.11.0", "2.10.0.post4", "2.9.0.post6", "2.7.1.post8"),
+    "9.0.0": ("2.10.0", "2.9.0.post2", "2.8.0.post4", "2.7.1.post4"),
+}
+PAIRINGS = tuple(Pairing(torch_npu.partition(".post")[0], torch_npu, cann)
+                 for cann, wheels in _PUBLISHED.items() for torch_npu in wheels)
+OLD_WHEELS = ("2.9.0", "2.8.0.post2", "2.8.0", "2.7.1.post2", "2.7.1")
+"""Wheels of CANN 8.3 and 8.5. They lack what is called here; tests/npu/operator_table has the proof."""
+_OLDEST_CANN = (9, 0)
+
+# A wheel without it writes the cache in another layout (PA_NZ), and takes the keyword for an error.
+_NO_CACHE_MODE = "its npu_scatter_pa_kv_cache has no cache_mode, so the paged KV cache cannot be written as it is read"
+_NEWER_WHEEL = f"take a torch_npu for CANN 9: {', '.join(pair.torch_npu for pair in PAIRINGS)}"
+_OLD_OPERATORS = ("its rotary operator takes no TND layout, its attention over a paged cache neither float16 nor a "
+                  "head dim of 64")
+_NEWER_CANN = f"install CANN {', '.join(_PUBLISHED)}"
+
+
+class TooOld(NamedTuple):
+    """What is wrong with a version, and what to do."""
+
+    reason: str
+    remedy: str
+
+
+def old_wheel(torch_npu: str, *, has_cache_mode: bool | None = None) -> TooOld | None:
+    """Whether this torch_npu is too old; `has_cache_mode` is what its own schema says, where somebody could ask it."""
+    is_old = _is_old_wheel(torch_npu) if has_cache_mode is None else not has_cache_mode
+    return TooOld(f"torch_npu {torch_npu}: {_NO_CACHE_MODE}", _NEWER_WHEEL) if is_old else None
+
+
+def old_cann(cann: str | None) -> TooOld | None:
+    """Whether this CANN is too old; one that is not known is not."""
+    is_old = cann is not None and release(cann)[:2] < _OLDEST_CANN
+    return TooOld(f"CANN {cann}: {_OLD_OPERATORS}", _NEWER_CANN) if is_old else None
+
+
+def takes_argument(operator: Any, name: str) -> bool:
+    """Whether this overload of a torch operator has an argument called so."""
+    return any(argument.name == name for argument in operator._schema.arguments)
+
+
+def wheel_for(torch: str, cann: str | None) -> str | None:
+    """The torch_npu that was published for this torch, and for this CANN where there is one."""
+    fitting = [pair for pair in PAIRINGS if pair.torch == torch]
+    exact = [pair for pair in fitting if cann is not None and cann.startswith(pair.cann)]
+    return next((pair.torch_npu for pair in exact or fitting), None)
+
+
+def requirement() -> str:
+    """What pip may install: nothing older than the oldest wheel above, and none that is refused."""
+    oldest = min((pair.torch_npu for pair in PAIRINGS), key=_order)
+    refused = sorted((wheel for wheel in OLD_WHEELS if _order(wheel) > _order(oldest)), key=_order)
+    return "".join([f"torch-npu>={oldest}", *(f",!={wheel}" for wheel in refused)])
+
+
+def _is_old_wheel(torch_npu: str) -> bool:
+    same_torch = [_order(pair.torch_npu) for pair in PAIRINGS if release(pair.torch) == release(torch_npu)]
+    return _order(torch_npu) < min(same_torch or [_order(pair.torch_npu) for pair in PAIRINGS])
+
+
+def _order(torch_npu: str) -> tuple[tuple[int, ...], int]:
+    post = re.search(r"\.post(\d+)", torch_npu)
+    return release(torch_npu), int(post[1]) if post else 0
 
 
 def toolkit_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -1,6 +1,8 @@
 """Two ranks, one of which is killed or stopped in the middle of a job; says how the job ended and what it left behind.
 
     python -m tests.npu.programs.failing_ranks MODEL killed|stopped|none [SETTING=VALUE ...] RESULTS.json
+
+FAIL_OF_THE_VICTIM in the environment is the emulation's FAIL for that rank alone.
 """
 
 from __future__ import annotations
@@ -9,17 +11,29 @@ import ast
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from npu_runner import LLM, SamplingParams
+from npu_runner.engine.executors import shared_memory
 from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 from npu_runner.errors import EngineDeadError
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 VICTIM = 1
+
+
+class PopenOfRank(subprocess.Popen[bytes]):
+    """Starts a rank, the victim with failures of its own."""
+
+    def __init__(self, arguments: list[str], *, env: dict[str, str], **options: Any):
+        module = arguments.index("-m")
+        if int(arguments[module + 2]) == VICTIM:
+            env = {**env, "CANN_EMU_FAIL": os.environ["FAIL_OF_THE_VICTIM"]}
+        super().__init__(arguments, env=env, **options)
 
 
 def is_alive(process_id: int) -> bool:
@@ -33,11 +47,14 @@ def is_alive(process_id: int) -> bool:
 def end_of_a_job(model: str, how: str, settings: dict[str, Any]) -> dict[str, Any]:
     process_ids: list[int] = []
     seconds = 0.0
+    graphs = ""
+    if "FAIL_OF_THE_VICTIM" in os.environ:
+        shared_memory.subprocess.Popen = PopenOfRank  # type: ignore[misc]
     try:
         with LLM(model, platform="npu", tensor_parallel_size=2, max_model_len=512, max_num_seqs=4, **settings) as llm:
             executor = llm.engine._executor
             assert isinstance(executor, SharedMemoryExecutor)
-            process_ids = executor.process_ids()
+            process_ids, graphs = executor.process_ids(), executor.info.graphs
             llm.engine.add_request("r", llm.engine.processor.from_text("which picture"), LONG)
             for _ in range(3):
                 llm.engine.step()
@@ -52,7 +69,8 @@ def end_of_a_job(model: str, how: str, settings: dict[str, Any]) -> dict[str, An
         message = ""
     except EngineDeadError as error:
         message = str(error)
-    return {"message": message, "seconds": seconds, "alive": [pid for pid in process_ids if is_alive(pid)]}
+    alive = [pid for pid in process_ids if is_alive(pid)]
+    return {"message": message, "seconds": seconds, "graphs": graphs, "alive": alive}
 
 
 def main(model: str, how: str, *rest: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from npu_runner.platforms.npu.preflight import devices, probes, software
 from npu_runner.platforms.npu.preflight.host import Check, Host, run_function
-from npu_runner.platforms.npu.versions import toolkit_folder
+from npu_runner.platforms.npu.versions import cann_version, toolkit_folder
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ def signs_of_an_npu(found: Survey) -> list[str]:
     return [sign for sign, is_seen in signs.items() if is_seen]
 
 
-def examine(found: Survey, num_ranks: int = 1) -> Iterator[Check]:
-    """Everything about an Ascend host but the generation."""
+def examine(found: Survey, num_ranks: int = 1, *, is_eager: bool = False) -> Iterator[Check]:
+    """Everything about an Ascend host but what is computed on it. is_eager: no graph is asked for."""
     host, packages = found.host, found.packages
     yield software.check_toolkit(host, found.libraries)
     yield software.check_driver(host)
-    yield software.check_pair(packages)
+    yield software.check_pair(packages, cann_version(host.environment))
     yield software.check_cann_version(host, packages)
     yield software.check_packages(packages, for_npu=True)
     yield software.check_libatb(host, found.libraries)
-    yield from devices.check_variables(host.environment)
+    yield from devices.check_variables(host.environment, is_eager=is_eager)
     yield devices.check_shared_memory(host.shared_memory, num_ranks)
     yield devices.check_ports(host.environment, num_ranks)
     if packages.get("torch_npu") is None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from npu_runner.platforms.npu.host_settings import A2, A3
 from npu_runner.platforms.npu.preflight.errors import explain
 from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome
 from npu_runner.platforms.npu.preflight.software import import_remedy
@@ -21,8 +22,7 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 _LEAST_DEVICE_BYTES = 512 * _MIB
 _HCCL_BASE_PORT, _HCCL_NUM_PORTS = 60000, 16
-# A2 and A3: what the fused attention over a paged cache runs on.
-_KNOWN_CHIPS = ("Ascend910B", "Ascend910_93")
+_KNOWN_CHIPS = (A2, A3)
 _OTHER_CHIPS = ("Ascend310", "Ascend910A", "Ascend910ProA", "Ascend910PremiumA")
 
 Environment = Mapping[str, str]
@@ -145,21 +145,26 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def check_variables(environment: Environment) -> list[Check]:
-    """Variables that contradict graphs, the allocator or each other; those that are unset are fine."""
-    return [_launch_blocking(environment), _task_queue(environment), _allocator(environment), _visible(environment)]
+def check_variables(environment: Environment, *, is_eager: bool = False) -> list[Check]:
+    """Variables that contradict graphs, the allocator or each other; those that are unset are fine.
+
+    is_eager: no graph is asked for, so what forbids graphs only slows this host down.
+    """
+    return [_launch_blocking(environment, is_eager), _task_queue(environment, is_eager), _allocator(environment),
+            _visible(environment), _expansion_mode(environment)]
 
 
-def _launch_blocking(environment: Environment) -> Check:
+def _launch_blocking(environment: Environment, is_eager: bool) -> Check:
     name = "ASCEND_LAUNCH_BLOCKING"
     value = environment.get(name, "")
     if value in ("", "0"):
         return Check(name, "ok", value or "not set")
-    return Check(name, "failed", f"{value}: every operator is waited for, which no graph can capture",
+    return Check(name, "warning" if is_eager else "failed",
+                 f"{value}: every operator is waited for, which no graph can capture",
                  f"unset {name}, or run with --enforce-eager while you search for a fault")
 
 
-def _task_queue(environment: Environment) -> Check:
+def _task_queue(environment: Environment, is_eager: bool) -> Check:
     name = "TASK_QUEUE_ENABLE"
     value = environment.get(name, "")
     if value in ("", "1"):
@@ -168,7 +173,8 @@ def _task_queue(environment: Environment) -> Check:
     if value == "0":
         return Check(name, "warning", "0: operators are launched one by one, without a queue", remedy)
     if value == "2":
-        return Check(name, "warning", "2: meant for training; it is said to conflict with captured graphs", remedy)
+        return Check(name, "warning" if is_eager else "failed", "2: torch_npu captures no graph with it",
+                     f"{remedy}, or run with --enforce-eager")
     return Check(name, "failed", f"{value!r} is not 0, 1 or 2", remedy)
 
 
@@ -186,6 +192,20 @@ def _allocator(environment: Environment) -> Check:
     if others:
         return Check(name, "failed", f"{value!r}: torch_npu refuses {' and '.join(others)} beside expandable_segments",
                      f"export {name}=expandable_segments:True")
+    return Check(name, "ok", value)
+
+
+def _expansion_mode(environment: Environment) -> Check:
+    name = "HCCL_OP_EXPANSION_MODE"
+    value = environment.get(name)
+    if value is None:
+        return Check(name, "ok", "not set: npu-runner asks for AIV where the chip has it, in one communicator")
+    if value == "AIV":
+        return Check(name, "warning", "AIV: max-autotune with ranks has two communicators, HCCL allows it to one; "
+                     "no chip but A2 and A3 takes it", f"unset {name}: npu-runner sets it for the one that needs it")
+    if value == "AI_CPU":
+        return Check(name, "warning", "AI_CPU: a device of A3 then holds 6 graphs with collectives at most",
+                     f"unset {name}, unless you know why")
     return Check(name, "ok", value)
 
 

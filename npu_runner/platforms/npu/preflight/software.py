@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome
-from npu_runner.platforms.npu.versions import PAIRINGS, cann_version, driver_version, release, toolkit_folder
+from npu_runner.platforms.npu.versions import (
+    PAIRINGS,
+    cann_version,
+    driver_version,
+    old_cann,
+    old_wheel,
+    release,
+    toolkit_folder,
+    wheel_for,
+)
 
 # torchair imports these; torch_npu does not declare all of them.
 TORCHAIR_NEEDS = ("packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy")
@@ -17,7 +26,7 @@ RUNNER_NEEDS = ("torch", "numpy", "huggingface_hub", "safetensors", "pillow", "p
                 "tokenizers")
 LIBRARIES = ("libascendcl.so", "libhccl.so", "libatb.so")
 _OLDEST_DRIVER = (24,)
-_IMAGE = "use an image in which they belong together, and upgrade nothing in it (README, Ascend)"
+_IMAGE = "use an image in which they belong together, and upgrade nothing in it (docs/ascend.md, Versions)"
 
 Packages = Mapping[str, str | None]
 """Distribution to version; None where it is not installed."""
@@ -89,13 +98,13 @@ def check_packages(packages: Packages, *, for_npu: bool) -> Check:
     return Check("Python packages", "failed", f"{what} import {', '.join(missing)}: not installed", "; ".join(remedies))
 
 
-def check_pair(packages: Packages) -> Check:
+def check_pair(packages: Packages, cann: str | None = None) -> Check:
     """torch and torch_npu: the first three numbers are the same, or torch_npu's C++ does not fit."""
     name, torch, torch_npu = "torch and torch_npu", packages.get("torch"), packages.get("torch_npu")
     if torch_npu is None:
-        known = ", ".join(pair.torch_npu for pair in PAIRINGS if torch and pair.torch == _plain(torch))
-        advice = f"pip install --no-deps torch_npu=={known.split(', ')[0]}" if known else _IMAGE
-        return Check(name, "failed", f"torch_npu is not installed (torch {torch})", advice)
+        wheel = wheel_for(_plain(torch), cann) if torch else None
+        return Check(name, "failed", f"torch_npu is not installed (torch {torch})",
+                     f"pip install --no-deps torch_npu=={wheel}" if wheel else _IMAGE)
     if torch is None:
         return Check(name, "failed", f"torch is not installed (torch_npu {torch_npu})", _IMAGE)
     found = f"torch {torch}, torch_npu {torch_npu}"
@@ -103,9 +112,14 @@ def check_pair(packages: Packages) -> Check:
         wanted = ".".join(map(str, release(torch_npu)[:3]))
         return Check(name, "failed", f"{found}: torch_npu {torch_npu} is made for torch {wanted}",
                      f"{_IMAGE}; something has probably replaced the image's torch")
+    too_old = old_wheel(torch_npu)
+    if too_old is not None:
+        wheel = wheel_for(_plain(torch), cann)
+        return Check(name, "failed", too_old.reason,
+                     f"pip install --no-deps torch_npu=={wheel}, with its CANN" if wheel else too_old.remedy)
     if not any((pair.torch, pair.torch_npu) == (_plain(torch), torch_npu) for pair in PAIRINGS):
         return Check(name, "warning", f"{found}: a pair that is not in the table of known ones",
-                     f"known: {', '.join(f'{pair.torch} / {pair.torch_npu}' for pair in PAIRINGS)}")
+                     f"known: {', '.join(pair.torch_npu for pair in PAIRINGS)}")
     return Check(name, "ok", found)
 
 
@@ -116,16 +130,19 @@ def check_cann_version(host: Host, packages: Packages) -> Check:
         folder = toolkit_folder(host.environment)
         return Check(name, "warning", "no version of CANN is to be found", source_set_env(host) if folder is None else
                      f"a complete toolkit has {folder}/<arch>-linux/ascend_toolkit_install.info; install it again")
+    too_old = old_cann(cann)
+    if too_old is not None:
+        return Check(name, "failed", *too_old)
     if torch_npu is None:
         return Check(name, "skipped", f"CANN {cann}; no torch_npu to compare it with")
     if not wanted:
         return Check(name, "warning", f"CANN {cann}; which one torch_npu {torch_npu} wants is not in the table",
                      "see the release notes of torch_npu")
-    if any(cann.upper().startswith(prefix.upper()) for prefix in wanted):
+    if any(release(cann)[:2] == release(known)[:2] for known in wanted):
         return Check(name, "ok", f"CANN {cann}, as torch_npu {torch_npu} wants")
-    found = f"CANN {cann}; torch_npu {torch_npu} is known to work with {' or '.join(wanted)}"
-    is_older = all(release(cann)[:2] < release(prefix)[:2] for prefix in wanted)
-    return Check(name, "failed" if is_older else "warning", found, f"install CANN {wanted[0]}, or {_IMAGE}")
+    # TorchNPU's release notes call every CANN from 9.0 on compatible; operators are only promised from its own on.
+    return Check(name, "warning", f"CANN {cann}; torch_npu {torch_npu} was published for {' or '.join(wanted)}",
+                 f"install CANN {wanted[0]}, or {_IMAGE}")
 
 
 def check_torch(outcome: Outcome, packages: Packages) -> Check:

@@ -1,0 +1,88 @@
+"""`<output>.suspects.json`: the rows of the step in which several ranks failed, for the next run to run one at a time.
+
+One rank finds the row that makes steps fail by itself and goes on. Several cannot: who fails leaves the others in a
+collective, and the job ends. The next run knows from here whom to run alone, and the one after that whom to give up.
+Killed at any moment, the old or the new file is there, whole. Knows nothing of what rows ask for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.errors import ConfigError, EngineDeadError
+
+FORMAT = 1
+# A rank that is killed, or a device that fails, says little of the row that was alone in the step; twice says enough.
+_MAX_DEATHS_ALONE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspicion:
+    """`num_deaths`: how often the job ended with this row alone in the step; `code`, `message`: why it is given up."""
+
+    num_deaths: int = 0
+    code: str | None = None
+    message: str = ""
+
+
+class Suspects:
+    """What is known of rows by custom_id. Without an output file (`path` None) it lasts as long as the job."""
+
+    def __init__(self, output: Path | None, *, overwrite: bool = False):
+        self._path = None if output is None else suspects_path(output)
+        self._rows: dict[str, Suspicion] = {}
+        if overwrite:
+            self.clear()
+        elif self._path is not None:
+            self._rows = _load(self._path)
+
+    def is_one(self, custom_id: str) -> bool:
+        """Whether this row has to run alone."""
+        return custom_id in self._rows
+
+    def verdict(self, custom_id: str) -> Suspicion | None:
+        """Why this row is given up without being run; None if it is not."""
+        found = self._rows.get(custom_id)
+        return found if found is not None and found.code is not None else None
+
+    def accuse(self, error: EngineDeadError) -> None:
+        """Note whom the next run has to run alone, or to give up, after the engine died like that."""
+        if len(error.request_ids) == 1:
+            (name,) = error.request_ids
+            num_deaths = self._rows.get(name, Suspicion()).num_deaths + 1
+            code = error.blame or ("request_failed" if num_deaths >= _MAX_DEATHS_ALONE else None)
+            message = f"alone in its step, this row ended the job: {str(error).partition(chr(10))[0]}" if code else ""
+            self._rows[name] = Suspicion(num_deaths=num_deaths, code=code, message=message)
+        for name in error.request_ids:
+            self._rows.setdefault(name, Suspicion())
+        if error.request_ids and self._path is not None:
+            with clear_file_errors(f"suspects {self._path}"), replacing(self._path) as file:
+                rows = {name: asdict(row) for name, row in self._rows.items()}
+                file.write(json.dumps({"format": FORMAT, "rows": rows}, indent=1).encode() + b"\n")
+
+    def clear(self) -> None:
+        """All rows are finished, or an earlier output is overwritten: nobody is under suspicion."""
+        self._rows.clear()
+        if self._path is not None:
+            with clear_file_errors(f"suspects {self._path}"):
+                self._path.unlink(missing_ok=True)
+
+
+def suspects_path(output: Path) -> Path:
+    return output.with_name(output.name + ".suspects.json")
+
+
+def _load(path: Path) -> dict[str, Suspicion]:
+    try:
+        with clear_file_errors(f"suspects {path}"):
+            if not path.exists():
+                return {}
+            fields = json.loads(path.read_bytes())
+        if fields["format"] != FORMAT:
+            raise ValueError("it is of another version of this program")
+        return {str(name): Suspicion(**row) for name, row in fields["rows"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"suspects {path}: cannot be read ({error}); without it all rows run together") from error

@@ -1,0 +1,61 @@
+"""Makes the small pictures of a report. Runs in a worker process; knows nothing of rows or pages.
+
+It is for a look only, and takes less than the pictures of the model: JPEG is decoded at an eighth of its size where
+that is enough, and what would still be larger than 50 megapixels is not shown.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS
+from npu_runner.multimodal.images import FORMATS, open_image
+from npu_runner.multimodal.media import load_media
+
+SIDE = 360
+MAX_DECODED_PIXELS = 50_000_000
+
+
+@dataclass(frozen=True)
+class ThumbnailMaker:
+    """A data: URL of the picture behind a URL; None when it cannot be shown. Picklable."""
+
+    allowed_media_dir: Path | None
+    max_source_pixels: int
+    """A picture that declares more was refused by the job and is not opened here either, ..."""
+    max_media_bytes: int = LIMITS.max_media_bytes
+    """... nor one whose file is larger."""
+
+    def __call__(self, url: str) -> str | None:
+        try:
+            image = self._open(load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes))
+        except RequestError:
+            return None
+        image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+        encoded = io.BytesIO()
+        image.save(encoded, "JPEG", quality=85)
+        return "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode("ascii")
+
+    def _open(self, data: bytes) -> Image.Image:
+        small = _opened_small(data, self.max_source_pixels)
+        return open_image(data if small is None else small, max_source_pixels=MAX_DECODED_PIXELS)
+
+
+def _opened_small(data: bytes, max_source_pixels: int) -> Image.Image | None:
+    """The header of a picture whose decoder can make it smaller on the way; None of one whose decoder cannot."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's own bomb warning: our limit is checked right after
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception:  # noqa: BLE001 - hostile bytes raise anything: open_image names it
+        return None
+    if image.width * image.height > max_source_pixels:
+        raise RequestError("more pixels than max_source_pixels", code="image_too_large")
+    return image if image.draft("RGB", (2 * SIDE, 2 * SIDE)) is not None else None

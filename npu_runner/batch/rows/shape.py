@@ -1,0 +1,178 @@
+"""A row before anything is made of it: how deep and how large its JSON is, and what the row is called.
+
+Works on bytes, a piece at a time and without recursion, so it takes the same small memory for every row and finds the
+same in every process, however deep in its stack. Knows nothing of what a row asks for.
+
+Shapes: C characters of a piece.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+
+from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS
+
+PIECE_BYTES = 1 << 20
+"""Rows are read in pieces of this size; one that is a single piece is read by the json module."""
+_MAX_TOP_BYTES = 64 << 10
+_QUOTE, _COMMA, _NESTED = ord('"'), ord(","), ord("0")
+_STEP = np.zeros(256, dtype=np.int8)  # what a byte outside of strings does to the depth
+_STEP[[ord("["), ord("{")]], _STEP[[ord("]"), ord("}")]] = 1, -1
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """`nesting`: most lists and objects inside each other; `num_values`: of the JSON, if it is JSON at all.
+
+    `top`: the row's outermost object with 0 for every value that is a list or an object; None: no whole object, or
+    more than 64 KiB of it.
+    """
+
+    nesting: int
+    num_values: int
+    top: bytes | None
+
+    def check(self) -> None:
+        """Raises RequestError for a row that must not be parsed."""
+        if self.nesting > LIMITS.max_nesting:
+            raise RequestError(
+                f"the row's JSON is {self.nesting} levels deep, at most {LIMITS.max_nesting} are allowed",
+                "nested_too_deep",
+            )
+        if self.num_values > LIMITS.max_json_values:
+            raise RequestError(
+                f"the row's JSON has {self.num_values} values, at most {LIMITS.max_json_values} are allowed",
+                "too_many_json_values",
+            )
+
+
+class ShapeReader:
+    """Finds the shape of a row that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = self._nesting = 0
+        self._num_values = 1
+        self._is_in_string = self._is_mismatched = False
+        self._rest = b""
+        self._top: bytearray | None = bytearray()
+
+    def feed(self, piece: bytes) -> None:
+        """The next bytes, in order."""
+        piece = self._rest + piece
+        # Pairs of backslashes first: the one that is left before a quote then escapes it.
+        flat = piece.replace(b"\\\\", b"__") if b"\\" in piece else piece
+        self._rest = b"\\" if flat.endswith(b"\\") else b""
+        if self._rest:
+            flat, piece = flat[:-1], piece[:-1]
+        flat = flat.replace(b'\\"', b"__")
+        if self._is_in_string and b'"' not in flat:
+            self._keep_top(piece if self._depth <= 1 else b"")
+        else:
+            self._measure(np.frombuffer(flat, dtype=np.uint8), np.frombuffer(piece, dtype=np.uint8))
+
+    def shape(self) -> RowShape:
+        """What was found, once all of the row is fed."""
+        is_whole = not (self._depth or self._is_in_string or self._is_mismatched or self._rest)
+        top = bytes(self._top) if is_whole and self._top is not None else None
+        return RowShape(self._nesting, self._num_values, top)
+
+    def _measure(self, flat_C: np.ndarray, text_C: np.ndarray) -> None:
+        is_quote_C = flat_C == _QUOTE
+        # Odd: within a string. Quotes are counted modulo 256, which keeps them odd or even.
+        in_string_C = (np.cumsum(is_quote_C, dtype=np.uint8) + np.uint8(self._is_in_string)) & 1
+        step_C = _STEP[flat_C] * (in_string_C ^ 1)  # a quote steps nowhere
+        depth_C = np.cumsum(step_C, dtype=np.int32) + self._depth
+        num_commas = np.count_nonzero((flat_C == _COMMA) & (in_string_C == 0))
+        self._num_values += int(np.count_nonzero(step_C == 1) + num_commas)
+        if len(flat_C):
+            self._nesting = max(self._nesting, int(depth_C.max()))
+            self._is_mismatched |= int(depth_C.min()) < 0
+            self._is_in_string, self._depth = bool(in_string_C[-1]), int(depth_C[-1])
+        self._keep_top(_outermost(text_C, depth_C, step_C))
+
+    def _keep_top(self, found: bytes) -> None:
+        if self._top is not None:
+            self._top += found
+            if len(self._top) > _MAX_TOP_BYTES:
+                self._top = None
+
+
+def shape_of(row: bytes) -> RowShape:
+    """The shape of a row that is in memory."""
+    reader = ShapeReader()
+    for start in range(0, len(row), PIECE_BYTES):
+        reader.feed(row[start : start + PIECE_BYTES])
+    return reader.shape()
+
+
+def check_shape(row: bytes) -> None:
+    """Refuse a row whose JSON is nested too deeply, or holds so many values that parsing it would fill the memory."""
+    num_containers = row.count(b"[") + row.count(b"{")
+    # Whatever stands in strings: it is no more than that. Nearly all rows end here.
+    if num_containers > LIMITS.max_nesting or num_containers + row.count(b",") >= LIMITS.max_json_values:
+        shape_of(row).check()
+
+
+class NameReader:
+    """Finds the name of a row that comes in pieces: its custom_id, if it is an object that has a usable one.
+
+    A short row has to be JSON to have a name, a longer one only on its outermost level: nobody parses it for that.
+    """
+
+    def __init__(self) -> None:
+        self._short: bytes | None = b""
+        """All of the row, as long as it is short."""
+        self._reader = ShapeReader()
+
+    def feed(self, piece: bytes) -> None:
+        """The next bytes, in order."""
+        if self._short is None:
+            self._reader.feed(piece)
+        elif len(self._short) + len(piece) <= PIECE_BYTES:
+            self._short += piece
+        else:
+            self._reader.feed(self._short + piece)
+            self._short = None
+
+    def name(self) -> str | None:
+        """None: this row is named by its line."""
+        if self._short is None:
+            return _custom_id(self._reader.shape().top)
+        num_containers = self._short.count(b"[") + self._short.count(b"{")
+        if num_containers > LIMITS.max_nesting and (shape := shape_of(self._short)).nesting > LIMITS.max_nesting:
+            return _custom_id(shape.top)
+        return _custom_id(self._short)
+
+
+def name_of(row: bytes) -> str | None:
+    """The name of a row that is in memory; the same that NameReader finds."""
+    reader = NameReader()
+    for start in range(0, len(row), PIECE_BYTES):
+        reader.feed(row[start : start + PIECE_BYTES])
+    return reader.name()
+
+
+def _custom_id(text: bytes | None) -> str | None:
+    if text is None:
+        return None
+    try:
+        row = json.loads(text.decode("utf-8"))
+        value = row.get("custom_id") if isinstance(row, dict) else None
+        if not isinstance(value, str) or not 0 < len(value) <= LIMITS.max_custom_id_chars:
+            return None
+        value.encode("utf-8")  # half a surrogate pair can be spelled in JSON and written nowhere
+    except ValueError:
+        return None
+    return value
+
+
+def _outermost(text_C: np.ndarray, depth_C: np.ndarray, step_C: np.ndarray) -> bytes:
+    """What stands directly in the outermost object, and 0 for each list or object in it."""
+    begins_C = (step_C == 1) & (depth_C == 2)
+    ends_C = (step_C == -1) & (depth_C == 1)
+    places = np.flatnonzero(((depth_C <= 1) & ~ends_C) | begins_C)
+    return np.where(begins_C[places], np.uint8(_NESTED), text_C[places]).tobytes()

@@ -1,0 +1,60 @@
+"""The doctor's look at arithmetic: layers of real shapes on the device, against the same layers on the CPU in float32.
+
+    python -m npu_runner.cli.doctor_layers PLATFORM REPORTS
+
+The embedded model is smaller than anything in use (head dim 32): its right answers say little about the kernels that a
+real model takes. Knows nothing of what the host has installed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from npu_runner.platforms.npu.preflight.errors import explain
+from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome, run_program
+
+# How far a token may be from the CPU's: the length of the difference over the length of what it should be. Rounding
+# once after each operator makes a third of this at most.
+BOUNDS = {"bfloat16": 0.03, "float16": 0.005}
+_CASES = ("decoder layer, 32/8 heads of 128", "decoder layer, 16/8 heads of 128", "tower layer, 16 heads of 72")
+_IF_WRONG = "answers will be wrong: compare torch, torch_npu and CANN with the version table, and report this output"
+_IF_UNKNOWN = "see the failed checks above; README, Ascend, has a table of error codes"
+
+
+def check_layers(host: Host, platform: str, timeout_seconds: float) -> list[Check]:
+    outcome = run_program(host, ["-m", "npu_runner.cli.doctor_layers", platform], timeout_seconds)
+    return judge(outcome)
+
+
+def judge(outcome: Outcome) -> list[Check]:
+    """One check for each layer that was computed, and one for what went wrong on the way."""
+    checks = [_judge_layer(**report) for report in outcome.reports]
+    if outcome.error is not None or len(checks) < len(_CASES) * len(BOUNDS):
+        remedy = explain(outcome.output) or _IF_UNKNOWN
+        checks.append(Check("layers", "failed", outcome.error or "ended before all layers were computed", remedy))
+    return checks
+
+
+def _judge_layer(name: str, dtype: str, error: float) -> Check:
+    bound = BOUNDS[dtype]
+    found = f"{100 * error:.2f} % from the CPU's at most; {100 * bound:.1f} % is allowed"
+    is_close = error <= bound  # false for NaN, too
+    return Check(f"{name} ({dtype})", "ok" if is_close else "failed", found, "" if is_close else _IF_WRONG)
+
+
+def main(platform: str, reports: str) -> None:
+    """Write one line for each layer and dtype."""
+    import torch
+
+    from npu_runner.cli.layer_probe import Probe
+
+    with torch.inference_mode():
+        for dtype in BOUNDS:
+            for name, error in Probe(platform, dtype).errors(_CASES):
+                with open(reports, "a") as file:
+                    file.write(json.dumps({"name": name, "dtype": dtype, "error": error}) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

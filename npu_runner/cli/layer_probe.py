@@ -1,0 +1,175 @@
+"""One random layer, computed on a device and on the CPU from the same weights. Knows nothing of checks and reports.
+
+B sequences, T tokens of all of them, D hidden size, S block size, P patches of all pictures, X values of a patch.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from npu_runner.layers.attention import bind_kv_cache
+from npu_runner.layers.parallel import LayerContext, TensorParallel
+from npu_runner.model_config import ModelConfig, RopeConfig, VisionConfig
+from npu_runner.models.decoder import Decoder
+from npu_runner.models.qwen3_vl_vision import VisionTower
+from npu_runner.platforms import pick_platform
+from npu_runner.platforms.base import AttentionBackend, AttentionMetadata, Platform
+from npu_runner.weights.loader import expected_tensors, load_weights
+from npu_runner.weights.reader import CheckpointReader
+
+_SEED = 20
+_BLOCK_SIZE = 128
+# One sequence that fills a block and begins the next, one within a block, one as short as can be.
+_PROMPT_LENS = (150, 70, 1)
+_GRIDS = ((6, 10), (2, 4))  # patches of two pictures
+# Heads and blocks are those of real models; what only makes products longer is smaller, so that this takes seconds.
+_HIDDEN_SIZE, _MLP_WIDTH, _HEAD_DIM = 512, 1536, 128
+_HEADS = {"decoder layer, 32/8 heads of 128": (32, 8), "decoder layer, 16/8 heads of 128": (16, 8)}
+
+
+class Probe:
+    """A platform's layers in one dtype. The CPU computes in float32, with weights and inputs rounded to that dtype."""
+
+    def __init__(self, platform: str, dtype: str):
+        self._device_side = _Side(pick_platform(platform), getattr(torch, dtype))
+        self._cpu_side = _Side(pick_platform("cpu"), torch.float32)
+
+    def errors(self, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+        """Each layer's name, and the largest distance of a row of its output from the CPU's, relative to its length."""
+        for name in names:
+            yield name, self._error(_decoder_config(*_HEADS[name]) if name in _HEADS else _tower_config())
+
+    def _error(self, config: ModelConfig | VisionConfig) -> float:
+        dtype = self._device_side.dtype
+        with tempfile.TemporaryDirectory() as folder:
+            tensors = expected_tensors(_build(config, self._cpu_side)[0])
+            save_file(_draw(tensors, dtype), Path(folder, "model.safetensors"))
+            found, expected = (_compute(config, side, Path(folder), dtype)
+                               for side in (self._device_side, self._cpu_side))
+        difference_T = (found.cpu().double() - expected.double()).norm(dim=-1)
+        return float((difference_T / expected.double().norm(dim=-1)).max())
+
+
+class _Side:
+    """A platform with its device, and what layers are built for there."""
+
+    def __init__(self, platform: Platform, dtype: torch.dtype):
+        self.platform, self.dtype = platform, dtype
+        self.device = platform.set_device(0)
+
+    def context(self, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerContext:
+        attention = self.platform.make_attention("auto", num_heads=num_heads, num_kv_heads=num_kv_heads,
+                                                 head_dim=head_dim, block_size=_BLOCK_SIZE, dtype=self.dtype)
+        return LayerContext(self.platform.make_ops(), attention, TensorParallel(), self.dtype, self.device)
+
+
+def _draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights with which every part of a layer weighs in its output: products keep their size, softmax is sharp."""
+    generator = torch.Generator().manual_seed(_SEED)
+    drawn = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, generator=generator)
+        if "norm" in name:
+            values = (2.0 if "q_norm" in name or "k_norm" in name else 1.0) + 0.1 * values
+        elif len(shape) > 1:
+            values = values / math.sqrt(math.prod(shape[1:]))
+        drawn[name] = values.to(dtype)
+    return drawn
+
+
+def _build(config: ModelConfig | VisionConfig, side: _Side) -> tuple[nn.Module, AttentionBackend]:
+    """The model and its attention."""
+    if isinstance(config, ModelConfig):
+        context = side.context(config.num_heads, config.num_kv_heads, config.head_dim)
+        return Decoder(config, sum(_PROMPT_LENS), context), context.attention
+    head_dim = config.hidden_size // config.num_heads
+    context = side.context(config.num_heads, config.num_heads, head_dim)
+    return VisionTower(config, context), context.attention
+
+
+def _compute(config: ModelConfig | VisionConfig, side: _Side, folder: Path, dtype: torch.dtype) -> Tensor:
+    model, attention = _build(config, side)
+    with CheckpointReader(folder) as reader:
+        load_weights(model, reader)
+    model.requires_grad_(False).eval()
+    if isinstance(config, ModelConfig):
+        return _decode(config, model, attention, side, dtype)
+    return _see(config, model, side, dtype)
+
+
+def _decode(config: ModelConfig, model: nn.Module, attention: AttentionBackend, side: _Side,
+            dtype: torch.dtype) -> Tensor:
+    """What a prompt of each sequence and then one token of each become, (T + B, D)."""
+    tables_BW, num_blocks = _block_tables()
+    sizes = (1, num_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    bind_kv_cache(model, *(torch.zeros(math.prod(sizes), dtype=side.dtype, device=side.device).view(sizes)
+                           for _ in range(2)))
+    generator = torch.Generator().manual_seed(_SEED + 1)
+    outputs = []
+    for done_lens, new_lens in (((0,) * len(_PROMPT_LENS), _PROMPT_LENS), (_PROMPT_LENS, (1,) * len(_PROMPT_LENS))):
+        x_TD = torch.randn(sum(new_lens), config.hidden_size, generator=generator).to(dtype)
+        positions, metadata = _step(attention, side.device, tables_BW, done_lens, new_lens)
+        outputs.append(model(x_TD.to(side.device, side.dtype), positions, metadata))
+    return torch.cat(outputs)
+
+
+def _block_tables() -> tuple[np.ndarray, int]:
+    """Blocks of each sequence, out of order and never block 0, and how many blocks there are."""
+    counts = [-(-(length + 1) // _BLOCK_SIZE) for length in _PROMPT_LENS]
+    blocks = np.random.default_rng(_SEED).permutation(np.arange(1, 1 + sum(counts))).astype(np.int32)
+    tables_BW = np.zeros((len(counts), max(counts)), dtype=np.int32)
+    for row, part in enumerate(np.split(blocks, list(accumulate(counts))[:-1])):
+        tables_BW[row, : len(part)] = part
+    return tables_BW, 1 + sum(counts)
+
+
+def _step(attention: AttentionBackend, device: torch.device, tables_BW: np.ndarray, done_lens: Sequence[int],
+          new_lens: Sequence[int]) -> tuple[Tensor, AttentionMetadata]:
+    """Positions (T,) and metadata of a step that adds `new_lens` tokens to contexts of `done_lens`."""
+    is_prefill = max(new_lens) > 1
+    context_lens = [done + new for done, new in zip(done_lens, new_lens, strict=True)]
+    places = [np.arange(done, length) for done, length in zip(done_lens, context_lens, strict=True)]
+    slots = np.concatenate([tables_BW[row, place // _BLOCK_SIZE] * _BLOCK_SIZE + place % _BLOCK_SIZE
+                            for row, place in enumerate(places)])
+    plan = (attention.plan_prefill(list(new_lens), context_lens, tables_BW, device) if is_prefill
+            else attention.plan_decode(context_lens, tables_BW, device))
+    slots_T, lens_B, tables, positions_T = (
+        torch.from_numpy(array.astype(np.int32)).to(device)
+        for array in (slots, np.asarray(context_lens), tables_BW, np.concatenate(places)))
+    return positions_T, AttentionMetadata(is_prefill, slots_T, lens_B, tables, plan)
+
+
+def _see(config: VisionConfig, model: nn.Module, side: _Side, dtype: torch.dtype) -> Tensor:
+    """What two pictures become, (P / merge^2, D)."""
+    num_patches = sum(height * width for height, width in _GRIDS)
+    generator = torch.Generator().manual_seed(_SEED + 1)
+    patches_PX = torch.randn(num_patches, config.in_channels * config.patch_size**2, generator=generator).to(dtype)
+    output: Tensor = model(patches_PX.to(side.device, side.dtype), _GRIDS)[0]
+    return output
+
+
+def _decoder_config(num_heads: int, num_kv_heads: int) -> ModelConfig:
+    return ModelConfig(
+        model_type="qwen3", vocab_size=8, hidden_size=_HIDDEN_SIZE, intermediate_size=_MLP_WIDTH, num_layers=1,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=_HEAD_DIM, max_position_embeddings=4096,
+        rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=True, qkv_bias=False, o_bias=False, mlp_bias=False,
+        qk_norm=True, rope=RopeConfig(theta=5e6), dtype="bfloat16",
+    )  # fmt: skip
+
+
+def _tower_config() -> VisionConfig:
+    """The tower of Qwen3-VL-8B, with one layer and a narrower MLP."""
+    return VisionConfig(
+        depth=1, hidden_size=1152, intermediate_size=1152, num_heads=16, hidden_act="gelu_pytorch_tanh", in_channels=3,
+        patch_size=16, temporal_patch_size=2, spatial_merge_size=2, out_hidden_size=_HIDDEN_SIZE,
+        num_position_embeddings=2304, deepstack_layers=(), rope_theta=10000.0,
+    )  # fmt: skip

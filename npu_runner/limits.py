@@ -1,0 +1,96 @@
+"""What one request may ask for: every limit in one place, with the words that name value and limit. Knows no request.
+
+They are checked before anything is decoded, tokenized, validated or queued. Generous ones are settings (RunnerConfig)
+or options of the batch job (BatchOptions), whose defaults are these; docs/limits.md lists all of them.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sized
+from dataclasses import dataclass
+
+from npu_runner.errors import RequestError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """One number for each thing a request can have too much of."""
+
+    max_row_bytes: int = 256 * MIB
+    """Bytes of a row."""
+    max_nesting: int = 64
+    """Lists and objects inside each other in a row's JSON."""
+    max_json_values: int = 50_000
+    """Values in a row's JSON: a list of 10 numbers has 11."""
+    max_custom_id_chars: int = 1024
+    """Characters of a custom_id; a row with a longer one is named by its line."""
+    max_name_chars: int = 1024
+    """Characters of `model` and of `user`."""
+    max_messages: int = 4096
+    """Messages of a conversation."""
+    max_parts: int = 4096
+    """Parts of all messages together."""
+    max_images_per_prompt: int = 64
+    """Pictures of a prompt; a picture that comes twice counts twice, and is read once."""
+    max_media_bytes: int = 64 * MIB
+    """Bytes of one picture's file or decoded data: URL."""
+    max_prompt_media_bytes: int = 512 * MIB
+    """Bytes of all different pictures of a prompt together."""
+    max_path_chars: int = 4096
+    """Characters of an address that is no data: URL."""
+    max_source_pixels: int = 178_956_970  # what Pillow calls a decompression bomb
+    """Pixels that a picture's file declares."""
+    max_stop_strings: int = 64
+    """Entries of `stop`."""
+    max_stop_chars: int = 1024
+    """Characters of one stop string."""
+    max_stop_token_ids: int = 1024
+    """Entries of `stop_token_ids`."""
+    max_bad_words: int = 256
+    """Entries of `bad_words`."""
+    max_bad_word_chars: int = 128
+    """Characters of one bad word."""
+    max_logit_bias: int = 1024
+    """Entries of `logit_bias`."""
+    max_metadata_entries: int = 64
+    """Entries of `metadata`."""
+    max_metadata_chars: int = 65_536
+    """Characters of all names and values of `metadata` together."""
+    max_logprobs_per_request: int = 262_144
+    """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities."""
+    worker_memory_bytes: int = 4 * GIB
+    """Memory that preparing one row may take in its worker process."""
+
+
+LIMITS = Limits()
+
+
+def check_count(name: str, what: str, value: Sized | int, limit: int, code: str = "limit_exceeded") -> None:
+    """RequestError, naming the field, the value and the limit, if there are more than `limit`."""
+    count = value if isinstance(value, int) else len(value)
+    if count > limit:
+        raise RequestError(f"{name}: {count} {what}, at most {limit} are allowed", code, name)
+
+
+def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> None:
+    """Refuse more log probabilities than one answer may hold. `num_top`: None where none are wanted."""
+    if num_top is None or n * max_tokens * (num_top + 1) <= limit:
+        return
+    most = limit // (n * (num_top + 1))
+    raise RequestError(
+        f"logprobs: n {n} x max_tokens {max_tokens} x (top_logprobs {num_top} + 1) is {n * max_tokens * (num_top + 1)} "
+        f"log probabilities, at most {limit} are allowed (max_logprobs_per_request); max_tokens {most} would fit",
+        "too_many_logprobs",
+        "logprobs",
+    )
+
+
+def shown(value: object, num_chars: int = 60) -> str:
+    """`value` as an error message may repeat it: whole if it is short."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = num_chars
+    return short.repr(value)

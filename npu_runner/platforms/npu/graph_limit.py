@@ -1,0 +1,37 @@
+"""No more decode graphs than a device can hold with collectives inside. Knows nothing of how graphs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
+
+
+class LimitedGraphCompiler(GraphCompiler):
+    """Another compiler's graphs, the first `most_graphs` of them; for any more the device "has no resources left"."""
+
+    def __init__(self, compiler: GraphCompiler, most_graphs: int):
+        self._compiler = compiler
+        self._most_graphs = most_graphs
+        self._batch_sizes: set[int] = set()
+
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        if batch_size not in self._batch_sizes and len(self._batch_sizes) == self._most_graphs:
+            return self._refuse
+        self._batch_sizes.add(batch_size)
+        return self._compiler.compile(forward, batch_size)
+
+    def _refuse(self, *inputs: Tensor) -> Tensor:
+        raise GraphResourceError(f"HCCL on the AI CPU serves {self._most_graphs} graphs of a device at most; unset "
+                                 "HCCL_OP_EXPANSION_MODE or give fewer graph_batch_sizes")
+
+    def was_loaded(self, batch_size: int) -> bool:
+        return self._compiler.was_loaded(batch_size)
+
+    def discard(self, batch_size: int) -> None:
+        self._compiler.discard(batch_size)
+
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
+        self._compiler.before_replay(batch_size, context_lens_B)

@@ -1,0 +1,45 @@
+"""What the worst step takes of a device's memory. Knows one platform; nothing of models or of what is to be stored."""
+
+from __future__ import annotations
+
+from npu_runner.platforms.base import MemoryInfo, Platform
+from npu_runner.runner.base import MemoryProfile
+
+_UNKNOWN = MemoryInfo(0, 0, 0, 0, 0)
+
+
+class MemoryMeter:
+    """Made before anything is loaded: whatever is taken then belongs to somebody else."""
+
+    def __init__(self, platform: Platform):
+        self._platform = platform
+        self._before = platform.memory_info() or _UNKNOWN
+
+    def start_step(self) -> None:
+        """What follows, up to `profile`, is the worst step."""
+        self._platform.empty_cache()
+        self._platform.reset_peak_memory()
+
+    def profile(self, *, weights_bytes: int, cache_bytes: int) -> MemoryProfile:
+        """All that has been taken beside a KV cache of `cache_bytes`.
+
+        `weights_bytes`, by their shapes, is for platforms that measure nothing.
+        """
+        self._platform.synchronize()
+        info = self._platform.memory_info()
+        if info is None:
+            return MemoryProfile(weights_bytes=weights_bytes)
+        self._platform.empty_cache()
+        settled = self._platform.memory_info() or info
+        before = self._before
+        other = info.total_bytes - before.free_bytes
+        return MemoryProfile(
+            total_bytes=info.total_bytes,
+            free_before_bytes=before.free_bytes,
+            weights_bytes=info.allocated_bytes - before.allocated_bytes - cache_bytes,
+            activation_peak_bytes=info.peak_allocated_bytes - info.allocated_bytes,
+            # What the driver gave since the start, less what the allocator holds of it.
+            outside_bytes=max(0, settled.total_bytes - settled.free_bytes - other - settled.reserved_bytes
+                              + before.reserved_bytes),
+            other_bytes=other,
+        )

@@ -1,0 +1,187 @@
+"""One step of a model that stands ready: prepare, launch, sample, collect. Knows nothing of how it came to stand there.
+
+`launch` hands the forward to the device, `sample` the sampler: two launches, so that what the sampler needs of the step
+before may come between them. Only `collect` waits.
+
+B sequences in the step, T tokens in the step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_runner.core.batch import ScheduledBatch
+from npu_runner.errors import EngineDeadError
+from npu_runner.layers.sampler import HostSample, Sampler, SamplerOutput
+from npu_runner.models.decoder import CausalLM
+from npu_runner.platforms.base import AttentionBackend, AttentionMetadata, Platform, StepInputs
+from npu_runner.runner.base import ModelRunnerOutput, TokenLogprobs
+from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into
+from npu_runner.runner.decode_step import DecodeStep
+from npu_runner.runner.inputs import to_device
+from npu_runner.runner.memory_guard import MemoryGuard
+from npu_runner.runner.pictures import Pictures
+from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
+from npu_runner.runner.step_clock import StepClock
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step whose arrays are on their way to the device. `bucket` is the graph that runs it, None for an eager step.
+
+    `number` must come back with its tokens; `plan` is what the attention backend made for an eager step.
+    """
+
+    batch: ScheduledBatch
+    number: int
+    tensors: dict[str, Tensor]
+    inputs: StepInputs
+    bucket: Bucket | None
+    plan: Any
+
+
+class StepRunner:
+    """Runs scheduled batches. `sampler` is None on ranks that do not sample; `buckets` are None until compiled."""
+
+    def __init__(self, model: CausalLM, attention: AttentionBackend, platform: Platform, device: torch.device, *,
+                 block_size: int, pictures: Pictures, sampler: Sampler | None, guard: MemoryGuard):
+        self.model = model
+        self.decode_step = DecodeStep(model)
+        self.attention = attention
+        self.platform = platform
+        self.device = device
+        self.block_size = block_size
+        self.pictures = pictures
+        self.sampler = sampler
+        self.guard = guard
+        self.buckets: DecodeBuckets | None = None
+        self.clock = StepClock()
+        self._last_number = 0
+
+    def run(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
+        """All of a step, one thing after the other. None on ranks that do not sample."""
+        self.clock.start()
+        self._last_number = number = (self._last_number + 1) % 2**31
+        uniforms_B = self.admit(batch)
+        return self.guard.step(lambda: self._run(batch, number, uniforms_B), batch.describe)
+
+    def _run(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> ModelRunnerOutput | None:
+        """The part of a step that may be run twice: it writes the same keys and values to the same places."""
+        step = self.prepare(batch, number, uniforms_B)
+        self.clock.end_prepare()
+        logits_BV = self.launch(step)
+        self.clock.end_launch()
+        sampled = self.sample(step, logits_BV)
+        self.clock.end_sample()
+        output = self.collect(step, sampled)
+        self.clock.end_wait()
+        return output
+
+    def admit(self, batch: ScheduledBatch) -> np.ndarray:
+        """Register who entered or left a slot, once a step; (B,) float32 uniforms for the rows that sample."""
+        if self.sampler is None:
+            return np.zeros(int(batch.samples_B.sum()), dtype=np.float32)
+        for slot in batch.freed_slots:
+            self.sampler.remove(slot)
+        for entry in batch.new_sampling:
+            self.sampler.add(entry.slot, entry.params, entry.prompt_token_ids, entry.output_token_ids, seed=entry.seed)
+        return self.sampler.host_inputs(batch.slots_B[batch.samples_B])
+
+    # -- the four phases -------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> PreparedStep:
+        """Send the step's arrays to the device, in one copy, and let the attention plan."""
+        arrays = step_arrays(batch, uniforms_B, number, self.block_size)
+        bucket = self.buckets.find(batch.batch_size) if self.buckets and not batch.is_prefill else None
+        if bucket is not None:
+            self.fill(bucket, batch, arrays)
+            return PreparedStep(batch, number, bucket.tensors, bucket.inputs, bucket, None)
+        tensors = to_device(self.platform, arrays, self.device)
+        context_lens = batch.context_lens_B.tolist()
+        if batch.is_prefill:
+            plan = self.attention.plan_prefill(batch.query_lens_B.tolist(), context_lens, batch.block_tables_BW,
+                                               self.device)
+        else:
+            plan = self.attention.plan_decode(context_lens, batch.block_tables_BW, self.device)
+        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan)
+
+    def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Put a decode step's arrays into the bucket's static buffers, padded; returns what those hold."""
+        assert self.buckets is not None, "a bucket is one of the buckets"
+        padded = pad_into(bucket, arrays, self.platform, self.block_size)
+        self.attention.plan_replay(padded["context_lens"], padded["block_tables"])
+        self.buckets.compiler.before_replay(bucket.batch_size, batch.context_lens_B.tolist())
+        return padded
+
+    def launch(self, step: PreparedStep) -> Tensor:
+        """Hand out the forward: logits (B, V) of the rows that sample."""
+        if step.bucket is not None:
+            return step.bucket.forward(step.inputs)[: step.batch.batch_size]
+        if not step.batch.is_prefill:
+            return self.decode_step(step.inputs, step.plan)
+        return self._prefill(step)
+
+    def sample(self, step: PreparedStep, logits_BV: Tensor) -> SamplerOutput | None:
+        """Hand out the sampler; None where this rank, or this step, samples nothing."""
+        samples_B = step.batch.samples_B
+        count = int(samples_B.sum())
+        if self.sampler is None or not count:
+            return None
+        inputs = (step.tensors[name][:count] for name in SAMPLER_ARRAYS)
+        return self.sampler(logits_BV, *inputs, step.batch.slots_B[samples_B])
+
+    def collect(self, step: PreparedStep, sampled: SamplerOutput | None) -> ModelRunnerOutput | None:
+        """Wait for the tokens. None on ranks that do not sample.
+
+        Raises EngineDeadError when what comes back is not this step's.
+        """
+        if self.sampler is None:
+            return None
+        batch = step.batch
+        tokens: list[list[int]] = [[] for _ in range(batch.batch_size)]
+        logprobs: list[TokenLogprobs | None] | None = None
+        if sampled is not None:
+            on_host = sampled.to_host()
+            self._check_receipts(step, on_host)
+            rows = np.flatnonzero(batch.samples_B)
+            for row, token in zip(rows, on_host.token_ids_B.tolist(), strict=True):
+                tokens[row] = [token]
+            if on_host.sampled_logprobs_B is not None:
+                logprobs = [None] * batch.batch_size
+                for row, value in zip(rows, _logprob_rows(on_host), strict=True):
+                    logprobs[row] = value
+        request_ids = batch.request_ids
+        return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs)
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _prefill(self, step: PreparedStep) -> Tensor:
+        inputs, batch = step.inputs, step.batch
+        x_TD = self.model.embed(inputs.input_ids)
+        deepstack = None
+        if batch.image_slices:
+            x_TD, deepstack = self.pictures.show(batch, x_TD, step.tensors["image_rows"])
+        metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True)
+        hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
+        # Without a row that samples it is a chunk in the middle of its prompt.
+        last_rows_B = step.tensors["last_rows"]
+        return self.model.compute_logits(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0]
+
+    def _check_receipts(self, step: PreparedStep, sampled: HostSample) -> None:
+        if (sampled.receipts_B != step.number).any():
+            raise EngineDeadError(f"the device did not run the {step.batch.describe()}: it takes no work since an "
+                                  f"operation before failed, and the error of that got lost; "
+                                  f"{self.platform.lost_error_remedy}")
+
+
+def _logprob_rows(sample: HostSample) -> list[TokenLogprobs]:
+    assert sample.sampled_logprobs_B is not None, "no row asked for log probabilities"
+    assert sample.top_ids_BK is not None, "log probabilities come together or not at all"
+    assert sample.top_logprobs_BK is not None, "log probabilities come together or not at all"
+    columns = (sample.sampled_logprobs_B.tolist(), sample.top_ids_BK.tolist(), sample.top_logprobs_BK.tolist())
+    return [TokenLogprobs(*row) for row in zip(*columns, strict=True)]

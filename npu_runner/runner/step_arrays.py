@@ -1,0 +1,56 @@
+"""One step's host arrays, from what the scheduler planned. Knows numpy and the names of StepInputs; no devices.
+
+B sequences in the step, T tokens in the step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from npu_runner.core.batch import ScheduledBatch
+
+SAMPLER_ARRAYS = ("slots", "uniforms", "receipts")
+"""What the sampler takes of each row that samples, beside its logits."""
+
+
+def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, block_size: int) -> dict[str, np.ndarray]:
+    """All arrays of a step, 4 bytes an element: those of StepInputs by its names, then what samples and shows pictures.
+
+    `uniforms_B` are the draws of the rows that sample; `number` is the step's, which must come back with its tokens.
+    """
+    arrays = {
+        "input_ids": batch.token_ids_T,
+        "positions": np.ascontiguousarray(batch.positions),
+        "slot_mapping": _slot_mapping(batch, block_size),
+        "context_lens": batch.context_lens_B,
+        "block_tables": np.ascontiguousarray(batch.block_tables_BW),
+        "slots": batch.slots_B[batch.samples_B],
+        "uniforms": uniforms_B,
+        "receipts": np.full(len(uniforms_B), number, dtype=np.int32),
+    }
+    if batch.is_prefill:
+        last_rows_B = np.cumsum(batch.query_lens_B) - 1
+        rows = [np.arange(s.token_row, s.token_row + s.num_rows) for s in batch.image_slices]
+        arrays["last_rows"] = last_rows_B[batch.samples_B].astype(np.int32)
+        arrays["image_rows"] = np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, dtype=np.int32)
+    return arrays
+
+
+def padding(name: str, rows: np.ndarray, block_size: int) -> np.ndarray | int:
+    """What the decode rows `rows`, which hold no sequence, have in array `name`: one token in the null block."""
+    if name == "slot_mapping":
+        return rows % block_size  # not all the same: kernels promise nothing for a slot that is written twice
+    return 1 if name == "context_lens" else 0
+
+
+def _slot_mapping(batch: ScheduledBatch, block_size: int) -> np.ndarray:
+    """(T,) int32: block * block_size + offset of each of the step's tokens."""
+    if batch.num_tokens > batch.batch_size:
+        rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
+        firsts_B = np.cumsum(batch.query_lens_B) - batch.query_lens_B
+        starts_B = batch.context_lens_B - batch.query_lens_B
+        places_T = np.arange(batch.num_tokens) - firsts_B[rows_T] + starts_B[rows_T]
+    else:
+        rows_T, places_T = np.arange(batch.batch_size), batch.context_lens_B - 1
+    blocks_T = batch.block_tables_BW[rows_T, places_T // block_size]
+    return (blocks_T * block_size + places_T % block_size).astype(np.int32)

@@ -1,0 +1,59 @@
+"""A process that is sent SIGINT at random moments of its calls; says whether each next call answers as the first did.
+
+    python -m tests.faults.interrupts MODEL TENSOR_PARALLEL_SIZE NUM_INTERRUPTS
+
+It leads a group of processes of its own, and the signal goes to the whole group, as from a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+from npu_runner import LLM, SamplingParams
+
+PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]
+DRAWN = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, max_tokens=24, ignore_eos=True)
+PARAMS = [DRAWN, DRAWN.replace(temperature=0.0), DRAWN.replace(n=3), DRAWN.replace(bad_words=("a",))]
+SETTINGS = {"platform": "cpu", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+            "kv_cache_bytes": 1 << 20}
+
+
+def answers(llm: LLM) -> list[list[list[int]]]:
+    return [[c.token_ids for c in output.completions] for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def interrupted(llm: LLM, delay: float) -> bool:
+    """Whether the interrupt came before the answers."""
+    timer = threading.Timer(delay, os.killpg, (os.getpgid(0), signal.SIGINT))
+    try:
+        timer.start()
+        answers(llm)
+        timer.join()
+        time.sleep(1)
+    except KeyboardInterrupt:
+        return timer.finished.is_set()
+    raise AssertionError("no interrupt came")
+
+
+def main(model: str, size: str, num_interrupts: str) -> None:
+    rng = random.Random(5)
+    with LLM(model, tensor_parallel_size=int(size), **SETTINGS) as llm:
+        expected = answers(llm)
+        started = time.monotonic()
+        assert answers(llm) == expected
+        seconds = time.monotonic() - started
+        same = []
+        for _ in range(int(num_interrupts)):
+            interrupted(llm, rng.uniform(0, seconds))
+            same.append(answers(llm) == expected and llm.stats().kv_blocks_used == 0)
+    print(json.dumps(same))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

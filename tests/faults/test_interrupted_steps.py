@@ -1,0 +1,137 @@
+"""Whatever interrupts a step, the next call answers as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from npu_runner import LLM
+from npu_runner.assets import SHAPES_VL
+from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from npu_runner.engine.executors import shared_memory
+from npu_runner.engine.executors.base import Executor
+from tests.faults.interrupts import PARAMS, PROMPTS, SETTINGS, answers
+from tests.oracle.running import greedy, runner_of
+
+
+class Injected(BaseException):
+    """Not an Exception, as KeyboardInterrupt is none."""
+
+
+@contextmanager
+def raising(owner: Any, name: str, at_call: int, *, after: bool = False) -> Iterator[None]:
+    """The call of that number to `owner.name` raises, before or after the real one."""
+    real: Callable[..., Any] = getattr(owner, name)
+    num_calls = 0
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at_call and not after:
+            raise Injected
+        result = real(*arguments, **keywords)
+        if num_calls == at_call:
+            raise Injected
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield
+
+
+def assert_recovers(llm: LLM, expected: Any) -> None:
+    assert answers(llm) == expected
+    stats = llm.stats()
+    assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Any) -> Any:
+    with LLM(checkpoint("qwen3"), **SETTINGS) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_after_an_exception_in_a_step_the_next_call_answers_as_a_fresh_one(size: int, checkpoint: Any,
+                                                                          expected: Any) -> None:
+    """Steps 1 to 4 are prefills and their chunks, later ones mostly decode."""
+    with LLM(checkpoint("qwen3"), tensor_parallel_size=size, **SETTINGS) as llm:
+        executor: Executor = llm.engine._executor
+        places: list[tuple[Any, str]] = [(executor, "execute_model"), (llm.engine.scheduler, "schedule"),
+                                         (llm.engine.scheduler, "complete"), (llm.engine.block_manager, "commit"),
+                                         (llm.engine, "_append")]
+        if size == 1:
+            runner = runner_of(llm)
+            places += [(runner, "prepare_sample"), (runner.model, "compute_logits"), (runner.sampler, "add"),
+                       (runner.sampler._state.rules, "install"), (runner.sampler._state, "advance")]
+        else:
+            ranks = executor._ranks  # type: ignore[attr-defined]
+            places += [(executor._calls, "write"), (ranks[0].wire, "send"), (ranks[1].wire, "send"),  # type: ignore
+                       (ranks[0].wire, "peek"), (ranks[1].wire, "peek"), (ranks[0].wire, "take"), (ranks[0], "book"),
+                       (ranks[1], "book"), (ranks[0], "result"), (shared_memory, "wait")]
+        for owner, name in places:
+            for at_call, after in ((1, False), (2, True), (7, bool(len(name) % 2))):
+                try:
+                    with raising(owner, name, at_call, after=after):
+                        answers(llm)
+                    assert at_call == 7, f"{name} is not called {at_call} times"
+                except Injected:
+                    assert_recovers(llm, expected)
+
+
+def test_an_interrupt_while_it_is_cleaned_up_loses_nothing(checkpoint: Any, expected: Any) -> None:
+    with LLM(checkpoint("qwen3"), **SETTINGS) as llm:
+        with raising(llm.engine, "reset", 1), raising(llm.engine, "_append", 7), pytest.raises(Injected):
+            answers(llm)
+        assert_recovers(llm, expected)
+
+
+def test_an_interrupted_step_of_the_engine_is_made_again(checkpoint: Any, expected: Any) -> None:
+    with LLM(checkpoint("qwen3"), **SETTINGS) as llm:
+        engine = llm.engine
+        for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            engine.add_request(str(index), engine.processor.from_text(prompt), params)
+        found: dict[str, Any] = {}
+        num_injected = 0
+        while engine.has_unfinished_requests():
+            name = ("execute_model", "submit", "collect")[num_injected % 3]
+            try:
+                with raising(engine._executor, name, 4, after=num_injected % 2 == 1):
+                    for _ in range(5):
+                        found.update((output.request_id, output) for output in engine.step())
+            except Injected:
+                num_injected += 1
+        assert num_injected > 5
+        assert [[c.token_ids for c in found[str(i)].completions] for i in range(len(PROMPTS))] == expected
+
+
+def test_pictures_that_were_under_way_are_seen_as_before() -> None:
+    """A prefill cut through a picture pins it; the tower, the cache and the first layers are each interrupted."""
+    conversations = [draw_example(seed).conversation() for seed in TEST_SEEDS[:3]]
+    with LLM(SHAPES_VL, platform="cpu", max_model_len=512, max_num_batched_tokens=48, max_num_seqs=4) as llm:
+        expected = [output.token_ids for output in llm.chat(conversations, greedy(6))]
+        runner = runner_of(llm)
+        for owner, name in ((runner.strategy, "encode_images"), (runner.vision_cache, "put"),
+                            (runner.vision_cache, "pin_only"), (runner.model, "compute_logits")):
+            for after in (False, True):
+                llm.engine._executor.abandon()  # nothing is cached: the tower has work
+                with raising(owner, name, 1, after=after), pytest.raises(Injected):
+                    llm.chat(conversations, greedy(6))
+                assert [output.token_ids for output in llm.chat(conversations, greedy(6))] == expected
+                cache = runner.vision_cache
+                assert cache.counters.num_bytes == sum(value.num_bytes for value in cache._values.values())
+
+
+@pytest.mark.parametrize(("size", "num_interrupts"), [(1, 12), pytest.param(2, 12, marks=pytest.mark.slow)])
+def test_ctrl_c_at_random_moments(size: int, num_interrupts: int, checkpoint: Any) -> None:
+    command = [sys.executable, "-m", "tests.faults.interrupts", str(checkpoint("qwen3")), str(size),
+               str(num_interrupts)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == [True] * num_interrupts

@@ -1,0 +1,54 @@
+"""Layers of the doctor's probe with one operator of the platform computed a little otherwise, as another kernel might.
+
+    python -m tests.npu.programs.sabotage          writes {name: error} as JSON on the last line
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+DECODER, TOWER = "decoder layer, 16/8 heads of 128", "tower layer, 16 heads of 72"
+DTYPE = "float16"
+
+Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+# Class and method, the layer that notices, and the method made of the good one.
+SABOTAGES: dict[str, tuple[str, str, str, Change]] = {
+    "nothing, decoder": ("NpuOps", "silu_and_mul", DECODER, lambda good: good),
+    "nothing, tower": ("NpuAttention", "vision", TOWER, lambda good: good),
+    "gate and up swapped": ("NpuOps", "silu_and_mul", DECODER, lambda good: lambda self, x: good(
+        self, x.roll(x.shape[-1] // 2, -1).contiguous())),
+    "rotated backwards": ("NpuOps", "rotary", DECODER, lambda good: lambda self, q, k, cos, sin: good(
+        self, q, k, cos, -sin)),
+    "an epsilon of 0.1": ("NpuOps", "rms_norm", DECODER, lambda good: lambda self, x, weight, eps: good(
+        self, x, weight, 0.1)),
+    "the last token not seen": ("NpuAttention", "plan_decode", DECODER, lambda good: lambda self, lens, *rest: good(
+        self, [max(1, length - 1) for length in lens], *rest)),
+    "a scale of its own": ("NpuAttention", "vision", TOWER, lambda good: lambda self, q, k, v, plan, scale: good(
+        self, q, k, v, plan, 128**-0.5)),
+    "pictures see each other": ("NpuAttention", "plan_vision", TOWER, lambda good: lambda self, lengths, device: good(
+        self, [sum(lengths)], device)),
+}
+
+
+def main() -> None:
+    from npu_runner.cli.layer_probe import Probe
+    from npu_runner.platforms.npu.attention import NpuAttention
+    from npu_runner.platforms.npu.ops import NpuOps
+
+    homes: dict[str, type] = {"NpuOps": NpuOps, "NpuAttention": NpuAttention}
+    probe, errors = Probe("npu", DTYPE), {}
+    for name, (owner, method, layer, change) in SABOTAGES.items():
+        good = getattr(homes[owner], method)
+        setattr(homes[owner], method, change(good))
+        with torch.inference_mode():
+            ((_, errors[name]),) = probe.errors([layer])
+        setattr(homes[owner], method, good)
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    main()

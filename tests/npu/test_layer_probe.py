@@ -1,0 +1,50 @@
+"""The doctor computes layers of real shapes: they agree with the CPU, and a kernel that computes otherwise is found."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from npu_runner.cli.doctor_layers import BOUNDS, judge
+from npu_runner.platforms.npu.preflight.host import Outcome
+from tests.cann.environment import has_real_cann, run_python
+from tests.npu.programs.sabotage import DECODER, DTYPE, SABOTAGES
+
+
+@pytest.mark.npu
+def test_layers_of_real_shapes_agree_with_the_cpu(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    done = run_python(["-m", "npu_runner.cli.doctor_layers", "npu", str(reports)], timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = judge(Outcome([json.loads(line) for line in reports.read_text().splitlines()], None))
+    assert len(found) == 3 * len(BOUNDS)
+    assert {check.status for check in found} == {"ok"}, found
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(has_real_cann(), reason="seconds on the emulation, and nothing is learnt twice")
+def test_a_kernel_that_computes_otherwise_is_found() -> None:
+    done = run_python(["-m", "tests.npu.programs.sabotage"], timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert set(errors) == set(SABOTAGES)
+    for name, error in errors.items():
+        if name.startswith("nothing"):
+            assert error <= BOUNDS[DTYPE], name
+        else:
+            assert error > 2 * BOUNDS[DTYPE], f"{name}: {error}; far beyond the bound, or the bound has to be sharp"
+
+
+def test_too_far_and_not_a_number_and_an_early_end_are_failures() -> None:
+    def report(error: float) -> dict[str, object]:
+        return {"name": DECODER, "dtype": "bfloat16", "error": error}
+
+    for error, status in ((0.01, "ok"), (0.2, "failed"), (math.nan, "failed")):
+        layer, whole = judge(Outcome([report(error)], None))
+        assert (layer.status, bool(layer.remedy)) == (status, status != "ok")
+        assert (whole.status, whole.name) == ("failed", "layers"), "five layers are missing"
+    failure = judge(Outcome([], "RuntimeError: NPU function error", "... error code is 561002 ..."))
+    assert "561002" in failure[0].remedy

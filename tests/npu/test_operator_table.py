@@ -1,0 +1,179 @@
+"""What `platforms/npu` calls exists in every listed torch_npu, with every keyword: by text, for none is installed.
+
+tests/npu/operator_table/table.json is what the wheels say; `python -m tests.npu.operator_table` makes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from npu_runner.platforms.npu.versions import OLD_WHEELS, PAIRINGS
+from tests.cann.environment import has_real_cann, run_python
+from tests.cann.setup_site import SITE
+from tests.npu.operator_table.__main__ import PACKAGE, SOURCES, TABLE, WHEELS
+from tests.npu.operator_table.uses import Reader, Use
+from tests.npu.operator_table.wheels import Wheel
+
+OPTIONAL = {
+    "npugraph_ex": "graphs.py asks has_npugraph_ex, and else captures through torchair's reduce-overhead",
+}
+"""What a wheel may lack, with everything below it, and what is done there instead."""
+
+_TABLE = json.loads(TABLE.read_text())
+_READER = Reader(SOURCES, PACKAGE)
+_SCATTER = "npu_scatter_pa_kv_cache"
+
+
+def fact(wheel: str, path: str) -> str | None:
+    found = [text for text, wheels in _TABLE["names"][path].items() if wheels == "all" or wheel in wheels.split()]
+    return found[0] if found else None
+
+
+def missing(wheel: str, uses: Iterable[Use]) -> set[str]:
+    """What of `uses` this wheel does not have."""
+    found = set()
+    for use in uses:
+        if use.path not in _TABLE["names"]:
+            found.add(f"{use.path} is not in the table: python -m tests.npu.operator_table")
+        elif (text := fact(wheel, use.path)) is None:
+            is_optional = any(use.path == name or use.path.startswith((f"{name}.", f"{name} ")) for name in OPTIONAL)
+            found |= set() if is_optional else {use.path}
+        else:
+            found |= {f"{use.path}: {problem}" for problem in mismatches(text, use)}
+    return found
+
+
+def mismatches(text: str, use: Use) -> list[str]:
+    """What of a call does not fit the parameters in `text`."""
+    listed = re.match(r"(?:class )?\((.*?)\)(?: -> .*)?$", text)
+    if listed is None or not (use.keywords or use.num_positional):
+        return []
+    parameters = parameters_of(listed[1])
+    names = list(parameters)
+    if any(name.startswith("**") for name in names):
+        return []
+    by_place = next((index for index, name in enumerate(names) if name.startswith("*")), len(names))
+    takes_more = any(name.startswith("*") and name != "*" for name in names)
+    unknown = [f"no {keyword}" for keyword in use.keywords if keyword not in names]
+    too_many = [f"takes {by_place} by place"] if use.num_positional > by_place and not takes_more else []
+    given = {*names[:use.num_positional], *use.keywords}
+    wanted = [name for name, has_default in parameters.items() if not has_default and name not in given]
+    return [*unknown, *too_many, *(f"wants {name}" for name in wanted)]
+
+
+def parameters_of(text: str) -> dict[str, bool]:
+    """Names in a parameter list, Python's or a schema's, and whether each may be left out."""
+    parts = [part.strip() for part in re.split(r",\s*(?![^\[(]*[\])])", text)]
+    named = {part.partition("=")[0].split()[-1]: "=" in part or part.startswith("*") for part in parts if part}
+    named.pop("self", None) if "Tensor self" not in parts else None
+    return named
+
+
+def test_the_table_has_every_wheel_of_the_version_table_and_the_old_ones() -> None:
+    assert set(_TABLE["wheels"].split()) == set(WHEELS) == {*(pair.torch_npu for pair in PAIRINGS), *OLD_WHEELS}
+
+
+def test_the_reader_finds_what_a_person_finds() -> None:
+    """By grep, once; one of each kind, so that a reader that goes blind is noticed."""
+    found = {use.path for use in _READER.uses}
+    for path in ("torch.ops.air.npu_fused_infer_attention_score", "torch.npu.set_compile_mode",
+                 "torchair.CompilerConfig().experimental_config.frozen_parameter", "torchair.inference.cache_compile",
+                 "npugraph_ex options.use_graph_pool", "torch.ops.npu.npu_scatter_pa_kv_cache_functional",
+                 "torchair._acl_concrete_graph.graph_pass.register_inplaceable_npu_op"):
+        assert path in found, path
+    (scatter,) = [use for use in _READER.uses if use.path == f"torch_npu.{_SCATTER}" and use.keywords]
+    assert "cache_mode" in scatter.keywords
+    text = "".join(path.read_text() for path in SOURCES.rglob("*.py"))
+    for name in set(re.findall(r"torch_npu\.(npu_\w+)", text)):
+        assert f"torch_npu.{name}" in found, name
+    for name in set(re.findall(r"^[^#\"]*\btorch\.npu\.(\w+)", text, re.MULTILINE)):
+        assert f"torch.npu.{name}" in found, name
+
+
+@pytest.mark.parametrize("wheel", [pair.torch_npu for pair in PAIRINGS])
+def test_everything_that_is_used_is_in_this_wheel(wheel: str) -> None:
+    assert missing(wheel, _READER.uses) == set()
+
+
+@pytest.mark.parametrize("wheel", [pair.torch_npu for pair in PAIRINGS])
+def test_max_autotune_writes_the_cache_as_it_is_read(wheel: str) -> None:
+    """The shipped converter of some wheels drops cache_mode and writes PA_NZ: there we bring our own, or refuse."""
+    name = f"torch.ops.npu.{_SCATTER}_functional"
+    shipped = fact(wheel, f"GE converter of {name}")
+    assert shipped is not None
+    if "cache_mode" not in shipped and name not in _READER.converters:
+        pytest.xfail("no converter of ours yet")
+
+
+@pytest.mark.parametrize("wheel", OLD_WHEELS)
+def test_old_wheels_are_refused_for_these_reasons(wheel: str) -> None:
+    expected = {f"torch_npu.{_SCATTER}: no cache_mode",
+                "torchair._acl_concrete_graph.graph_pass.register_inplaceable_npu_op"}
+    if wheel in ("2.7.1", "2.8.0"):  # of CANN 8.3
+        expected |= {"torchair.CompilerConfig().as_dict", "torchair.CompilerConfig().debug.aclgraph.clone_input"}
+    assert missing(wheel, _READER.uses) == expected
+
+
+def test_what_is_optional_is_missing_somewhere_and_used() -> None:
+    for name in OPTIONAL:
+        assert any(fact(wheel, name) is None for wheel in WHEELS), f"every wheel has {name}"
+        assert any(use.path == name for use in _READER.uses)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "reported"),
+    [
+        ("attention.py", 'cache_mode="Norm"', 'cache_modus="Norm"', f"torch_npu.{_SCATTER}: no cache_modus"),
+        ("attention.py", "block_size=self.block_size, actual", "page_size=self.block_size, actual",
+         "torch.ops.air.npu_fused_infer_attention_score: no page_size"),
+        ("ops.py", "npu_rms_norm(x, weight, eps)", "npu_rms_norm(x)", "torch_npu.npu_rms_norm: wants gamma"),
+        ("ops.py", "npu_swiglu(gate_up_T2I)", "npu_swiglu(gate_up_T2I, -1, 2)",
+         "torch_npu.npu_swiglu: takes 2 by place"),
+        ("ops.py", "torch_npu.npu_swiglu(", "torch_npu.npu_swish(", "torch_npu.npu_swish is not in the table"),
+        ("graphs.py", '"clone_input": False', '"clone_inputs": False', "npugraph_ex options.clone_inputs is not in"),
+        ("graphs.py", "clone_input = False", "clones = False",
+         "torchair.CompilerConfig().debug.aclgraph.clones is not in"),
+        ("graphs.py", "torch.npu.graph_pool_handle()", "torch.npu.graph_pool(1)", "torch.npu.graph_pool is not in"),
+        ("torchair.py", "mutated_arg=arguments", "mutates=arguments",
+         "npugraph_ex._acl_concrete_graph.graph_pass.register_inplaceable_npu_op: no mutates"),
+        ("torchair.py", '"npu_scatter_pa_kv_cache_functional",', '"npu_scatter_kv",',
+         "torch.ops.npu.npu_scatter_kv is not in"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_reported(file: str, old: str, new: str, reported: str, tmp_path: Path) -> None:
+    shutil.copytree(SOURCES, tmp_path / "npu", ignore=shutil.ignore_patterns("__pycache__"))
+    text = (tmp_path / "npu" / file).read_text()
+    if old not in text:
+        pytest.skip(f"{file} no longer has {old}")
+    (tmp_path / "npu" / file).write_text(text.replace(old, new))
+    found = missing("2.13.0", Reader(tmp_path / "npu", PACKAGE).uses)
+    assert any(problem.startswith(reported) for problem in found), found
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(has_real_cann(), reason="another torch_npu may be installed there")
+def test_the_table_says_what_the_installed_wheel_says() -> None:
+    """2.13.0's text is here; what it says of operators is what torch itself has once torch_npu is imported."""
+    wheel, paths = Wheel(SITE), list(_TABLE["names"])
+    assert {path: wheel.fact(path) for path in paths} == {path: fact("2.13.0", path) for path in paths}
+    names = [path.removeprefix("torch.ops.npu.") for path in paths if path.startswith("torch.ops.npu.")]
+    program = ("import json, sys, torch, torch_npu\n"
+               "print(json.dumps({n: [a.name for a in getattr(torch.ops.npu, n).default._schema.arguments] "
+               "for n in sys.argv[1:]}))")
+    done = run_python(["-c", program, *names])
+    assert done.returncode == 0, done.stderr
+    for name, arguments in json.loads(done.stdout.splitlines()[-1]).items():
+        text = fact("2.13.0", f"torch.ops.npu.{name}")
+        assert text is not None
+        listed = re.match(r"\((.*?)\) -> ", text)
+        assert listed is not None
+        # torch calls `self` of a schema `input`.
+        written = ["input" if parameter == "self" else parameter for parameter in parameters_of(listed[1])]
+        known = ["input" if argument == "self" else argument for argument in arguments]
+        assert [parameter for parameter in written if parameter != "*"] == known, name

@@ -1,0 +1,77 @@
+"""Which versions go together: one list, everything written about it says the same, and the others are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from npu_runner.platforms.npu.preflight import software
+from npu_runner.platforms.npu.versions import OLD_WHEELS, PAIRINGS, old_cann, old_wheel, release, wheel_for
+from tests.cann.environment import ROOT, has_real_cann, run_python
+from tests.npu.test_doctor import toolkit
+
+HEADER = "| CANN | torch_npu, each for the torch of its first three numbers |"
+
+
+def table_of(path: Path) -> list[str] | None:
+    """The rows of the version table in a document, None where it has none."""
+    lines = path.read_text().splitlines()
+    if HEADER not in lines:
+        return None
+    rows = lines[lines.index(HEADER) + 2:]
+    return rows[:next(number for number, line in enumerate(rows) if not line.startswith("|"))]
+
+
+def test_the_documents_have_the_table_that_the_doctor_has() -> None:
+    canns = dict.fromkeys(pair.cann for pair in PAIRINGS)
+    expected = [f"| {cann} | {', '.join(pair.torch_npu for pair in PAIRINGS if pair.cann == cann)} |" for cann in canns]
+    found = {path.name: table_of(path) for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+    assert found["ascend.md"] == expected
+    assert all(table in (None, expected) for table in found.values()), found
+
+
+def test_pip_may_install_every_wheel_of_the_table_and_no_old_one() -> None:
+    lines = (ROOT / "requirements-npu.txt").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("torch-npu")]
+    allowed = Requirement(line).specifier
+    assert all(pair.torch_npu in allowed for pair in PAIRINGS)
+    assert not [wheel for wheel in OLD_WHEELS if wheel in allowed]
+
+
+def test_what_the_doctor_tells_to_install_is_in_the_table() -> None:
+    wheels = {pair.torch_npu for pair in PAIRINGS}
+    for pair in PAIRINGS:
+        advice = software.check_pair({"torch": pair.torch, "torch_npu": None}, pair.cann).remedy
+        assert advice == f"pip install --no-deps torch_npu=={pair.torch_npu}"
+        assert wheel_for(pair.torch, None) in wheels
+        assert old_wheel(pair.torch_npu) is None
+        assert old_cann(pair.cann) is None
+    for wheel in OLD_WHEELS:
+        remedy = software.check_pair({"torch": ".".join(map(str, release(wheel)[:3])), "torch_npu": wheel}).remedy
+        assert remedy.partition("==")[2].partition(",")[0] in wheels
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(has_real_cann(), reason="a real host has the CANN it has")
+def test_the_platform_refuses_an_old_cann_by_name(tmp_path: Path) -> None:
+    variables = toolkit(tmp_path / "cann", "8.5.0")
+    done = run_python(["-m", "npu_runner", "generate", "--platform", "npu", "Hello?"], timeout=120, **variables)
+    assert done.returncode == 2, done.stderr
+    assert "CANN 8.5.0: its rotary operator takes no TND layout" in done.stderr
+    assert "install CANN 9.2.0" in done.stderr
+    assert "Traceback" not in done.stderr
+    # Nor does "auto" quietly take the processor of a host with devices.
+    done = run_python(["-m", "npu_runner", "generate", "Hello?"], timeout=120, **variables)
+    assert (done.returncode, "CANN 8.5.0" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(has_real_cann(), reason="a real host has the environment it has")
+@pytest.mark.parametrize(("variable", "value"), [("TASK_QUEUE_ENABLE", "2"), ("ASCEND_LAUNCH_BLOCKING", "1")])
+def test_the_platform_refuses_graphs_that_torch_npu_would_not_capture(variable: str, value: str) -> None:
+    done = run_python(["-m", "npu_runner", "generate", "--platform", "npu", "Hello?"], timeout=120, **{variable: value})
+    assert done.returncode == 2, done.stderr
+    assert f"{variable}={value}" in done.stderr
+    assert "enforce_eager" in done.stderr

@@ -1,0 +1,79 @@
+"""A runner that is ready may be profiled, warmed up and closed: it serves on as before, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from npu_runner import LLM, SamplingParams
+from npu_runner.assets import SHAPES_VL
+from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from npu_runner.outputs import RequestOutput
+from tests.oracle.running import runner_of
+
+SETTINGS = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 512}
+CONVERSATIONS = [draw_example(seed).conversation() for seed in TEST_SEEDS[:3]]
+# Seeds, counts and uniforms: all of the sampler's state shows in the tokens.
+PARAMS = SamplingParams(temperature=4.0, seed=7, max_tokens=12, ignore_eos=True, repetition_penalty=1.3,
+                        frequency_penalty=0.3)
+
+
+@pytest.fixture
+def llm(platform_name: str) -> Iterator[LLM]:
+    with LLM(SHAPES_VL, platform=platform_name, **SETTINGS) as llm:
+        yield llm
+
+
+def start(llm: LLM, name: str) -> None:
+    for index, conversation in enumerate(CONVERSATIONS):
+        llm.engine.add_request(f"{name}-{index}", llm.engine.processor(conversation), PARAMS)
+
+
+def finish(llm: LLM) -> list[RequestOutput]:
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    return sorted(outputs, key=lambda output: output.request_id)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("what", ["profile_run", "dummy_run"])
+def test_a_made_up_step_in_the_midst_of_a_job_changes_none_of_its_tokens(what: str, llm: LLM) -> None:
+    start(llm, "undisturbed")
+    expected = tokens(finish(llm))
+    start(llm, "disturbed")
+    for _ in range(5):
+        llm.engine.step()
+    before = llm.stats()
+    runner = runner_of(llm)
+    caches = (runner.k_cache,)
+    if what == "profile_run":
+        assert runner.profile_run().weights_bytes > 0
+    else:
+        runner.dummy_run(64, 4, expected_decode_len=2)
+    after = llm.stats()
+    assert runner.k_cache is caches[0]
+    assert after.num_images_encoded == before.num_images_encoded
+    assert after.vision_cache_bytes == before.vision_cache_bytes
+    assert after.prepare_seconds == before.prepare_seconds
+    assert tokens(finish(llm)) == expected
+
+
+def test_a_closed_runner_holds_no_cache_and_no_weights(platform_name: str) -> None:
+    llm = LLM(SHAPES_VL, platform=platform_name, **SETTINGS)
+    start(llm, "job")
+    finish(llm)
+    runner = runner_of(llm)
+    held = [weakref.ref(tensor) for tensor in (runner.k_cache, *runner.model.parameters())]
+    llm.close()
+    gc.collect()
+    assert [ref() for ref in held if ref() is not None] == [], "the runner itself is still held"
+    runner.close()  # twice is once
+    assert np.isfinite(llm.stats().prepare_seconds)
