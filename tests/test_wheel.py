@@ -135,6 +135,7 @@ def _output(command: list[str], folder: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.full("builds the package; only what packs it can break it")
 def test_the_wheel_holds_what_is_no_python_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     kept = [path for path in (ROOT / "npu_runner").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -143,12 +144,14 @@ def test_the_wheel_holds_what_is_no_python_file(wheel: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full("builds and installs the package; only what packs it can break it")
 def test_the_installed_command_answers(environment: Path, tmp_path: Path) -> None:
     command = [str(environment.parent / "npu-runner"), "generate", "--platform", "cpu", "--max-tokens", "8"]
     assert _output([*command, "Which shapes are there?"], tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.full("builds and installs two packages; only the contract of strategies can break it")
 def test_a_package_with_public_names_alone_serves_a_family_of_its_own(environment: Path, tmp_path: Path) -> None:
     weights = make_checkpoint(tmp_path / "checkpoint")
     printed = _output([str(environment), "-c", SERVE, str(tmp_path / "checkpoint"), json.dumps(PROMPT), str(NUM_NEW)],
