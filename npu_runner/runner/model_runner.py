@@ -21,10 +21,11 @@ from torch import nn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.errors import ModelError
 from npu_runner.layers.attention import bind_kv_cache
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.sampler import Sampler
-from npu_runner.models.decoder import CausalLM
+from npu_runner.models.contract import LanguageModel
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.base import GraphResourceError, GraphSettings
@@ -298,7 +299,9 @@ class ModelRunner(ModelRunnerBase):
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _make_steps(self) -> StepRunner:
-        assert isinstance(self.model, CausalLM), f"{type(self.model).__name__} is no CausalLM"
+        if not isinstance(self.model, LanguageModel):
+            raise ModelError(f"{type(self.strategy).__name__} built a {type(self.model).__name__}, not to be run: "
+                             "a network has embed, forward and compute_logits (npu_runner/models/contract.py)")
         return StepRunner(
             self.model, self.attention, self.platform, self.device, block_size=self.settings.block_size,
             pictures=Pictures(self.strategy, self.model, self.vision_cache), sampler=self._make_sampler(),
