@@ -79,19 +79,21 @@ class ModelConfig:
     image_token_id: int | None = None
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: Path, *, like: str | None = None) -> ModelConfig:
     """Read config.json and generation_config.json of the checkpoint folder `path`.
+
+    `like`: read its fields as those of this model_type, whatever it calls itself; for strategies of other packages.
 
     Raises ModelError for a missing or broken file, an unsupported model_type, or a feature we would get wrong.
     """
     raw = require_json(path, "config.json")
-    model_type = raw.get("model_type")
+    model_type = like or raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ModelError(
             f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
     try:
-        return _build(raw, read_json(path, "generation_config.json") or {})
+        return _build({**raw, "model_type": model_type}, read_json(path, "generation_config.json") or {})
     except KeyError as missing:
         raise ModelError(f"{path / 'config.json'}: field {missing} is missing for model_type {model_type!r}") from None
     except (TypeError, ValueError) as broken:

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The regression suite on real hardware: what this host is, the doctor, the tests of the npu platform, a small batch job.
+# The regression suite on real hardware: what this host is, the doctor, the tests of the npu platform, a small batch job,
+# and what can be done in two ways, measured both ways (scripts/compare_ascend.py).
 # Writes a folder and, beside it, a .tar.gz that you can attach to an issue. It holds versions, variables and results, no
 # checkpoint and no pictures of yours.
 # usage: regress_ascend.sh [--out FOLDER] [--rows N] [--quick] [-- PYTEST ARGUMENTS]
-#   --quick   minutes instead of an hour: the doctor does not generate, the job runs eagerly
+#   --quick   minutes instead of hours: the doctor does not generate, the job runs eagerly, two sides of a tiny model
 # Exit status 1: something failed; report.txt says what.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -58,9 +59,11 @@ step() {
 
 doctor=(doctor --platform npu)
 job=(--max-num-seqs 16)
+compare=(--num-devices "$(find /dev -maxdepth 1 -name 'davinci[0-9]*' | wc -l)")
 if [ -n "$quick" ]; then
     doctor+=(--skip-generation)
     job+=(--enforce-eager)
+    compare=(--size tiny --repeats 1 --only decode_attention)
 fi
 step doctor doctor.txt "$python" -m npu_runner "${doctor[@]}"
 step tests tests.txt "$python" -m pytest --junitxml "$out/tests.xml" "${tests[@]}"
@@ -69,11 +72,15 @@ step batch batch.txt "$python" -m npu_runner batch --platform npu "${job[@]}" \
     --input "$out/job/requests.jsonl" --output "$out/answers.jsonl" --overwrite \
     --allowed-media-dir "$out/job/pictures" --summary "$out/summary.json"
 rm -rf "$out/job"
+step compare compare.txt "$python" scripts/compare_ascend.py "${compare[@]}"
 
 {
     echo
     echo "summary of the batch job:"
     cat "$out/summary.json" 2>&1
+    echo
+    echo "both ways:"
+    grep -v '^{' "$out/compare.txt"
     echo
     echo "failed tests:"
     grep -E '^(FAILED|ERROR)' "$out/tests.txt" || echo none
@@ -83,5 +90,5 @@ rm -rf "$out/job"
     cat "$out/host.txt"
 } >>"$report"
 tar -C "$(dirname "$out")" -czf "$out.tar.gz" "$(basename "$out")"
-echo "$failures of 4 steps failed; report: $report, everything: $out.tar.gz"
+echo "$failures of 5 steps failed; report: $report, everything: $out.tar.gz"
 [ "$failures" = 0 ]

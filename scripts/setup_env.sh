@@ -7,21 +7,42 @@ cd "$(dirname "$0")/.."
 requirements=requirements.txt
 [ "${1:-}" = dev ] && requirements="requirements-dev.txt"
 
+# The newest that is supported, wherever it stands on PATH; PYTHON names another.
 find_python() {
     local candidate
-    for candidate in python3 python3.12 python3.11 python3.10 python; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+    for candidate in ${PYTHON:-python3.14 python3.13 python3.12 python3.11 python3.10 python3 python}; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    echo "Python 3.10, 3.11 or 3.12 is needed, and none was found on PATH" >&2
+    if [ -n "${PYTHON:-}" ]; then
+        echo "PYTHON=$PYTHON does not run, or is not Python 3.10 to 3.14; name another, or unset it" >&2
+    else
+        echo "Python 3.10 to 3.14 is needed, and none was found on PATH; install one, or name it: PYTHON=/path/to/python3" >&2
+    fi
     return 1
 }
 
-if [ ! -x .venv/bin/python ]; then
+make_environment() {
+    local python version
     python=$(find_python)
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    # Debian and Ubuntu ship Python without these two, and venv then leaves half an environment behind.
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        echo "$python has no venv module: install it (Debian, Ubuntu: apt install python$version-venv), or name another" \
+            "Python: PYTHON=/path/to/python3" >&2
+        return 1
+    fi
+    echo "making .venv with $("$python" --version)"
     "$python" -m venv .venv
+}
+
+[ -x .venv/bin/python ] || make_environment
+# Where pip is missing, making the environment was cut short, or another program made it.
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1 && ! .venv/bin/python -m ensurepip >/dev/null; then
+    echo ".venv has no pip and cannot get one: remove .venv and run this again" >&2
+    exit 1
 fi
 # One stamp per list: it holds what was installed, so that a changed list installs again.
 stamp=".venv/installed-$requirements"

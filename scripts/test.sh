@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and all tests; makes the environment if needed. Arguments go to pytest.
+# Lint, types and the fast set of tests, which CI runs; makes the environment if needed. Arguments go to pytest.
+# What is left to test_all.sh is named, with the reason, in docs/testing.md.
 # TEST_PROCESSES: how many processes share the test files (2); 0 runs them in one, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,4 +15,5 @@ if command -v shellcheck >/dev/null; then
     shellcheck scripts/*.sh .ci/run
 fi
 echo "== pytest"
-.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope --no-loadscope-reorder "$@"
+.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope --no-loadscope-reorder \
+    -m "${TEST_MARKS-not full}" "$@"

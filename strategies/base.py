@@ -35,13 +35,15 @@ class VisionEmbeddings:
 class LoadStrategy(ABC):
     """Builds, loads and feeds one family of checkpoints. One instance belongs to one checkpoint folder."""
 
-    model_types: ClassVar[tuple[str, ...]]
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """Of our own strategies; one of another package has its entry point's name instead."""
     is_multimodal: ClassVar[bool] = False
 
     def __init__(self, path: Path):
         self.path = path
 
     def read_config(self) -> ModelConfig:
+        """What config.json says. A strategy whose model_type is not listed in model_config.py overrides this."""
         return read_model_config(self.path)
 
     def processor(self, config: RunnerConfig) -> ChatProcessor:

@@ -17,6 +17,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @pytest.mark.slow
+@pytest.mark.full("every part of a benchmark, a process each; nothing that serves depends on it")
 def test_every_part_of_ours_at_tiny_sizes() -> None:
     command = [sys.executable, str(SCRIPTS / "bench_gpu.py"), "--platform", "cpu", "--sizes", "tiny",
                "--dtype", "float32", "--repeats", "1", "--no-peer"]

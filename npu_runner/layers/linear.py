@@ -22,27 +22,58 @@ class OutputPart:
     start: int
     length: int
 
+    def runs(self, padding: Padding) -> list[tuple[int, int, int]]:
+        """(start, length, where it goes) of every run of rows, counted from the first row of this part."""
+        if padding.is_none:
+            return [(self.start, self.length, 0)]
+        assert self.length % padding.run == 0, f"{self.length} rows are no multiple of {padding.run}"
+        return [(self.start + index * padding.run, padding.run, index * padding.width)
+                for index in range(self.length // padding.run)]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Every `run` features take the room of `width`, zeros behind them. Without a number all stay side by side."""
+
+    run: int = 0
+    width: int = 0
+
+    @property
+    def is_none(self) -> bool:
+        return self.run == self.width
+
+    def padded(self, length: int) -> int:
+        return length if self.is_none else length // self.run * self.width
+
+
+_NO_PADDING = Padding()
+
 
 class ColumnParallelLinear(nn.Module):
     """Several checkpoint linears (or slices of one) as one matmul, output features cut over the ranks."""
 
-    def __init__(self, in_features: int, parts: Sequence[OutputPart], *, bias: bool, context: LayerContext):
+    def __init__(self, in_features: int, parts: Sequence[OutputPart], *, bias: bool, context: LayerContext,
+                 padding: Padding = _NO_PADDING):
         super().__init__()
         self.ops = context.ops
-        out_features = sum(part.length for part in parts)
+        out_features = sum(padding.padded(part.length) for part in parts)
         self.weight = context.parameter(out_features, in_features)
         self.bias = context.parameter(out_features) if bias else None
         self.weight_parts: dict[str, list[WeightPart]] = {"weight": []}
         if bias:
             self.weight_parts["bias"] = []
+        if not padding.is_none:
+            for parameter in self.parameters():
+                parameter.zero_()
         target = 0
         for part in parts:
             for kind, shape in (("weight", (part.total, in_features)), ("bias", (part.total,))):
                 if kind in self.weight_parts:
-                    self.weight_parts[kind].append(WeightPart(
-                        f"{part.name}.{kind}", shape, dim=0, start=part.start, length=part.length, target_start=target
-                    ))
-            target += part.length
+                    self.weight_parts[kind] += [
+                        WeightPart(f"{part.name}.{kind}", shape, dim=0, start=start, length=length,
+                                   target_start=target + place) for start, length, place in part.runs(padding)
+                    ]
+            target += padding.padded(part.length)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.ops.linear(x_TI, self.weight, self.bias)
@@ -51,15 +82,20 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Input features cut over the ranks; the outputs are summed."""
 
-    def __init__(self, name: str, in_features: int, out_features: int, *, bias: bool, context: LayerContext):
+    def __init__(self, name: str, in_features: int, out_features: int, *, bias: bool, context: LayerContext,
+                 padding: Padding = _NO_PADDING):
         super().__init__()
         self.ops = context.ops
         self.tp = context.tp
         start, length = context.tp.share(in_features, f"{name} input features")
-        self.weight = context.parameter(out_features, length)
+        self.weight = context.parameter(out_features, padding.padded(length))
         self.bias = context.parameter(out_features) if bias else None
+        if not padding.is_none:
+            self.weight.zero_()
+        runs = OutputPart(name, in_features, start, length).runs(padding)
         self.weight_parts = {
-            "weight": [WeightPart(f"{name}.weight", (out_features, in_features), dim=1, start=start, length=length)],
+            "weight": [WeightPart(f"{name}.weight", (out_features, in_features), dim=1, start=first, length=count,
+                                  target_start=place) for first, count, place in runs],
             "bias": [WeightPart(f"{name}.bias", (out_features,))],
         }
 

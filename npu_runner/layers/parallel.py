@@ -46,10 +46,12 @@ class TensorParallel:
         return self.graph_group if is_compiled else self.group
 
     def minimum(self, value: int, device: torch.device) -> int:
-        """The smallest `value` of all ranks."""
+        """The smallest `value` of all ranks; it fits 31 bits."""
         if self.size == 1:
             return value
-        smallest = torch.tensor(value, dtype=torch.int64, device=device)
+        assert 0 <= value < 2**31, f"{value} does not fit what the ranks compare"
+        # Not int64: HCCL does not compare those where collectives are spread out on the device (AI_CPU, AIV).
+        smallest = torch.tensor(value, dtype=torch.int32, device=device)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
         return int(smallest.item())
 

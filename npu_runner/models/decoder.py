@@ -5,6 +5,7 @@ T tokens in the step, D hidden size, N query heads, K kv heads, H head dim, I ML
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.layers.attention import PagedAttention
@@ -89,16 +90,17 @@ class Decoder(nn.Module):
                 deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:
         """Final hidden states (T, D) of embedded tokens `x_TD`.
 
-        `deepstack`: int64 rows (M,) of `x_TD` that hold picture tokens, and for each of the first layers what is
-        added to those rows after it (M, D); DeepStack, arXiv 2406.04334.
+        `deepstack`: (T,) int32 rows of the levels, and for each of the first layers a level (M + 1, D): after that
+        layer every token adds its row. The last row is zeros, for tokens of no picture; DeepStack, arXiv 2406.04334.
         """
         cos_TH, sin_TH = self.rotary(positions)
         residual_TD = None
-        rows_M, levels = deepstack if deepstack is not None else (None, [])
+        rows_T, levels = deepstack if deepstack is not None else (None, [])
         for index, layer in enumerate(self.layers):
             x_TD, residual_TD = layer(x_TD, residual_TD, cos_TH, sin_TH, metadata)
             if index < len(levels):
-                x_TD = x_TD.index_add(0, rows_M, levels[index])
+                # Gathered and added to all rows: scattering adds sorts its indices on some devices.
+                x_TD = x_TD + F.embedding(rows_T, levels[index])
         return self.norm.add_forward(x_TD, residual_TD)[0]
 
 

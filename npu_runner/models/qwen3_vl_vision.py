@@ -16,15 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.errors import ModelError
-from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
 from npu_runner.model_config import VisionConfig
+from npu_runner.platforms.base import Ops
 from npu_runner.platforms.upload import upload_together
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-    "silu": F.silu,
+_ACTIVATIONS: dict[str, Callable[[Ops, Tensor], Tensor]] = {
+    "gelu_pytorch_tanh": lambda ops, x: ops.gelu(x, "tanh"),
+    "gelu": lambda ops, x: ops.gelu(x, "none"),
+    "silu": lambda ops, x: F.silu(x),
 }
 _LAYER_NORM_EPS = 1e-6
 # What depends on a picture's size alone is kept for the last sizes, 40 bytes of the host's memory for each patch.
@@ -52,16 +53,23 @@ class PatchEmbed(nn.Module):
 
 
 class VisionAttention(nn.Module):
+    """Weights are laid out for the head dim that the kernel takes: zeros behind each half of a head.
+
+    Halves and not heads, so that rotary embedding finds its pairs where it finds them without padding.
+    """
+
     def __init__(self, config: VisionConfig, context: LayerContext):
         super().__init__()
         size = config.hidden_size
         self.ops, self.backend = context.ops, context.attention
-        self.head_dim = size // config.num_heads
-        self.scale = self.head_dim**-0.5
+        model_head_dim = size // config.num_heads
+        self.scale = model_head_dim**-0.5
+        self.head_dim = context.attention.vision_head_dim(model_head_dim)
+        padding = Padding(model_head_dim // 2, self.head_dim // 2)
         start, length = context.tp.share(size, "vision hidden_size")
         parts = [OutputPart("qkv", 3 * size, which * size + start, length) for which in range(3)]
-        self.qkv = ColumnParallelLinear(size, parts, bias=True, context=context)
-        self.proj = RowParallelLinear("proj", size, size, bias=True, context=context)
+        self.qkv = ColumnParallelLinear(size, parts, bias=True, context=context, padding=padding)
+        self.proj = RowParallelLinear("proj", size, size, bias=True, context=context, padding=padding)
 
     def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, plan: Any) -> Tensor:
         qkv_P3NH = self.qkv(x_PC).unflatten(-1, (3, -1, self.head_dim))
@@ -88,7 +96,7 @@ class VisionMLP(nn.Module):
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ModelError(f"vision hidden_act {activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
-        self.activation = _ACTIVATIONS[activation]
+        self.ops, self.activation = context.ops, _ACTIVATIONS[activation]
         start, length = context.tp.share(width, "vision MLP width")
         self.linear_fc1 = ColumnParallelLinear(
             in_features, [OutputPart("linear_fc1", width, start, length)], bias=True, context=context
@@ -96,7 +104,7 @@ class VisionMLP(nn.Module):
         self.linear_fc2 = RowParallelLinear("linear_fc2", width, out_features, bias=True, context=context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.linear_fc1(x)))
+        return self.linear_fc2(self.activation(self.ops, self.linear_fc1(x)))
 
 
 class PatchMerger(VisionMLP):
@@ -124,6 +132,8 @@ class VisionTower(nn.Module):
             context = LayerContext(context.ops, context.attention, TensorParallel(), context.dtype, context.device)
         self.config = config
         self.attention = context.attention
+        model_head_dim = config.hidden_size // config.num_heads
+        self.half_padding = (self.attention.vision_head_dim(model_head_dim) - model_head_dim) // 2
         self.patch_embed = PatchEmbed(config, context)
         self.pos_embed = nn.Embedding(
             config.num_position_embeddings, config.hidden_size, dtype=context.dtype, device=context.device
@@ -144,7 +154,7 @@ class VisionTower(nn.Module):
         places_P2, taps_P4, weights_P4, cos_SQ, sin_SQ = upload_together(self._positions(grids), x_PC.device)
         # The learned square grid, resampled bilinearly (corners aligned) to each picture's grid.
         x_PC = x_PC + (self.pos_embed(taps_P4) * weights_P4[..., None]).sum(1).to(x_PC.dtype)
-        cos_PH, sin_PH = (F.embedding(places_P2, table).flatten(1).repeat(1, 2) for table in (cos_SQ, sin_SQ))
+        cos_PH, sin_PH = (self._both_halves(F.embedding(places_P2, table).flatten(1)) for table in (cos_SQ, sin_SQ))
         plan = self.attention.plan_vision([height * width for height, width in grids], x_PC.device)
         levels: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
@@ -153,6 +163,10 @@ class VisionTower(nn.Module):
                 level = self.config.deepstack_layers.index(index)
                 levels[level] = self.deepstack_merger_list[level](x_PC)
         return self.merger(x_PC), [levels[level] for level in range(len(levels))]
+
+    def _both_halves(self, turns_PH: Tensor) -> Tensor:
+        """(P, H) of (P, H / 2), for the head dim that weights are laid out for; there zeros turn to zeros anyhow."""
+        return F.pad(turns_PH, (0, self.half_padding)).repeat(1, 2)
 
     def _positions(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Patches' rows and columns (P, 2), places (P, 4) and weights (P, 4) in the learned grid; cos, sin (side, Q).

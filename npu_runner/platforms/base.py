@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -110,6 +111,10 @@ class Ops(ABC):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
 
+    def gelu(self, x: Tensor, approximate: str) -> Tensor:
+        """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
+        return F.gelu(x, approximate=approximate)
+
     def sort_ascending(self, x: Tensor) -> Tensor:
         """The values of each row (the last dim), smallest first; a fresh tensor."""
         return x.sort(dim=-1).values
@@ -120,6 +125,9 @@ class AttentionBackend(ABC):
 
     name: str
     """What `attention_backend` calls it."""
+    pads_with_real_rows: bool = False
+    """Padded rows of a decode graph are to read what a real row reads: short ones would slow down a kernel that looks
+    at the shortest context. Each still writes to a slot of its own in the null block."""
 
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
@@ -152,9 +160,13 @@ class AttentionBackend(ABC):
         """Preparation of `vision` for consecutive pictures of these numbers of rows, once for all layers."""
         return list(lengths)
 
+    def vision_head_dim(self, head_dim: int) -> int:
+        """The even head dim, `head_dim` or more, that `vision` takes; towers fill their weights up to it with zeros."""
+        return head_dim
+
     @abstractmethod
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
-        """Full attention within each picture, (T, N, H)."""
+        """Full attention within each picture, (T, N, H). `scale` is that of the model's own head dim."""
 
 
 DecodeForward = Callable[..., Tensor]
@@ -197,7 +209,7 @@ class GraphCompiler(ABC):
         return None
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
-        """Give a captured graph what it takes from the host each step; most platforms have nothing to do."""
+        """Give a captured graph what it takes from the host each step, padding included; most have nothing to do."""
         return None
 
 

@@ -124,10 +124,11 @@ class DecodeBuckets:
         return Bucket(size, num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors), forward)
 
 
-def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform,
-             block_size: int) -> dict[str, np.ndarray]:
+def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform, block_size: int, *,
+             repeats_a_row: bool = False) -> dict[str, np.ndarray]:
     """Fill the bucket's buffers with a smaller batch, and return what they hold now, until the next call.
 
+    With `repeats_a_row` padded rows read what the shortest real one reads (`AttentionBackend.pads_with_real_rows`).
     Behind a row's blocks stand those of earlier steps: nobody reads beyond a context, and to clear the longest row that
     may come, every step, costs more than all the rest.
     """
@@ -137,6 +138,10 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform,
         target = bucket.host[name]
         target[(slice(0, count), *(slice(0, extent) for extent in source.shape[1:]))] = source
         target[count:] = padding(name, padded_rows, block_size)
+    if repeats_a_row:
+        shortest = int(arrays["context_lens"].argmin())
+        for name in ("context_lens", "block_tables"):
+            bucket.host[name][count:] = bucket.host[name][shortest]
     buffer = platform.host_buffer(bucket.num_elements)
     buffer.numpy()[:] = bucket.staging
     bucket.buffer.copy_(buffer, non_blocking=True)

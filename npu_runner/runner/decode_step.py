@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from npu_runner.models.decoder import CausalLM
+from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.base import AttentionMetadata, StepInputs
 
 
 class DecodeStep(nn.Module):
     """Token ids to logits. A module, so that graph caches find the parameters by name."""
 
-    def __init__(self, model: CausalLM):
+    def __init__(self, model: LanguageModel):
         super().__init__()
         self.model = model
 

@@ -21,10 +21,11 @@ from torch import nn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.errors import ModelError
 from npu_runner.layers.attention import bind_kv_cache
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.sampler import Sampler
-from npu_runner.models.decoder import CausalLM
+from npu_runner.models.contract import LanguageModel
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.base import GraphResourceError, GraphSettings
@@ -277,13 +278,15 @@ class ModelRunner(ModelRunnerBase):
         if not self._is_ready:
             return
         self._is_ready = False
-        self.platform.synchronize()
         self.vision_cache.release()
         if self.steps.buckets is not None:
             self.steps.buckets.compiler.release()
         del self.steps, self.model, self.k_cache, self.v_cache, self.attention
         gc.collect()  # modules, compiled callables and their frames hold each other
-        self.platform.empty_cache()
+        try:
+            self.platform.empty_cache()
+        except RuntimeError as failure:  # why the device failed has been said: closing comes after that
+            logger.warning("the device did not take its memory back: %s", str(failure).strip().partition("\n")[0])
 
     @property
     def clock(self) -> StepClock:
@@ -296,7 +299,9 @@ class ModelRunner(ModelRunnerBase):
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _make_steps(self) -> StepRunner:
-        assert isinstance(self.model, CausalLM), f"{type(self.model).__name__} is no CausalLM"
+        if not isinstance(self.model, LanguageModel):
+            raise ModelError(f"{type(self.strategy).__name__} built a {type(self.model).__name__}, not to be run: "
+                             "a network has embed, forward and compute_logits (npu_runner/models/contract.py)")
         return StepRunner(
             self.model, self.attention, self.platform, self.device, block_size=self.settings.block_size,
             pictures=Pictures(self.strategy, self.model, self.vision_cache), sampler=self._make_sampler(),

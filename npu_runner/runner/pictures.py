@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.core.batch import ScheduledBatch
@@ -36,13 +37,19 @@ class Pictures:
             self.num_encoded += len(missing)
         return {key: value for key, value in found.items() if value is not None}
 
-    def show(self, batch: ScheduledBatch, x_TD: Tensor, rows_M: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
-        """Put the pictures' rows into the embeddings; returns those and what the first layers add."""
+    def show(self, batch: ScheduledBatch, x_TD: Tensor, rows_T: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        """Put the pictures' rows into the embeddings; returns those and what the first layers add.
+
+        `rows_T` says which row each token shows. Tokens gather, nothing is scattered: that sorts on some devices.
+        """
         embeddings = self.encode(batch.images)
         self.cache.pin_only({s.content_hash: embeddings[s.content_hash] for s in batch.image_slices if not s.is_last})
         cuts = [(embeddings[s.content_hash], slice(s.first_row, s.first_row + s.num_rows)) for s in batch.image_slices]
-        rows_M = rows_M.long()
-        x_TD = x_TD.index_copy(0, rows_M, torch.cat([value.main_MD[cut] for value, cut in cuts]))
+        zero_1D = x_TD.new_zeros((1, x_TD.shape[1]))
+        main_MD = torch.cat([*(value.main_MD[cut] for value, cut in cuts), zero_1D])
+        is_shown_T1 = (rows_T < len(main_MD) - 1)[:, None]
+        x_TD = torch.where(is_shown_T1, F.embedding(rows_T, main_MD), x_TD)
         num_levels = len(cuts[0][0].deepstack)
-        levels = [torch.cat([value.deepstack[level][cut] for value, cut in cuts]) for level in range(num_levels)]
-        return x_TD, (rows_M, levels)
+        levels = [torch.cat([*(value.deepstack[level][cut] for value, cut in cuts), zero_1D])
+                  for level in range(num_levels)]
+        return x_TD, (rows_T, levels)

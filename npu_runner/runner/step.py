@@ -18,7 +18,7 @@ from torch import Tensor
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.sampler import HostSample, Sampler, SamplerOutput
-from npu_runner.models.decoder import CausalLM
+from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.base import AttentionBackend, AttentionMetadata, Platform, StepInputs
 from npu_runner.runner.base import ModelRunnerOutput, TokenLogprobs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into
@@ -48,7 +48,7 @@ class PreparedStep:
 class StepRunner:
     """Runs scheduled batches. `sampler` is None on ranks that do not sample; `buckets` are None until compiled."""
 
-    def __init__(self, model: CausalLM, attention: AttentionBackend, platform: Platform, device: torch.device, *,
+    def __init__(self, model: LanguageModel, attention: AttentionBackend, platform: Platform, device: torch.device, *,
                  block_size: int, pictures: Pictures, sampler: Sampler | None, guard: MemoryGuard):
         self.model = model
         self.decode_step = DecodeStep(model)
@@ -113,9 +113,10 @@ class StepRunner:
     def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Put a decode step's arrays into the bucket's static buffers, padded; returns what those hold."""
         assert self.buckets is not None, "a bucket is one of the buckets"
-        padded = pad_into(bucket, arrays, self.platform, self.block_size)
+        padded = pad_into(bucket, arrays, self.platform, self.block_size,
+                          repeats_a_row=self.attention.pads_with_real_rows)
         self.attention.plan_replay(padded["context_lens"], padded["block_tables"])
-        self.buckets.compiler.before_replay(bucket.batch_size, batch.context_lens_B.tolist())
+        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
         return padded
 
     def launch(self, step: PreparedStep) -> Tensor:

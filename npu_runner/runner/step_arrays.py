@@ -30,9 +30,8 @@ def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, bloc
     }
     if batch.is_prefill:
         last_rows_B = np.cumsum(batch.query_lens_B) - 1
-        rows = [np.arange(s.token_row, s.token_row + s.num_rows) for s in batch.image_slices]
         arrays["last_rows"] = last_rows_B[batch.samples_B].astype(np.int32)
-        arrays["image_rows"] = np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, dtype=np.int32)
+        arrays["image_rows"] = _image_rows(batch)
     return arrays
 
 
@@ -41,6 +40,19 @@ def padding(name: str, rows: np.ndarray, block_size: int) -> np.ndarray | int:
     if name == "slot_mapping":
         return rows % block_size  # not all the same: kernels promise nothing for a slot that is written twice
     return 1 if name == "context_lens" else 0
+
+
+def _image_rows(batch: ScheduledBatch) -> np.ndarray:
+    """(T,) int32: which of the pictures' rows each token shows, counted over all slices; behind the last where none."""
+    if not batch.image_slices:
+        return np.zeros(0, dtype=np.int32)
+    num_rows = [image_slice.num_rows for image_slice in batch.image_slices]
+    rows_T = np.full(batch.num_tokens, sum(num_rows), dtype=np.int32)
+    first = 0
+    for image_slice, count in zip(batch.image_slices, num_rows, strict=True):
+        rows_T[image_slice.token_row : image_slice.token_row + count] = np.arange(first, first + count)
+        first += count
+    return rows_T
 
 
 def _slot_mapping(batch: ScheduledBatch, block_size: int) -> np.ndarray:

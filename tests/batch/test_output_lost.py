@@ -85,6 +85,27 @@ def test_a_loss_is_noticed_long_before_the_end(job: Job) -> None:
     assert job.engines[0].num_steps < 20_000 / 8 / 2
 
 
+def test_a_loss_is_noticed_while_no_row_finishes(job: Job) -> None:
+    write_rows(job.input, [row(f"r{n}", "x" * 9) for n in range(70)])
+
+    def step(engine: ScriptedEngine) -> None:
+        if not engine.waiting and len(engine.running) == 1:  # it never ends
+            job.output.unlink(missing_ok=True)
+
+    with pytest.raises(OutputLostError):
+        job.run(lambda config: ScriptedEngine(config, latency=Latencies(), on_step=step))
+
+
+class Latencies:
+    """One row in the whole job takes for ever."""
+
+    count = 0
+
+    def __call__(self, text: str) -> int:
+        self.count += 1
+        return 10**9 if self.count == 1 else 1
+
+
 def test_an_output_that_changes_while_the_model_loads_is_not_written(job: Job) -> None:
     write_rows(job.input, [row("a"), row("b", "engine error")])
     job.run()

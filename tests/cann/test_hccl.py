@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from .checks import check_names
-from .environment import ROOT, environment
+from .environment import ROOT, environment, has_real_cann
 
 pytestmark = pytest.mark.npu
+emulated = pytest.mark.skipif(has_real_cann(), reason="a device takes what it takes, or hangs")
 
 
 def run_ranks(size: int, mode: str, **options: object) -> list[str]:
@@ -51,6 +52,33 @@ def test_the_graph_engine_refuses_a_communicator_of_single_operators(monkeypatch
     """Operators are waited for: torch_npu may lose the error of one that is not (docs/ascend.md)."""
     monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
     assert all("REFUSED" in out for out in run_ranks(2, "shared"))
+
+
+A3 = {"soc": "Ascend910_9382"}
+AIV = {"HCCL_OP_EXPANSION_MODE": "AIV"}
+
+
+@emulated
+@pytest.mark.parametrize("where", [AIV, A3], ids=["aiv", "a3"])
+def test_int64_is_not_compared_on_the_device(where: dict[str, str]) -> None:
+    assert all("REFUSED" in out for out in run_ranks(2, "int64", TASK_QUEUE_ENABLE="0", **where))
+
+
+@emulated
+def test_a_second_communicator_on_the_vector_cores_is_refused() -> None:
+    assert all("REFUSED" in out for out in run_ranks(2, "second", TASK_QUEUE_ENABLE="0", **AIV))
+    assert all("BOTH" in out for out in run_ranks(2, "two", **AIV))
+
+
+@emulated
+def test_an_a3_takes_six_graphs_with_collectives_on_the_ai_cpu() -> None:
+    assert all("REFUSED AFTER 6" in out for out in run_ranks(2, "seven", **A3))
+
+
+@emulated
+@pytest.mark.parametrize("mode", ["longer", "eager"])
+def test_ranks_that_captured_different_collectives_are_told(mode: str) -> None:
+    assert all("NAMED" in out for out in run_ranks(2, mode))
 
 
 def test_a_rank_that_never_arrives_times_out() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from .checks import assert_check, check_names, operators_of
-from .environment import has_real_cann
+from .environment import has_real_cann, run_python
 from .setup_site import setup, symbols
 
 pytestmark = pytest.mark.npu
@@ -27,6 +27,25 @@ def test_operator(program: str, name: str) -> None:
 @pytest.mark.parametrize("name", check_names("refusals"))
 def test_refusal(name: str) -> None:
     assert_check("refusals", name)
+
+
+@pytest.mark.skipif(has_real_cann(), reason="a real CANN is the version that it is")
+@pytest.mark.parametrize("name", check_names("old_cann"))
+def test_refusal_of_an_older_cann(name: str) -> None:
+    assert_check("old_cann", name, cann_version="8.5.0")
+
+
+@pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN counts")
+@pytest.mark.parametrize("name", check_names("fallbacks"))
+def test_operators_that_leave_the_ai_core_are_counted(name: str) -> None:
+    assert_check("fallbacks", name)
+
+
+@pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN can be another version")
+def test_a_version_of_cann_whose_limits_nobody_wrote_down_is_refused() -> None:
+    done = run_python(["-c", "import torch, torch_npu; torch.ones(1).npu()"], cann_version="10.0.0")
+    assert done.returncode != 0
+    assert "CANN_EMU_CANN_VERSION=10.0.0 is none of 8.5.0, 9.0.0, 9.1.0, 9.2.0" in done.stderr
 
 
 @pytest.mark.skipif(has_real_cann(), reason="a real CANN has more operators than these programs call")

@@ -51,6 +51,12 @@ def test_visible_devices_narrow_what_a_process_sees() -> None:
     assert "COUNT 2" in done.stdout, done.stderr
 
 
+def test_no_graph_is_captured_with_the_second_task_queue() -> None:
+    code = "import torch, torch_npu; x = torch.ones(4).npu()\nwith torch.npu.graph(torch.npu.NPUGraph()): x + 1"
+    done = run_python(["-c", code], TASK_QUEUE_ENABLE="2")
+    assert "TASK_QUEUE_ENABLE = 2 during NPU graph capture" in done.stderr
+
+
 def test_a_name_that_is_not_emulated_stops_the_program_and_names_itself() -> None:
     code = "import ctypes; ctypes.CDLL('libascendcl.so').rtKernelLaunch()"
     done = run_python(["-c", code])

@@ -69,6 +69,12 @@ def test_the_core_imports_no_torch() -> None:
         assert not any(module.split(".")[0] == "torch" for module in imports(path)), path.name
 
 
+def test_nobody_above_a_platform_asks_which_one_it_is() -> None:
+    asking = [str(path.relative_to(ROOT)) for path in sources()
+              if module_layer(path) != "platforms" and "device.type" in path.read_text()]
+    assert not asking
+
+
 def test_no_file_is_too_long_to_read() -> None:
     long = {str(path.relative_to(ROOT)): count for path in sources()
             if (count := len(path.read_text().splitlines())) > 500}

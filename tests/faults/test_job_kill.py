@@ -91,6 +91,7 @@ def wait_until_workers_are_gone(job: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full("thirty jobs, killed and resumed; the other tests of the file kill at chosen moments")
 def test_killed_at_thirty_random_moments_every_row_is_there_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

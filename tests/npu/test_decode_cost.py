@@ -21,7 +21,14 @@ VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
 BATCH_SIZE = 4
 
 
-def measured(mode: str, checkpoint: Any, folder: Path) -> dict[str, Any]:
+# What the host does for the attention of each layer, beside launching it.
+OF_THE_HOST = {
+    "eager": {}, "reduce-overhead": {"aclrtSetStreamResLimit": 2.0},
+    "max-autotune": {"host_scheduled FusedInferAttentionScore": 1.0},
+}
+
+
+def measured(mode: str, checkpoint: Any, folder: Path, **emulation: str) -> dict[str, Any]:
     shapes = {"head_dim": 128, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     models = {str(count): str(checkpoint("qwen3", num_hidden_layers=count, **shapes)) for count in (2, 4)}
     settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0}
@@ -31,7 +38,8 @@ def measured(mode: str, checkpoint: Any, folder: Path) -> dict[str, Any]:
         settings["use_graph_cache"] = False
     spec = {"models": models, "batch_size": BATCH_SIZE, "settings": settings}
     (folder / "spec.json").write_text(json.dumps(spec))
-    done = run_python(["-m", "tests.npu.programs.decode_cost", str(folder / "spec.json"), str(folder / "out.json")])
+    done = run_python(["-m", "tests.npu.programs.decode_cost", str(folder / "spec.json"), str(folder / "out.json")],
+                      **emulation)
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return found
@@ -49,3 +57,23 @@ def test_thirteen_launches_a_layer_and_one_copy_each_way(mode: str, checkpoint: 
     on_device = sum(entry["bytes"] for name, entry in cost["copies"].items() if name.startswith("d2d"))
     assert on_device < cost["cache_bytes"] / 100, "the KV cache is never copied"
     assert mode == "eager" or "graphs" in cost["groups"], "the step went through a graph"
+    assert cost["fallbacks"] == {}, "nothing leaves the AI core"
+    assert cost["host_per_layer"] == OF_THE_HOST[mode]
+
+
+@pytest.mark.parametrize(
+    ("mode", "setting"),
+    [("reduce-overhead", {"NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
+     ("max-autotune", {"NPU_RUNNER_ASCEND_GE_TILING": "device"}),
+     ("max-autotune", {"ASCEND_TOOLKIT_HOME": "9.0.0"})],
+    ids=["recorded", "tiled on the device", "tiled where this CANN does it best"],
+)
+def test_what_the_host_does_for_each_layer_can_be_left_out(
+    mode: str, setting: dict[str, str], checkpoint: Any, tmp_path: Path
+) -> None:
+    if (version := setting.get("ASCEND_TOOLKIT_HOME")) is not None:
+        (tmp_path / "version.cfg").write_text(f"toolkit_running_version=[{version}:{version}]\n")
+        setting = {"ASCEND_TOOLKIT_HOME": str(tmp_path)}
+    cost = measured(mode, checkpoint, tmp_path, **setting)
+    assert cost["host_per_layer"] == {}
+    assert sum(count for name, count in cost["per_layer"].items() if name not in VIEWS) == MOST_LAUNCHES

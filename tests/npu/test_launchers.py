@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -122,10 +123,12 @@ def test_the_regression_reports_what_ran(installed: dict[str, str], tmp_path: Pa
                           timeout=600)
     report = (out / "report.txt").read_text()
     assert done.returncode == 0, done.stdout + report
-    for step in ("doctor", "tests", "pictures", "batch"):
+    for step in ("doctor", "tests", "pictures", "batch", "compare"):
         assert f"{step:24} ok" in report
     assert json.loads((out / "summary.json").read_text())["rows"]["answered"] == 3
     assert "OMP_WAIT_POLICY=PASSIVE" in report
+    for side in ("masked", "unmasked"):
+        assert re.search(rf"DECODE_ATTENTION={side} +\d+\.\d+ start_s +\d+\.\d+ step_ms", report), report
     with tarfile.open(f"{out}.tar.gz") as archive:
         assert {"regression/report.txt", "regression/tests.xml", "regression/answers.jsonl"} <= set(archive.getnames())
 
@@ -141,6 +144,6 @@ def test_the_regression_says_what_failed(tmp_path: Path) -> None:
                           capture_output=True, text=True, timeout=600)
     report = (out / "report.txt").read_text()
     assert done.returncode == 1
-    assert "3 of 4 steps failed" in done.stdout
+    assert "4 of 5 steps failed" in done.stdout
     assert f"{'pictures':24} FAILED (exit status 9" in report
     assert f"{'tests':24} ok" in report

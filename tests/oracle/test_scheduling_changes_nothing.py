@@ -103,6 +103,7 @@ def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monk
 
 
 @pytest.mark.slow
+@pytest.mark.full("inductor compiles for a minute a mode; test_attention_backends compiles attention alone in both")
 @pytest.mark.parametrize("graph_mode", ["reduce-overhead", "max-autotune"])
 def test_compiled_equals_eager(graph_mode: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl", num_hidden_layers=1, vision={"depth": 1, "deepstack_visual_indexes": [0]})

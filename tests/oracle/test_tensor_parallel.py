@@ -43,6 +43,7 @@ def test_two_ranks_equal_one(model_type: str, checkpoint: Any, platform_name: st
 
 
 @pytest.mark.slow
+@pytest.mark.full("two ranks compile at once on two cores; two ranks without graphs stay, as do graphs on npu")
 def test_two_ranks_with_graphs_equal_one_without(checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3", num_hidden_layers=1)
 

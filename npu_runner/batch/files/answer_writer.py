@@ -53,7 +53,7 @@ class AnswerWriter:
 
     def put(self, row: bytes) -> None:
         """Queue a row. Raises JobError if an earlier one could not be written, OutputLostError if the file is gone."""
-        self._raise_failure()
+        self.raise_failure()
         self._rows.put(row)
 
     def close(self) -> None:
@@ -62,9 +62,10 @@ class AnswerWriter:
             self._rows.put(None)
             self._thread.join()
             os.close(self._descriptor)
-        self._raise_failure()
+        self.raise_failure()
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise what `put` would raise."""
         if self._failure is not None:
             raise self._failure
 

@@ -78,6 +78,11 @@ class WeightDigests:
         self._is_over.set()
         self._threads.shutdown(cancel_futures=True)
 
+    @property
+    def is_done(self) -> bool:
+        """`lines` need not be waited for."""
+        return all(digest.done() for digest in self._digests.values())
+
     def lines(self) -> dict[str, str]:
         """A line per file, once all are read. Call it when the model is loaded.
 

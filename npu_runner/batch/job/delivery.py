@@ -31,7 +31,11 @@ class Delivery:
         self._writer.put(data)
 
     def count(self) -> None:
-        """Add to the tally what reached the output since the last call."""
+        """Add to the tally what reached the output since the last call. Raises what the next `put` would raise."""
+        self._count()
+        self._writer.raise_failure()
+
+    def _count(self) -> None:
         for _ in range(self._writer.num_kept - self._num_counted):
             self._tally.add(self._uncounted.popleft())
             self._num_counted += 1
@@ -45,7 +49,7 @@ class Delivery:
         try:
             self._writer.close()
         finally:
-            self.count()
+            self._count()
 
 
 class OrderedDelivery(Delivery):

@@ -176,6 +176,8 @@ class _Job:
             pool.raise_failure()
             facts = ", ".join(f"{name} {value}" for name, value in engine.describe().items())
             self._progress.say(f"model {work.model_folder}: {facts}\n{engine.ledger}")
+            if not digests.is_done:
+                self._progress.say("the model is ready; waiting until its weights are hashed")
             manifest = making.manifest_of(
                 destination, model, engine, model_name=work.model_folder.name, model_files=work.model_files,
                 weights=digests.lines(), input=work.rows.identity,

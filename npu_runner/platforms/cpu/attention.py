@@ -1,13 +1,16 @@
 """Paged attention on the CPU through torch's scaled_dot_product_attention. Knows nothing of models or requests.
 
+What a step costs follows the sum of its contexts, and what it takes beside the cache is bounded.
+
 T tokens, B sequences, N query heads, K kv heads, G query heads of a kv head, H head dim, W blocks per sequence, S block
-size, L context length, C tokens of all contexts.
+size, L context length, Q new tokens of a sequence, R rows of a piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,36 +18,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npu_runner.platforms.base import AttentionBackend, AttentionMetadata
+from npu_runner.platforms.cpu.decode_pieces import PIECE_BYTES, DecodePiece, DecodePlan, plan_pieces
 from npu_runner.platforms.torch_attention import segment_attention
 
+# torch makes a float of each element of a mask.
+MASK_ELEMENTS = 4 << 20
 
-@dataclass
+
+@dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """Lengths of each sequence, and for each with a cached context the mask (Q, L) of what its tokens may see.
-
-    rows_C, places_C: int64, the sequence and the place in it of every token of all contexts, one after the other.
-    """
+    """Lengths of each sequence, and the flat slots of its context."""
 
     query_lens: list[int]
     context_lens: list[int]
-    masks: list[Tensor | None]
-    rows_C: Tensor
-    places_C: Tensor
+    slots_L: list[Tensor]
 
 
 class CpuAttention(AttentionBackend):
+    """`piece_bytes`: what the keys and values that a decode step reads at once may take."""
+
     name = "torch"
 
-    def __init__(self, *, block_size: int):
+    def __init__(self, *, block_size: int, bytes_per_token: int, piece_bytes: int = PIECE_BYTES):
         self.block_size = block_size
+        self.bytes_per_token = bytes_per_token
+        self.piece_bytes = piece_bytes
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> PrefillPlan:
-        masks = [None if q == c else _suffix_mask(q, c) for q, c in zip(query_lens_B, context_lens_B, strict=True)]
-        lengths_B = torch.tensor(context_lens_B)
-        rows_C = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
-        places_C = torch.arange(len(rows_C)) - (lengths_B.cumsum(0) - lengths_B)[rows_C]
-        return PrefillPlan(list(query_lens_B), list(context_lens_B), masks, rows_C, places_C)
+        slots = []
+        for length, table_W in zip(context_lens_B, block_tables_BW, strict=True):
+            places_L = np.arange(length)
+            slots.append(table_W[places_L // self.block_size] * self.block_size + places_L % self.block_size)
+        return PrefillPlan(query_lens=list(query_lens_B), context_lens=list(context_lens_B),
+                           slots_L=[torch.from_numpy(part) for part in slots])
+
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                    device: torch.device) -> DecodePlan:
+        return plan_pieces(np.asarray(context_lens_B), block_tables_BW, block_size=self.block_size,
+                           bytes_per_token=self.bytes_per_token, piece_bytes=self.piece_bytes)
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         slots = slot_mapping_T.long()
@@ -54,43 +66,85 @@ class CpuAttention(AttentionBackend):
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                 scale: float) -> Tensor:
         plan: PrefillPlan = metadata.plan
-        blocks_C = metadata.block_tables_BW[plan.rows_C, plan.places_C // self.block_size]
-        slots_C = blocks_C * self.block_size + plan.places_C % self.block_size
-        k_CKH, v_CKH = (_read(cache, slots_C).split(plan.context_lens) for cache in (k_cache, v_cache))
         outputs = []
-        for q_QNH, k_LKH, v_LKH, mask in zip(q_TNH.split(plan.query_lens), k_CKH, v_CKH, plan.masks, strict=True):
-            q, k, v = (x.transpose(0, 1)[None] for x in (q_QNH, k_LKH, v_LKH))
-            out_1NQH = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-            )
-            outputs.append(out_1NQH[0].transpose(0, 1))
+        for q_QNH, slots_L in zip(q_TNH.split(plan.query_lens), plan.slots_L, strict=True):
+            k_LKH, v_LKH = (cache.flatten(0, 1).index_select(0, slots_L) for cache in (k_cache, v_cache))
+            outputs += _causal_attention(q_QNH, k_LKH, v_LKH, scale)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                scale: float) -> Tensor:
-        tables_BW, lengths_B1 = metadata.block_tables_BW.long(), metadata.context_lens_B.long()[:, None]
-        places_L = torch.arange(tables_BW.shape[1] * self.block_size, device=q_BNH.device)
-        # Behind its end each sequence repeats its last token: a mask would not hide NaN that the last holder of a block
-        # left there.
-        written_BL = torch.minimum(places_L, lengths_B1 - 1)
-        slots_BL = tables_BW.gather(1, written_BL // self.block_size) * self.block_size + written_BL % self.block_size
-        k_BKLH, v_BKLH = (_read(cache, slots_BL).transpose(1, 2) for cache in (k_cache, v_cache))
-        # The query heads that share a kv head are its queries: they see the same tokens.
-        out_BKGH = F.scaled_dot_product_attention(
-            q_BNH.unflatten(1, (k_cache.shape[2], -1)), k_BKLH, v_BKLH,
-            attn_mask=(places_L < lengths_B1)[:, None, None], scale=scale,
-        )
-        return out_BKGH.flatten(1, 2)
+        if torch.compiler.is_compiling():
+            return planned_decode(q_BNH, k_cache, v_cache, metadata.context_lens_B, metadata.block_tables_BW,
+                                  self.bytes_per_token, self.piece_bytes, scale)
+        return _decode(q_BNH, k_cache, v_cache, metadata.plan, scale)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
         return segment_attention(q_TNH, k_TNH, v_TNH, plan, scale)
 
 
-def _read(cache: Tensor, slots: Tensor) -> Tensor:
-    """(*slots.shape, K, H) from a cache (NB, S, K, H)."""
-    return cache.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape)
+@torch.library.custom_op("npu_runner::cpu_planned_decode", mutates_args=())
+def planned_decode(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens_B: Tensor, block_tables_BW: Tensor,
+                   bytes_per_token: int, piece_bytes: int, scale: float) -> Tensor:
+    """`CpuAttention.decode` inside a graph, whose shapes are fixed: the pieces are cut while it runs."""
+    plan = plan_pieces(context_lens_B.numpy(), block_tables_BW.numpy(), block_size=k_cache.shape[1],
+                       bytes_per_token=bytes_per_token, piece_bytes=piece_bytes)
+    return _decode(q_BNH, k_cache, v_cache, plan, scale)
 
 
-def _suffix_mask(query_len: int, context_len: int) -> Tensor:
-    """(Q, L) True where the token at place context_len - query_len + row may look."""
-    return torch.ones(query_len, context_len, dtype=torch.bool).tril(context_len - query_len)
+@planned_decode.register_fake
+def _planned_decode_shape(q_BNH: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(q_BNH, memory_format=torch.contiguous_format)
+
+
+def _decode(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, scale: float) -> Tensor:
+    # The query heads that share a kv head are its queries: they see the same tokens.
+    q_BKGH = q_BNH.index_select(0, plan.order_B).unflatten(1, (k_cache.shape[2], -1))
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    outputs = []
+    for piece in plan.pieces:
+        is_long = piece.slots_RL.shape[1] > plan.span
+        q_RKGH = q_BKGH[piece.start : piece.stop]
+        outputs.append(_attend_in_spans(q_RKGH, keys, values, piece, plan.span, scale) if is_long
+                       else _attend(q_RKGH, keys, values, piece, scale))
+    out_BKGH = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return out_BKGH.flatten(1, 2).index_select(0, plan.places_B)
+
+
+def _attend(q_RKGH: Tensor, keys: Tensor, values: Tensor, piece: DecodePiece, scale: float) -> Tensor:
+    slots_RL = piece.slots_RL
+    k_RKLH, v_RKLH = (cache.index_select(0, slots_RL.flatten()).unflatten(0, slots_RL.shape).transpose(1, 2)
+                      for cache in (keys, values))
+    return F.scaled_dot_product_attention(q_RKGH, k_RKLH, v_RKLH, attn_mask=piece.mask_R11L, scale=scale)
+
+
+def _attend_in_spans(q_1KGH: Tensor, keys: Tensor, values: Tensor, piece: DecodePiece, span: int,
+                     scale: float) -> Tensor:
+    """One row over a context that is never gathered whole: all scores first, then the values."""
+    spans = piece.slots_RL[0].split(span)
+    q_KGH = q_1KGH[0]
+    scores_KGL = torch.cat([torch.bmm(q_KGH, keys.index_select(0, slots).permute(1, 2, 0)) for slots in spans], dim=-1)
+    weights_KGL = (scores_KGL.float() * scale).softmax(-1).to(q_KGH.dtype)
+    parts = zip(weights_KGL.split(span, dim=-1), spans, strict=True)
+    out_KGH = torch.zeros_like(q_KGH, dtype=torch.float32)
+    for weights_KGM, slots in parts:
+        out_KGH += torch.bmm(weights_KGM, values.index_select(0, slots).transpose(0, 1))
+    return out_KGH.to(q_KGH.dtype)[None]
+
+
+def _causal_attention(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, scale: float) -> list[Tensor]:
+    """The last Q tokens of a context of L over all of it; several parts where a mask (Q, L) would be large."""
+    num_new, length = len(q_QNH), len(k_LKH)
+    q_1NQH, k_1KLH, v_1KLH = (x.transpose(0, 1)[None] for x in (q_QNH, k_LKH, v_LKH))
+    if num_new == length:
+        out_1NQH = F.scaled_dot_product_attention(q_1NQH, k_1KLH, v_1KLH, is_causal=True, scale=scale, enable_gqa=True)
+        return [out_1NQH[0].transpose(0, 1)]
+    outputs = []
+    cuts = [*range(0, num_new, max(1, MASK_ELEMENTS // length)), num_new]
+    for start, stop in pairwise(cuts):
+        seen = length - num_new + stop
+        mask_QL = torch.ones(stop - start, seen, dtype=torch.bool).tril(seen - (stop - start))
+        out_1NQH = F.scaled_dot_product_attention(q_1NQH[:, :, start:stop], k_1KLH[:, :, :seen], v_1KLH[:, :, :seen],
+                                                  attn_mask=mask_QL, scale=scale, enable_gqa=True)
+        outputs.append(out_1NQH[0].transpose(0, 1))
+    return outputs

@@ -53,7 +53,8 @@ class CpuPlatform(Platform):
 
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
-        return CpuAttention(block_size=block_size)
+        bytes_per_token = 2 * num_kv_heads * head_dim * dtype.itemsize
+        return CpuAttention(block_size=block_size, bytes_per_token=bytes_per_token)
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         return InductorCompiler(settings.mode)

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
+from npu_runner.errors import ConfigError
 from npu_runner.platforms.base import AttentionBackend, AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
 _MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
 _CAUSAL, _FULL = 3, 0
-# Head dims that the kernel takes without a cache; the tower's 72 is padded to the next of them.
+# Head dims that the kernel takes without a cache; a tower's 72 is laid out as the next of them.
 _VISION_HEAD_DIMS = (64, 128, 256)
 
 
@@ -48,7 +48,11 @@ class DeviceLengths(NamedTuple):
 class NpuAttention(AttentionBackend):
     name = "fused"
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device):
+    def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device,
+                 masks_decode: bool = True):
+        """`masks_decode` False: decode goes without a mask, as the kernel's own paths for one query a row ask for."""
+        self.masks_decode = masks_decode
+        self.pads_with_real_rows = not masks_decode
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.block_size = block_size
@@ -86,28 +90,31 @@ class NpuAttention(AttentionBackend):
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                 scale: float) -> Tensor:
-        return self._attend(q_TNH, k_cache, v_cache, metadata, scale)
+        return self._attend(q_TNH, k_cache, v_cache, metadata, scale, is_masked=True)
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                scale: float) -> Tensor:
-        return self._attend(q_BNH, k_cache, v_cache, metadata, scale)
+        return self._attend(q_BNH, k_cache, v_cache, metadata, scale, is_masked=self.masks_decode)
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> list[int]:
         return list(accumulate(lengths))
 
-    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
-        head_dim = q_TNH.shape[-1]
-        padding = next((dim - head_dim for dim in _VISION_HEAD_DIMS if dim >= head_dim), 0)
-        # Zeros in the padded dims change no product of q and k, and give zeros that are cut off.
-        q, k, v = (F.pad(x, (0, padding)) if padding else x.contiguous() for x in (q_TNH, k_TNH, v_TNH))
-        out_TNH = torch_npu.npu_fused_infer_attention_score(
-            q, k, v, input_layout="TND", actual_seq_lengths=plan, actual_seq_lengths_kv=plan,
-            num_heads=q.shape[1], num_key_value_heads=k.shape[1], scale=scale, sparse_mode=_FULL,
-        )[0]
-        return out_TNH[..., :head_dim]
+    def vision_head_dim(self, head_dim: int) -> int:
+        for dim in _VISION_HEAD_DIMS:
+            if dim >= head_dim:
+                return dim
+        raise ConfigError(f"vision head dim {head_dim}: the attention of Ascend devices takes {_VISION_HEAD_DIMS[-1]} "
+                          "at most; use another platform for this model")
 
-    def _attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-                scale: float) -> Tensor:
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
+        return torch_npu.npu_fused_infer_attention_score(
+            q_TNH.contiguous(), k_TNH.contiguous(), v_TNH.contiguous(), input_layout="TND", actual_seq_lengths=plan,
+            actual_seq_lengths_kv=plan, num_heads=q_TNH.shape[1], num_key_value_heads=k_TNH.shape[1], scale=scale,
+            sparse_mode=_FULL,
+        )[0]
+
+    def _attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                is_masked: bool) -> Tensor:
         plan = metadata.plan
         kernel: Any = torch_npu.npu_fused_infer_attention_score
         if isinstance(plan, DeviceLengths):
@@ -116,8 +123,8 @@ class NpuAttention(AttentionBackend):
         else:
             query_totals, context_lens = plan.query_totals, plan.context_lens
         return kernel(
-            q_TNH.contiguous(), k_cache.flatten(2), v_cache.flatten(2), atten_mask=self.mask,
+            q_TNH.contiguous(), k_cache.flatten(2), v_cache.flatten(2), atten_mask=self.mask if is_masked else None,
             block_table=metadata.block_tables_BW, input_layout="TND", block_size=self.block_size,
             actual_seq_lengths=query_totals, actual_seq_lengths_kv=context_lens, num_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=_CAUSAL,
+            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=_CAUSAL if is_masked else _FULL,
         )[0]

@@ -28,6 +28,7 @@ from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphSetting
 from npu_runner.platforms.dynamo import own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.graphs import GraphEngineDecode, ResourceErrors, graph_engine_config
+from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, soc_name
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class CachedGraphEngineCompiler(GraphCompiler):
         assert settings.cache_dir is not None, "without a folder there is GraphEngineCompiler"
         self._root = settings.cache_dir
         versions = {"torch": torch.__version__, "torch_npu": torch_npu.__version__, "cann": cann_version(),
-                    "soc": soc_name(), "graph_options": repr(graph_engine_config().as_dict())}
+                    "soc": soc_name(), "graph_options": repr(graph_engine_config().as_dict()),
+                    "npu_settings": repr(npu_settings())}
         self._identity = {**settings.identity, **versions}
         self._graphs: dict[int, _KeptGraph] = {}
         try:

@@ -25,6 +25,8 @@ from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourc
 from npu_runner.platforms.dynamo import forget, own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.attention import DeviceLengths, HostLengths
+from npu_runner.platforms.npu.settings import npu_settings
+from npu_runner.platforms.npu.versions import cann_version, release
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 # prompt and a new token, so only padding is shorter, and the null block holds more than it reads.
 _LEAST_TRACED = 2
 _graph_numbers = itertools.count()
+_TILES_ON_DEVICE_FROM = (9, 0)
 # Stream exhaustion, resource allocation failure, and what the driver says when its queues run out.
 _RESOURCE_WORDS = ("207005", "207008", "sq cq")
 
@@ -92,8 +95,8 @@ class _AclGraph:
         self._is_captured = False
 
     def set_context_lens(self, context_lens_B: Sequence[int]) -> None:
-        padding = [_LEAST_TRACED] * (len(self._context_lens) - len(context_lens_B))
-        self._context_lens = [max(_LEAST_TRACED, length) for length in context_lens_B] + padding
+        assert len(context_lens_B) == len(self._context_lens), "padding has lengths, too"
+        self._context_lens = [max(_LEAST_TRACED, length) for length in context_lens_B]
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         if not self._is_captured:
@@ -159,7 +162,18 @@ def graph_engine_config() -> Any:
     config = torchair.load("torchair").CompilerConfig()
     config.mode = "max-autotune"
     config.experimental_config.frozen_parameter = True
+    if _tiles_on_device():
+        # Attention's tiling depends on lengths, which are on the device: computed there, the host need not fetch them
+        # before each layer. The order of operators is then fixed, too.
+        config.experimental_config.tiling_schedule_optimize = True
+        config.experimental_config.topology_sorting_strategy = "StableRDFS"
     return config
+
+
+def _tiles_on_device() -> bool:
+    """As the setting says, and by itself where CANN is known to have the attention kernel's tiling for the device."""
+    wanted = npu_settings().ge_tiling
+    return wanted == "device" or (wanted == "auto" and release(cann_version() or "") >= _TILES_ON_DEVICE_FROM)
 
 
 class _FirstCall:

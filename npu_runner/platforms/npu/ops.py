@@ -5,12 +5,12 @@ T tokens, N query heads, K kv heads, H head dim, D hidden size, I MLP width.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.base import Ops
-from npu_runner.platforms.torch_ops import rotate_half_in_float32
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -36,7 +36,16 @@ class NpuOps(Ops):
         return q, k
 
     def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate_half_in_float32(qk_T2NH, cos_TH, sin_TH)
+        # One kernel for q and k as heads of one tensor. The casts back also make both contiguous, as attention wants.
+        cos_1T1H, sin_1T1H = cos_TH[None, :, None], sin_TH[None, :, None]
+        turned_1THH = torch_npu.npu_rotary_mul(qk_T2NH.float().flatten(1, 2).unsqueeze(0), cos_1T1H, sin_1T1H)
+        q_TNH, k_TNH = (half.to(qk_T2NH.dtype, memory_format=torch.contiguous_format)
+                        for half in turned_1THH.squeeze(0).chunk(2, dim=1))
+        return q_TNH, k_TNH
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         return torch_npu.npu_swiglu(gate_up_T2I)
+
+    def gelu(self, x: Tensor, approximate: str) -> Tensor:
+        # F.gelu drops the approximation on its way: the kernel behind it computes the one with tanh for both.
+        return torch_npu.npu_gelu(x, approximate=approximate)

@@ -28,6 +28,7 @@ from npu_runner.platforms.npu.host_settings import (
     process_defaults,
     rank_defaults,
 )
+from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, old_cann, old_wheel, soc_name, takes_argument
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ class NpuPlatform(Platform):
         from npu_runner.platforms.npu.attention import NpuAttention
 
         attention = NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
-                                 device=torch.device("npu", torch.npu.current_device()))
+                                 device=torch.device("npu", torch.npu.current_device()),
+                                 masks_decode=npu_settings().decode_attention == "masked")
         # Asked for by name, the kernel has the word: the emulation's, which the tests compare with, can do it.
         if dtype == torch.float32 and (name == "auto" or not attention.takes(dtype, head_dim)):
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "
@@ -144,6 +146,10 @@ class NpuPlatform(Platform):
     def _make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         from npu_runner.platforms.npu.graphs import AclGraphCompiler, GraphEngineCompiler
 
+        if settings.mode == "reduce-overhead" and npu_settings().capture == "recorded":
+            from npu_runner.platforms.npu.recorded_graphs import RecordedGraphCompiler
+
+            return RecordedGraphCompiler()
         if settings.mode == "reduce-overhead":
             return AclGraphCompiler()
         if settings.cache_dir is None:

@@ -19,6 +19,7 @@ import torch
 _WRITES_IN_PLACE = ("npu_scatter_pa_kv_cache_functional", "npu_scatter_pa_kv_cache", [2, 3])
 
 _LAYOUT_TND = 4
+_CACHE_MODE = "Norm"
 
 
 @functools.cache
@@ -30,6 +31,7 @@ def load(name: str) -> Any:
         # when its wrapper is called, which is too late: that is inside a trace.
         _import("torchair.ops._npu_fused_infer_attention_score")
         _convert_rotary_in_place(module)
+        _convert_cache_writes(module)
     passes = _import(f"{name}._acl_concrete_graph.graph_pass")
     functional, in_place, arguments = _WRITES_IN_PLACE
     passes.register_inplaceable_npu_op(functional, in_place, mutated_arg=arguments)
@@ -50,6 +52,27 @@ def _convert_rotary_in_place(module: Any) -> None:
                 meta_outputs: Any = None) -> Any:
         assert layout == "TND", f"layout {layout} is not what NpuOps.rotary asks for"
         return apis.ApplyRotaryPosEmb(query, key, cos, sin, layout=_LAYOUT_TND, rotary_mode=rotary_mode)
+
+
+def _convert_cache_writes(module: Any) -> None:
+    """Let GE write the cache in the layout that is asked for. The converter of some wheels knows no cache_mode and
+    writes PA_NZ, which attention then reads as if it were not: wrong answers, without an error.
+    """
+    apis = _import("torchair._ge_concrete_graph.ge_apis")
+    # The shipped one first: the last to register wins.
+    _import("torchair._ge_concrete_graph.ge_converter.custom.npu_scatter_pa_kv_cache")
+
+    @module.register_fx_node_ge_converter(torch.ops.npu.npu_scatter_pa_kv_cache_functional.default)
+    def convert(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, *, compress_lens: Any = None,
+                compress_seq_offsets: Any = None, seq_lens: Any = None, cache_mode: str = "PA_NZ",
+                meta_outputs: Any = None) -> Any:
+        assert cache_mode == _CACHE_MODE, f"cache_mode {cache_mode} is not what NpuAttention.write_kv asks for"
+        # The functional form returns new caches; torchair drops the moves where the graph's own are written.
+        caches = (apis.TensorMove(key_cache), apis.TensorMove(value_cache))
+        # By place: some wheels call the seventh compress_seq_offset.
+        return apis.ScatterPaKvCache(key, caches[0], slot_mapping, value, caches[1], compress_lens,
+                                     compress_seq_offsets, seq_lens, cache_mode=cache_mode, scatter_mode="None",
+                                     strides=[1, 1], offsets=[0, 0])
 
 
 def has_npugraph_ex() -> bool:

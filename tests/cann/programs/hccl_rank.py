@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch_npu  # noqa: F401
+import torch_npu
 
 from .emulation import calls, error_of, reset_counters
 
@@ -123,6 +123,68 @@ def share_a_communicator() -> None:
     os._exit(0)
 
 
+def smallest_int64() -> None:
+    """Refused where collectives are spread out on the device: on the vector cores, and on an A3's AI CPU."""
+    message = error_of(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64).npu(), op=dist.ReduceOp.MIN))
+    print("REFUSED" if "int64 is not reduced" in message else f"OTHER {message}", flush=True)
+    os._exit(0)
+
+
+def make_a_second_communicator() -> None:
+    """Refused where both would use the vector cores; not where each says for itself where it is spread out."""
+    dist.all_reduce(torch.ones(2).npu())
+    second = dist.new_group(list(range(SIZE)))
+    message = error_of(lambda: dist.all_reduce(torch.ones(2).npu(), group=second))
+    print("REFUSED" if "a second communicator" in message else f"OTHER {message}", flush=True)
+    os._exit(0)
+
+
+def make_two_communicators_that_differ() -> None:
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_op_expansion_mode": 1}
+    second = dist.new_group(list(range(SIZE)), pg_options=options)
+    for group in (dist.group.WORLD, second):
+        x = torch.ones(2).npu()
+        dist.all_reduce(x, group=group)
+        expect(x, torch.full((2,), float(SIZE)))
+    print("BOTH", flush=True)
+
+
+def capture_seven_graphs() -> None:
+    x = torch.ones(4).npu()
+    dist.all_reduce(x)
+    torch.npu.synchronize()
+    graphs = []
+
+    def forever() -> None:
+        for _ in range(7):
+            graph = torch.npu.NPUGraph()
+            with torch.npu.graph(graph):
+                dist.all_reduce(x)
+            graphs.append(graph)
+
+    message = error_of(forever)
+    is_refused = "error 207005" in message and "6 graphs with collectives" in message
+    print(f"REFUSED AFTER {len(graphs)}" if is_refused else f"OTHER {message}", flush=True)
+    os._exit(0)
+
+
+def replay_other_collectives(is_first_in_a_graph: bool) -> None:
+    """Rank 0 replays a graph with one collective, the others a graph with two, or none at all."""
+    x = torch.ones(4).npu()
+    dist.all_reduce(x)
+    torch.npu.synchronize()
+    graph = torch.npu.NPUGraph()
+    if RANK == 0 or is_first_in_a_graph:
+        with torch.npu.graph(graph):
+            for _ in range(1 + (RANK > 0)):
+                dist.all_reduce(x)
+    message = error_of(graph.replay if RANK == 0 or is_first_in_a_graph else lambda: dist.all_reduce(x))
+    is_named = "all ranks must capture the same ones" in message
+    print("NAMED" if is_named else f"OTHER {message}", flush=True)
+    os._exit(0)
+
+
 def miss_a_collective() -> None:
     """The last rank never joins the second one."""
     x = torch.ones(2).npu()
@@ -139,14 +201,25 @@ def miss_a_collective() -> None:
     os._exit(0)
 
 
+SPECIAL = {
+    "absent": miss_a_collective,
+    "shared": share_a_communicator,
+    "int64": smallest_int64,
+    "second": make_a_second_communicator,
+    "two": make_two_communicators_that_differ,
+    "seven": capture_seven_graphs,
+    "longer": lambda: replay_other_collectives(True),
+    "eager": lambda: replay_other_collectives(False),
+}
+
+
 def main() -> None:
     torch.npu.set_device(RANK % torch.npu.device_count())
     dist.init_process_group("hccl", timeout=timedelta(seconds=120))
     mode = sys.argv[1]
-    if mode == "absent":
-        miss_a_collective()
-    if mode == "shared":
-        share_a_communicator()
+    if mode in SPECIAL:
+        SPECIAL[mode]()
+        return dist.destroy_process_group()
     for name, check in list(globals().items()):
         if name.startswith("check_") and (mode == "all" or "graph_engine" not in name):
             check()

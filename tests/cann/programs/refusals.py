@@ -263,6 +263,13 @@ def check_attention_refuses_layouts() -> None:
         call(atten_mask=torch.zeros(2, 1, 5, 6, dtype=torch.bool).npu())
     with refused(PARAMETER, "sparseMode"):
         call(sparse_mode=5)
+    wide = draw(1, 4, 4, 320, dtype=torch.float16).npu()
+    torch_npu.npu_fused_infer_attention_score(wide, wide, wide, input_layout="BSND", num_heads=4)
+    with refused(TILING, "grouped heads"):
+        few = wide[:, :, :2].contiguous()
+        torch_npu.npu_fused_infer_attention_score(
+            wide, few, few, input_layout="BSND", num_heads=4, num_key_value_heads=2
+        )
     with refused(PARAMETER, "not emulated"):
         call(pse_shift=torch.zeros(2, 4, 5, 7, dtype=torch.float16).npu())
 

@@ -40,7 +40,26 @@ void leave_capture(Capture& capture) {
   scheduler().captures.erase(&capture);
 }
 
+// HCCL on the A3 series keeps threads on the device for each graph with collectives that are spread out on the AI CPU.
+constexpr int kMostGraphsOnAiCpu = 6;
+
+int num_graphs_with_device_threads() {
+  int total = 0;
+  for (const Graph* graph : scheduler().graphs) total += graph->holds_device_threads;
+  return total;
+}
+
 }  // namespace
+
+void note_collective(aclrtStream handle, uint64_t what, bool is_on_ai_cpu) {
+  Lock lock(scheduler().mutex);
+  Stream* stream = scheduler().find(handle);
+  if (stream == nullptr || !stream->capture) return;
+  Graph& graph = *stream->capture->graph;
+  if (what != 0) graph.collectives = (graph.collectives ^ what) * 0x100000001b3ULL | 1;
+  graph.holds_device_threads |= is_on_ai_cpu && is_a3();
+}
+
 }  // namespace emu
 
 using emu::Capture;
@@ -91,6 +110,10 @@ EMU_EXPORT aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
   }
   if (capture->is_invalid) {
     return refuse(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, "aclmdlRICaptureEnd: a call in between was not allowed");
+  }
+  if (capture->graph->holds_device_threads && emu::num_graphs_with_device_threads() >= emu::kMostGraphsOnAiCpu) {
+    return refuse(ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
+                  "resource alloc fail: %d graphs with collectives on the AI CPU exist, an A3 takes no more", emu::kMostGraphsOnAiCpu);
   }
   capture->graph->num_streams = static_cast<int>(capture->streams.size());
   emu::count("graphs", "captured");

@@ -37,6 +37,7 @@ struct Settings {
   std::string counters_path;
   int max_streams;
   int max_graphs;
+  int cann_version;  // 900 for 9.0.0
   bool is_lazy;
   bool is_logging;
   bool allows_fp32_attention;
@@ -44,6 +45,7 @@ struct Settings {
   int hccl_timeout_ms;
 };
 const Settings& settings();
+bool is_a3();  // the chip is of the Atlas A3 series
 int injected_failure(const char* function);
 void log(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
@@ -59,6 +61,9 @@ struct DeviceError : std::runtime_error {
 
 // ---- counters (counters.cpp)
 void count(const char* group, const std::string& name, int64_t bytes = 0);
+
+// ---- graphs (scheduler.cpp): while a graph's task runs, a hash of all collectives that the graph was captured with; 0 outside.
+uint64_t collectives_of_running_graph();
 
 // ---- memory (memory.cpp)
 bool is_device_range(const void* address, size_t bytes);

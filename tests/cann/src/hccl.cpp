@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "hccl_group.h"
+#include "scheduler.h"
 
 namespace emu {
 namespace {
@@ -43,7 +44,33 @@ using GroupPointer = std::shared_ptr<Group>;
 GroupPointer group_of(HcclComm comm) { return comm == nullptr ? nullptr : *static_cast<GroupPointer*>(comm); }
 
 Announcement announcement(Operation operation, uint64_t count, HcclDataType type, uint32_t reduction = 0, uint32_t root = 0) {
-  return {static_cast<uint32_t>(operation), static_cast<uint32_t>(type), reduction, root, count};
+  return {static_cast<uint32_t>(operation), static_cast<uint32_t>(type), reduction, root, count, 0};
+}
+
+// What the communicator's own setting, the environment and the chip say, in this order.
+Expansion expansion_of(const HcclCommConfig* config) {
+  if (config != nullptr && config->hcclOpExpansionMode != HCCL_COMM_DEFAULT_OP_EXPANSION_MODE) {
+    return static_cast<Expansion>(config->hcclOpExpansionMode);
+  }
+  const char* given = std::getenv("HCCL_OP_EXPANSION_MODE");
+  const std::string mode = given == nullptr ? "" : given;
+  if (mode == "AIV") return Expansion::aiv;
+  if (mode == "AI_CPU") return Expansion::ai_cpu;
+  if (mode == "HOST") return Expansion::host;
+  return is_a3() ? Expansion::ai_cpu : Expansion::host;
+}
+
+std::atomic<int> num_on_vector_cores{0};  // communicators of this process in mode AIV
+
+bool reduces(const char* name) {
+  const std::string text = name;
+  return text == "HcclAllReduce" || text == "HcclReduce" || text == "HcclReduceScatter";
+}
+
+// The documents list no int64 for reductions on the vector cores, nor, on the A3 series, on the AI CPU.
+bool takes_type(const Group& group, const char* name, HcclDataType type) {
+  if (type != HCCL_DATA_TYPE_INT64 || !reduces(name)) return true;
+  return group.expansion() == Expansion::host || (group.expansion() == Expansion::ai_cpu && !is_a3());
 }
 
 // Calls `round(first, count)` for pieces of `total` elements that fit `per_slot` bytes.
@@ -121,6 +148,15 @@ void scatter(Group& group, const char* send, char* receive, uint64_t count, Hccl
   });
 }
 
+// A hash of what must be the same on every rank. Messages between two ranks are not.
+uint64_t what_all_ranks_share(const char* name, HcclDataType type, const std::vector<std::pair<const void*, size_t>>& buffers, const Group& group) {
+  std::string text = name;
+  if (text == "HcclSend" || text == "HcclRecv" || text == "HcclBatchSendRecv") return 0;
+  text += " " + std::to_string(type) + " " + std::to_string(group.num_ranks());
+  for (const auto& buffer : buffers) text += " " + std::to_string(buffer.second);
+  return std::hash<std::string>()(text);
+}
+
 // Checks what every call must have, then queues `run(group)` on the stream.
 template <class Run>
 HcclResult submit_call(const char* name, HcclComm comm, aclrtStream stream, HcclDataType type, std::vector<std::pair<const void*, size_t>> buffers,
@@ -131,10 +167,14 @@ HcclResult submit_call(const char* name, HcclComm comm, aclrtStream stream, Hccl
   if (!group->serves(is_graph_engine)) {
     return fail(HCCL_E_NOT_SUPPORT, std::string(name) + ": one communicator for single operators and for the graph engine");
   }
+  if (!takes_type(*group, name, type)) {
+    return fail(HCCL_E_NOT_SUPPORT, std::string(name) + ": int64 is not reduced where collectives are spread out on the device");
+  }
   if (bytes_of(type) == 0) return fail(HCCL_E_NOT_SUPPORT, std::string(name) + ": data type " + std::to_string(type) + " is not emulated");
   for (auto [address, bytes] : buffers) {
     if (bytes > 0 && !is_device_range(address, bytes)) return fail(HCCL_E_PARA, std::string(name) + ": a buffer is not device memory");
   }
+  note_collective(stream, what_all_ranks_share(name, type, buffers, *group), group->expansion() == Expansion::ai_cpu);
   return submit(stream, name, [group, run] { run(*group); }) == ACL_SUCCESS ? HCCL_SUCCESS : HCCL_E_RUNTIME;
 }
 
@@ -177,12 +217,18 @@ EMU_EXPORT HcclResult HcclCommInitRootInfoConfig(uint32_t num_ranks, const HcclR
   std::string name = config != nullptr && config->hcclCommName[0] != '\0'
                          ? std::string(config->hcclCommName)
                          : "emulated_" + std::to_string(root.process) + "_" + std::to_string(root.file);
-  auto group = std::make_shared<Group>(segment, static_cast<int>(rank), static_cast<int>(num_ranks), name);
+  emu::Expansion expansion = emu::expansion_of(config);
+  if (expansion == emu::Expansion::aiv && emu::num_on_vector_cores > 0) {
+    // The documents call what happens unpredictable; here it is refused.
+    return emu::fail(HCCL_E_NOT_SUPPORT, "HcclCommInitRootInfo: a second communicator with HCCL_OP_EXPANSION_MODE=AIV in one process");
+  }
+  auto group = std::make_shared<Group>(segment, static_cast<int>(rank), static_cast<int>(num_ranks), name, expansion);
   try {
     group->attach(emu::connect_timeout_ms());
   } catch (const emu::DeviceError& error) {
     return emu::fail(HCCL_E_TIMEOUT, error.what());
   }
+  emu::num_on_vector_cores += expansion == emu::Expansion::aiv;
   *comm = new std::shared_ptr<Group>(std::move(group));
   return HCCL_SUCCESS;
 }
@@ -194,6 +240,7 @@ EMU_EXPORT HcclResult HcclCommInitRootInfo(uint32_t num_ranks, const HcclRootInf
 EMU_EXPORT uint32_t HcclGetCommConfigCapability() { return HCCL_COMM_CONFIG_RESERVED; }
 
 EMU_EXPORT HcclResult HcclCommDestroy(HcclComm comm) {
+  emu::num_on_vector_cores -= emu::group_of(comm)->expansion() == emu::Expansion::aiv;
   delete static_cast<std::shared_ptr<Group>*>(comm);
   return HCCL_SUCCESS;
 }

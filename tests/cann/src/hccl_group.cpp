@@ -52,10 +52,18 @@ void Group::barrier(const char* what) {
   }
 }
 
-void Group::announce(const char* what, const Announcement& mine) {
+void Group::announce(const char* what, const Announcement& given) {
+  Announcement mine = given;
+  mine.graph = collectives_of_running_graph();
   segment_->announced[rank_] = mine;
   barrier(what);
   for (int rank = 0; rank < num_ranks_; ++rank) {
+    if (segment_->announced[rank].graph != mine.graph) {
+      throw DeviceError(ACL_ERROR_RT_FFTS_PLUS_EXCEPTION, std::string("EI0005: rank ") + std::to_string(rank_) + " calls " + what + ", " +
+                                                              (mine.graph == 0 ? "outside of a graph" : "in a graph") + "; rank " +
+                                                              std::to_string(rank) + " has captured other collectives or none: " +
+                                                              "all ranks must capture the same ones in the same order");
+    }
     if (std::memcmp(&segment_->announced[rank], &mine, sizeof mine) != 0) {
       throw DeviceError(ACL_ERROR_RT_FFTS_PLUS_EXCEPTION, std::string("EI0005: rank ") + std::to_string(rank_) + " calls " + what +
                                                               ", rank " + std::to_string(rank) + " calls something else or another count");

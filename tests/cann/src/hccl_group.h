@@ -22,6 +22,7 @@ struct Mailbox {
 struct Announcement {
   uint32_t operation, data_type, reduction, root;
   uint64_t count;
+  uint64_t graph;  // a hash of all collectives of the graph that makes this call; 0 outside of graphs
 };
 
 struct Segment {
@@ -31,16 +32,21 @@ struct Segment {
   Mailbox mailboxes[kMaxRanks][kMaxRanks];  // [from][to]
 };
 
+// Where a communicator's collectives are spread out into steps, numbered as HCCL does.
+enum class Expansion : uint32_t { host = 1, ai_cpu = 2, aiv = 3 };
+
 enum class Operation : uint32_t { all_reduce = 1, all_gather, reduce_scatter, broadcast, reduce, scatter, barrier };
 
 class Group {
  public:
-  Group(Segment* segment, int rank, int num_ranks, std::string name) : segment_(segment), rank_(rank), num_ranks_(num_ranks), name_(std::move(name)) {}
+  Group(Segment* segment, int rank, int num_ranks, std::string name, Expansion expansion)
+      : segment_(segment), rank_(rank), num_ranks_(num_ranks), name_(std::move(name)), expansion_(expansion) {}
   ~Group();
 
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
   const std::string& name() const { return name_; }
+  Expansion expansion() const { return expansion_; }
   char* slot(int rank) const { return segment_->slots[rank]; }
   Mailbox& mailbox(int from, int to) const { return segment_->mailboxes[from][to]; }
 
@@ -56,6 +62,7 @@ class Group {
   Segment* segment_;
   int rank_, num_ranks_;
   std::string name_;
+  Expansion expansion_;
 };
 
 // One message on its way; `advance` moves what can be moved without waiting.

@@ -168,7 +168,11 @@ EMU_EXPORT aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32
   return ACL_SUCCESS;
 }
 
-EMU_EXPORT aclError aclrtSetStreamResLimit(aclrtStream, aclrtDevResLimitType, uint32_t) { return ACL_SUCCESS; }
+// Counted: torchair calls it for every attention of every replay, and a device then asks about it at each eager launch.
+EMU_EXPORT aclError aclrtSetStreamResLimit(aclrtStream, aclrtDevResLimitType, uint32_t) {
+  emu::count("host_calls", "aclrtSetStreamResLimit");
+  return ACL_SUCCESS;
+}
 EMU_EXPORT aclError aclrtResetStreamResLimit(aclrtStream) { return ACL_SUCCESS; }
 EMU_EXPORT aclError aclrtUseStreamResInCurrentThread(aclrtStream) { return ACL_SUCCESS; }
 EMU_EXPORT aclError aclrtUnuseStreamResInCurrentThread(aclrtStream) { return ACL_SUCCESS; }

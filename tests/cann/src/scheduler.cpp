@@ -32,12 +32,15 @@ void run_callback(Stream& stream, std::function<void()> run) {
   }).detach();
 }
 
+thread_local uint64_t running_collectives = 0;
+
 void run_work(Stream& stream, const Task& task) {
   if (stream.error != 0 && stream.stops_on_failure) return;
   const Node& node = *task.node;
   if (task.is_replay && node.task_kind == TaskKind::launch) count("replayed", node.name);
   log("run %s on stream %d%s", node.name.c_str(), stream.id, task.is_replay ? " (replay)" : "");
   if (node.task_kind == TaskKind::callback) return run_callback(stream, node.run);
+  running_collectives = task.collectives;
   try {
     node.run();
   } catch (const DeviceError& error) {
@@ -72,6 +75,7 @@ void run_head(Stream& stream) {
       Task step;
       step.node = *node;
       step.is_replay = true;
+      step.collectives = task.graph->collectives;
       stream.queue.push_front(std::move(step));
     }
     return;
@@ -125,6 +129,8 @@ void Scheduler::enqueue(Stream& stream, Task task) {
   stream.queue.push_back(std::move(task));
   if (!settings().is_lazy) run_what_can_run();
 }
+
+uint64_t collectives_of_running_graph() { return running_collectives; }
 
 aclError submit(aclrtStream handle, const std::string& name, std::function<void()> run, TaskKind kind) {
   Scheduler& s = scheduler();

@@ -44,6 +44,8 @@ struct Graph {
   uint32_t id;
   int num_streams;
   std::vector<std::shared_ptr<Node>> nodes;
+  uint64_t collectives = 0;            // a hash of them in their order; 0 without any
+  bool holds_device_threads = false;   // a communicator of this graph is spread out on the AI CPU
 };
 
 struct Capture {
@@ -63,6 +65,7 @@ struct Task {
   uint64_t ticket = 0;
   Graph* graph = nullptr;
   bool is_replay = false;
+  uint64_t collectives = 0;  // of the graph that is replayed
 };
 
 struct Stream {
@@ -99,6 +102,9 @@ struct Scheduler {
 
 Scheduler& scheduler();
 aclmdlRICaptureMode& thread_capture_mode();
+
+// Tells the graph that the stream is captured into, if it is, of a collective in it (capture.cpp).
+void note_collective(aclrtStream handle, uint64_t what, bool is_on_ai_cpu);
 
 // A call that may not happen while a capture is under way (as its mode says) ends the capture.
 aclError refuse_while_capturing(const char* function);

@@ -27,6 +27,18 @@ long long number_setting(const char* name, long long fallback) {
   return number;
 }
 
+// "9.0.0" is 900. Versions whose documents nobody has read are refused: their limits would be guesses.
+int cann_version_setting() {
+  const std::string text = text_setting("CANN_EMU_CANN_VERSION", "9.0.0");
+  const std::map<std::string, int> known{{"8.5.0", 850}, {"9.0.0", 900}, {"9.1.0", 910}, {"9.2.0", 920}};
+  auto found = known.find(text);
+  if (found == known.end()) {
+    std::fprintf(stderr, "CANN emulation: CANN_EMU_CANN_VERSION=%s is none of 8.5.0, 9.0.0, 9.1.0, 9.2.0\n", text.c_str());
+    std::abort();
+  }
+  return found->second;
+}
+
 Settings read_settings() {
   Settings s;
   s.num_devices = static_cast<int>(number_setting("CANN_EMU_DEVICES", 2));
@@ -35,6 +47,7 @@ Settings read_settings() {
   s.counters_path = text_setting("CANN_EMU_COUNTERS", "");
   s.max_streams = static_cast<int>(number_setting("CANN_EMU_MAX_STREAMS", 2000));
   s.max_graphs = static_cast<int>(number_setting("CANN_EMU_MAX_GRAPHS", 1000));
+  s.cann_version = cann_version_setting();
   s.is_lazy = number_setting("CANN_EMU_LAZY", 0) != 0;
   s.is_logging = number_setting("CANN_EMU_LOG", 0) != 0;
   s.allows_fp32_attention = number_setting("CANN_EMU_ALLOW_FP32_ATTENTION", 0) != 0;
@@ -103,6 +116,8 @@ const Settings& settings() {
   static const Settings* instance = new Settings(read_settings());
   return *instance;
 }
+
+bool is_a3() { return settings().soc_name.rfind("Ascend910_93", 0) == 0; }
 
 int injected_failure(const char* function) {
   Failures& all = failures();

@@ -52,11 +52,14 @@ def measure(models: dict[str, str], batch_size: int, settings: dict[str, Any]) -
                 for key, value in (("small", small), ("large", large))}
     per_layer = {name: (count - launched["small"].get(name, 0)) / (many - few)
                  for name, count in launched["large"].items() if count != launched["small"].get(name, 0)}
+    host = {key: calls(value, "host_calls", "ge") for key, value in (("small", small), ("large", large))}
     rest = {name: count - per_layer.get(name, 0) * many for name, count in launched["large"].items()}
     return {
         "per_layer": per_layer, "rest": {name: count for name, count in rest.items() if count},
         "copies": large.get("copies", {}), "syncs": large.get("syncs", {}), "cache_bytes": cache_bytes,
-        "groups": sorted(large),
+        "groups": sorted(large), "fallbacks": calls(large, "ai_cpu", "sorted"),
+        "host_per_layer": {name: (count - host["small"].get(name, 0)) / (many - few)
+                           for name, count in host["large"].items() if count != host["small"].get(name, 0)},
     }
 
 

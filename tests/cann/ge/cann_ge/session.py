@@ -14,6 +14,10 @@ from .graph import Node, const_value, in_order, parse_node
 from .memory import GraphEngineError, count, device_empty, host_view, runtime, to_device, uncounted
 from .operators import REGISTRY, Call
 
+# Operators whose tiling depends on the values of these inputs. Without tiling on the device
+# (ge.tiling_schedule_optimize) GE schedules such a graph from the host, which fetches the values first.
+TILED_BY_VALUE = {"FusedInferAttentionScore": {"actual_seq_lengths", "actual_seq_lengths_kv"}}
+
 
 def drain() -> None:
     """Everything that was launched before the graph has run."""
@@ -31,6 +35,7 @@ class EmulatedGraph:
 
     def load(self, ge_graph: Any, options: dict[str, str] | None = None) -> None:
         self.nodes = in_order([parse_node(op) for op in ge_graph.op])
+        self.tiles_on_device = dict(options or {}).get("ge.tiling_schedule_optimize") == "1"
         self.constants = {node.name: const_value(node) for node in self.nodes if node.type == "Const"}
 
     def compile(self) -> None:
@@ -79,7 +84,16 @@ class EmulatedGraph:
         except Exception as error:
             raise GraphEngineError(f"graph {self.name}, operator {node.name} ({node.type}): {error}") from error
         count("ge_operators", node.type)
+        if node.type in TILED_BY_VALUE and self._waits_for_values(node):
+            count("ge", f"host_scheduled {node.type}")
         return list(results) if isinstance(results, (list, tuple)) else [results]
+
+    def _waits_for_values(self, node: Node) -> bool:
+        """Whether the host has to read an earlier operator's result before it can lay out this one."""
+        if self.tiles_on_device:
+            return False
+        read = TILED_BY_VALUE[node.type]
+        return any(parameter in read and name and name not in self.constants for parameter, name, _ in node.inputs)
 
     @staticmethod
     def _targets(assigned: Sequence[Tensor | None], num_outputs: int) -> list[Tensor | None]:

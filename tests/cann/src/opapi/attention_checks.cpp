@@ -53,6 +53,7 @@ void check_head_dim(const AttentionCall& call) {
   } else {
     require_tiling(q <= 512, "head dim ", q, ", at most 512");
   }
+  require_tiling(call.num_heads == call.num_kv_heads || q <= 256, "head dim ", q, " with grouped heads, at most 256");
   require_tiling(call.out.sizes() == call.query.sizes(), "attentionOut ", call.out.sizes(), ", query ", call.query.sizes());
 }
 
@@ -96,6 +97,14 @@ void check_paged(const AttentionCall& call) {
     longest = std::max(longest, (length + call.block_size - 1) / call.block_size);
   }
   require_tiling(call.block_table.size(1) >= longest, "blockTable has ", call.block_table.size(1), " columns, a sequence needs ", longest);
+}
+
+// Before CANN 9.0 a paged cache in TND was documented for bfloat16 and head dim 128 alone.
+void check_paged_of_old_versions(const AttentionCall& call) {
+  if (emu::settings().cann_version >= 900 || call.layout != "TND") return;
+  require_tiling(call.query.type() != cpu::kHalf, "float16 in TND with a paged cache wants CANN 9.0 or later");
+  int64_t head_dim = head_dim_of(call.query, call.layout, call.num_heads);
+  require_tiling(head_dim == 128, "head dim ", head_dim, " in TND with a paged cache wants CANN 9.0 or later; 128 does not");
 }
 
 void check_mask(const AttentionCall& call) {
@@ -182,7 +191,10 @@ AttentionCall checked_call(const Input& query, const std::vector<Input>& key, co
   } else {
     set_lengths_by_batch(call, q_lengths, kv_lengths);
   }
-  if (block_table.is_given()) check_paged(call);
+  if (block_table.is_given()) {
+    check_paged_of_old_versions(call);
+    check_paged(call);
+  }
   check_mask(call);
   return call;
 }

@@ -49,7 +49,7 @@ UNARY(IsPosInf, cpu::op("isposinf", self))
 UNARY(Sign, cpu::op("sign", self))
 UNARY(Signbit, cpu::op("signbit", self))
 UNARY(Silu, cpu::op("silu", self))
-UNARY(Gelu, cpu::op("gelu", self, std::string("none")))  // torch_npu calls it for both approximations
+UNARY(Gelu, cpu::op("gelu", self, std::string("tanh")))  // torch_npu calls it for both approximations, and it is this one
 UNARY(FastGelu, self * cpu::op("sigmoid", self * cpu::Scalar(1.702)))
 UNARY(Hardswish, cpu::op("hardswish", self))
 UNARY(Mish, cpu::op("mish", self))

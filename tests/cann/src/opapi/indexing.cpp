@@ -83,6 +83,14 @@ ACLNN(Take, In(self), In(index), Out(out)) {
   };
 }
 
+// Writes along an axis: an axis of length 1 goes to the AI CPU, bfloat16 sorts its indices first.
+namespace {
+void note_write_along_axis(const char* name, const cpu::Tensor& self, int64_t dim) {
+  if (self.dim() > 0 && self.size(dim) == 1) opapi::falls_back("ai_cpu", std::string(name) + ": axis of length 1");
+  if (self.type() == cpu::kBFloat16) opapi::falls_back("sorted", std::string(name) + ": bfloat16");
+}
+}  // namespace
+
 // ---- writes: `reduction` is 0 store, 1 add, 2 multiply
 namespace {
 cpu::Tensor scattered(const cpu::Tensor& self, int64_t dim, const cpu::Tensor& index, const cpu::Tensor& source, int64_t reduction) {
@@ -121,6 +129,7 @@ ACLNN(ScatterAdd, In(self), Int(dim), In(index), In(source), Out(out)) {
 }
 ACLNN(IndexAdd, In(self), Int(dim), In(index), In(source), Num(alpha), Out(out)) {
   require_index(index);
+  note_write_along_axis("aclnnIndexAdd", self, dim);
   return [=] {
     device_check_index(index, 0, self.size(dim), "index");
     out.write(cpu::op("index_add", self, dim, index, source, alpha));
@@ -128,6 +137,7 @@ ACLNN(IndexAdd, In(self), Int(dim), In(index), In(source), Num(alpha), Out(out))
 }
 ACLNN(IndexCopy, In(self), Int(dim), In(index), In(source), Out(out)) {
   require_index(index);
+  note_write_along_axis("aclnnIndexCopy", self, dim);
   return [=] {
     device_check_index(index, 0, self.size(dim), "index");
     out.write(cpu::op("index_copy", self, dim, index.to(cpu::kLong), source));
@@ -135,6 +145,7 @@ ACLNN(IndexCopy, In(self), Int(dim), In(index), In(source), Out(out)) {
 }
 ACLNN(InplaceIndexCopy, Out(self), Int(dim), In(index), In(source)) {
   require_index(index);
+  note_write_along_axis("aclnnInplaceIndexCopy", self, dim);
   return [=] {
     device_check_index(index, 0, self.size(dim), "index");
     cpu::op("index_copy_", self, dim, index.to(cpu::kLong), source);
@@ -186,6 +197,7 @@ ACLNN(InplaceMaskedFillTensor, Out(self), In(mask), In(value)) {
 }
 ACLNN(InplaceMaskedScatter, Out(self), In(mask), In(source)) {
   require_dtype(mask, {cpu::kBool, cpu::kByte}, "mask");
+  opapi::falls_back("ai_cpu", "aclnnInplaceMaskedScatter");
   return [=] { cpu::op("masked_scatter_", self, mask.to(cpu::kBool), source); };
 }
 

@@ -13,6 +13,7 @@ namespace {
 
 thread_local std::vector<std::pair<const void*, size_t>> touched;
 thread_local uint64_t requested_workspace = 0;
+thread_local bool has_float64 = false;
 
 const std::map<int, cpu::Type>& type_table() {
   static const std::map<int, cpu::Type> table = {
@@ -39,6 +40,7 @@ int acl_type(cpu::Type type) {
 }
 
 void touch(const Tensor& tensor) {
+  has_float64 |= tensor.type() == cpu::kDouble;
   if (tensor.numel() == 0) return;
   int64_t last = 0;
   cpu::Ints sizes = tensor.sizes(), strides = tensor.strides();
@@ -77,6 +79,8 @@ std::vector<Output> outputs_of(const aclTensorList* list, const char* name) {
   return std::vector<Output>(list->tensors.begin(), list->tensors.end());
 }
 
+void falls_back(const char* group, const std::string& name_and_reason) { emu::count(group, name_and_reason); }
+
 void request_workspace(uint64_t bytes) { requested_workspace = bytes; }
 
 aclnnStatus prepare(const char* name, uint64_t* workspace_size, aclOpExecutor** executor, const std::function<Run()>& plan) {
@@ -84,8 +88,10 @@ aclnnStatus prepare(const char* name, uint64_t* workspace_size, aclOpExecutor** 
   if (workspace_size == nullptr || executor == nullptr) return emu::refuse(kParamNull, "%s: no place for the executor", name);
   touched.clear();
   requested_workspace = 0;
+  has_float64 = false;
   try {
     Run run = plan();
+    if (has_float64) falls_back("ai_cpu", std::string(name) + ": float64");
     *workspace_size = requested_workspace;
     *executor = new aclOpExecutor{std::move(run), std::move(touched), requested_workspace};
     touched.clear();

@@ -130,6 +130,9 @@ std::vector<Output> outputs_of(const aclTensorList* list, const char* name);
 cpu::Type scalar_type(int acl_type);
 int acl_type(cpu::Type type);
 
+// Counts a call that runs on the device's AI CPU, or sorts first, for this reason (README.md lists them); results are the same.
+void falls_back(const char* group, const std::string& name_and_reason);
+
 // Asks for device memory that the launch gets; called by a plan.
 void request_workspace(uint64_t bytes);
 aclnnStatus prepare(const char* name, uint64_t* workspace_size, aclOpExecutor** executor, const std::function<Run()>& plan);

@@ -30,6 +30,7 @@ constexpr int64_t kBsnd = 1, kTnd = 4;
 opapi::Run apply_rotary(const opapi::Output& query, const opapi::Output& key, const opapi::Input& cos, const opapi::Input& sin,
                         int64_t layout, const std::string& mode) {
   require(layout == kBsnd || layout == kTnd, "layout is ", layout, ", not 1 (BSND) or 4 (TND)");
+  require(layout != kTnd || emu::settings().cann_version >= 900, "layout TND wants CANN 9.0 or later");
   require(mode == "half", "rotaryMode is ", mode, ", this device takes half");
   int64_t num_dims = layout == kTnd ? 3 : 4;
   for (const Tensor* tensor : {static_cast<const Tensor*>(&query), static_cast<const Tensor*>(&key),

@@ -1,0 +1,26 @@
+"""What a network must have to be run: three methods. Knows no layer; a plug-in's network fulfils it by having them."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from npu_runner.platforms.base import AttentionMetadata
+
+# T tokens in the step, M picture tokens, B rows that want logits, D hidden size, V vocabulary
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """An nn.Module with one `layers.attention.PagedAttention` for each of `ModelConfig.num_layers`."""
+
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """(T, D)."""
+
+    def __call__(self, x_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
+                 deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:
+        """Final hidden states (T, D) of embedded tokens; `deepstack` comes with pictures only (models/decoder.py)."""
+
+    def compute_logits(self, hidden_BD: Tensor) -> Tensor:
+        """(B, V)."""

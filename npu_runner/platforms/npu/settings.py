@@ -1,0 +1,51 @@
+"""What the npu platform can do in two ways until a device has measured both. Knows nothing of models.
+
+Environment variables, read once in each process: docs/ascend.md says what each is for, `scripts/regress_ascend.sh`
+measures both sides. The first choice is the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from npu_runner.errors import ConfigError
+
+PREFIX = "NPU_RUNNER_ASCEND_"
+CHOICES = {
+    "decode_attention": ("masked", "unmasked"),
+    "capture": ("compiled", "recorded"),
+    "ge_tiling": ("auto", "device", "host"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NpuSettings:
+    decode_attention: str = "masked"
+    """How decode calls the attention kernel: with prefill's mask, or with none, which its decode kernels ask for."""
+    capture: str = "compiled"
+    """Who makes the graphs of reduce-overhead: torch_npu's compiler, or torch.npu.graph around the eager step."""
+    ge_tiling: str = "auto"
+    """Where GE lays out operators by their inputs' values: on the device, on the host, or as this CANN can."""
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> NpuSettings:
+        """From NPU_RUNNER_ASCEND_<NAME>. Raises ConfigError for unknown names and values."""
+        given = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items()
+                 if name.startswith(PREFIX)}
+        for name, value in given.items():
+            variable = PREFIX + name.upper()
+            if name not in CHOICES:
+                known = ", ".join(PREFIX + choice.upper() for choice in CHOICES)
+                raise ConfigError(f"{variable} is no setting; known are {known}")
+            if value not in CHOICES[name]:
+                raise ConfigError(f"{variable}={value} is not one of {', '.join(CHOICES[name])}")
+        return cls(**given)
+
+
+@cache
+def npu_settings() -> NpuSettings:
+    """Those of this process."""
+    return NpuSettings.read(os.environ)

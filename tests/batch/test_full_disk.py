@@ -1,0 +1,57 @@
+"""A disk that is really full: a small tmpfs, where this user may mount one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from npu_runner.errors import JobError
+from tests.batch.job_folder import Job, numbered
+from tests.batch.scripted import OvertakingEngine, read_rows, row, write_rows
+
+pytestmark = pytest.mark.usefixtures("fixed_time")
+
+
+@pytest.fixture
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system of 200 kB."""
+    folder = tmp_path_factory.mktemp("disk")
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", folder], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user may not mount a small file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_full_disk_keeps_whole_rows_and_counts_just_them(job: Job, disk: Path, ordered: bool) -> None:
+    write_rows(job.input, [row(text, "x" * (1 + int(text) % 7)) for text in numbered(600)])
+    output, summary = disk / "out.jsonl", job.folder / "summary.json"
+    with pytest.raises(JobError, match="No space left on device; make room and run the same command again"):
+        job.run(output=str(output), summary=summary, ordered=ordered)
+    rows = json.loads(summary.read_text())["rows"]
+    assert 0 < rows["answered"] == len(read_rows(output)) == 600 - rows["unfinished"]
+    subprocess.run(["mount", "-o", "remount,size=2M", disk], check=True)
+    assert job.run(output=str(output), ordered=ordered).num_resumed == rows["answered"]
+    names = [item["custom_id"] for item in read_rows(output)]
+    assert (names if ordered else sorted(names)) == numbered(600)
+
+
+def test_a_disk_too_full_for_the_order_keeps_every_answer(job: Job, disk: Path) -> None:
+    write_rows(job.input, [row(text, text) for text in numbered(257)])
+    output, summary = disk / "out.jsonl", job.folder / "summary.json"
+    with pytest.raises(JobError, match="being put in order: No space left on device"):
+        job.run(OvertakingEngine, output=str(output), summary=summary, ordered=True)
+    told = json.loads(summary.read_text())
+    assert (told["exit_status"], told["rows"]["answered"]) == (1, 257)
+    assert {path.name for path in disk.iterdir()} == {"out.jsonl", "out.jsonl.manifest.json"}
+    assert sorted(item["custom_id"] for item in read_rows(output)) == numbered(257)
+    subprocess.run(["mount", "-o", "remount,size=2M", disk], check=True)
+    job.run(output=str(output), ordered=True)
+    assert [item["custom_id"] for item in read_rows(output)] == numbered(257)
+    assert len(job.engines) == 1

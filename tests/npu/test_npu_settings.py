@@ -1,0 +1,72 @@
+"""What the npu platform can do in two ways: both give the tokens of the cpu platform, and a mistake has a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from npu_runner.errors import ConfigError
+from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.platforms.npu.settings import NpuSettings
+from npu_runner.runner.buckets import Bucket, pad_into
+from tests.cann.environment import has_real_cann
+from tests.npu.programs.generate import Case
+from tests.npu.running import FLOAT32, SMALL, on_cpu, on_npu
+
+BLOCK_SIZE = 4
+
+
+def test_settings_come_from_the_environment_and_mistakes_are_named() -> None:
+    assert NpuSettings.read({"PATH": "/bin"}) == NpuSettings()
+    assert NpuSettings.read({"NPU_RUNNER_ASCEND_CAPTURE": "recorded"}).capture == "recorded"
+    with pytest.raises(ConfigError, match="NPU_RUNNER_ASCEND_CAPTURE=record is not one of compiled, recorded"):
+        NpuSettings.read({"NPU_RUNNER_ASCEND_CAPTURE": "record"})
+    with pytest.raises(ConfigError, match="NPU_RUNNER_ASCEND_DECODE is no setting; known are NPU_RUNNER_ASCEND_DECO"):
+        NpuSettings.read({"NPU_RUNNER_ASCEND_DECODE": "masked"})
+
+
+def bucket(batch_size: int, num_columns: int) -> Bucket:
+    shapes: dict[str, tuple[int, ...]] = {name: (batch_size,) for name in ("input_ids", "slot_mapping", "context_lens")}
+    shapes["block_tables"] = (batch_size, num_columns)
+    host = {name: np.full(shape, 77, dtype=np.int32) for name, shape in shapes.items()}
+    nothing = torch.zeros(1, dtype=torch.int32)
+    return Bucket(batch_size, 1, nothing.numpy(), host, nothing, {}, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("repeats_a_row", [False, True])
+def test_padded_rows_read_the_shortest_real_row_and_write_each_to_its_own_null_slot(repeats_a_row: bool) -> None:
+    arrays = {"input_ids": np.array([5, 6]), "slot_mapping": np.array([9, 13]), "context_lens": np.array([7, 3]),
+              "block_tables": np.array([[1, 2], [3, 0]])}
+    padded = pad_into(bucket(4, 2), arrays, CpuPlatform(), BLOCK_SIZE, repeats_a_row=repeats_a_row)
+    assert padded["slot_mapping"].tolist() == [9, 13, 2, 3]
+    assert padded["context_lens"].tolist() == ([7, 3, 3, 3] if repeats_a_row else [7, 3, 1, 1])
+    assert padded["block_tables"].tolist()[2:] == ([[3, 0], [3, 0]] if repeats_a_row else [[0, 0], [0, 0]])
+
+
+SIDES = [
+    ("eager", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked"}),
+    ("reduce-overhead", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked"}),
+    ("max-autotune", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_GE_TILING": "device"}),
+    ("reduce-overhead", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
+    ("reduce-overhead", {"NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
+]
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@pytest.mark.skipif(has_real_cann(), reason="compared in float32, which no device takes")
+@pytest.mark.parametrize(("mode", "setting"), SIDES, ids=["-".join([side[0], *side[1].values()]) for side in SIDES])
+def test_the_other_side_gives_the_same_tokens(
+    mode: str, setting: dict[str, str], checkpoint: Any, tmp_path: Path
+) -> None:
+    graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": [2, 4]}
+    if mode == "max-autotune":
+        graphs["use_graph_cache"] = False
+    settings = {"graph_mode": mode, **SMALL, **FLOAT32, **graphs}
+    case = Case(str(checkpoint("qwen3_vl", tie_word_embeddings=True)), settings, "pictures", 3)
+    (result,) = on_npu([case], tmp_path, **setting)
+    assert result["tokens"] == on_cpu(case)["tokens"]
