@@ -98,7 +98,8 @@ def test_decode_steps_are_nearly_full_while_there_are_rows(max_num_seqs: int) ->
     pool: Any = PreparedRows(max_num_seqs * 12)
     delivery: Any = Nowhere()
     ServingLoop(
-        engine, pool, delivery, name_of=lambda row: None, stamp=JobStamp(created=0, system_fingerprint="", model_name=""), tally=Tally(),
+        engine, pool, delivery, name_of=lambda row: None,
+        stamp=JobStamp(created=0, system_fingerprint="", model_name=""), tally=Tally(),
         progress=Progress("off"), should_stop=lambda: pool.is_over,
     ).run()  # fmt: skip
     steady = engine.decode_sizes[len(engine.decode_sizes) // 4 :]
