@@ -1,0 +1,93 @@
+"""What the Python API takes: pictures by address, sampling that is settled before it is queued, the limits of a row."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner import LLM, SamplingParams
+from npu_runner.assets import SHAPES_VL
+from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS
+from tests.oracle.running import runner_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm(platform_name: str) -> Iterator[LLM]:
+    with LLM(SHAPES_VL, platform=platform_name, max_num_seqs=4, enforce_eager=True) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("media")
+    draw_example(TEST_SEEDS[0]).images[0].save(made / "a.png")
+    return made
+
+
+def asks(part: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part, {"type": "text", "text": "Which shapes are there?"}]}]
+
+
+def test_a_picture_by_address_is_the_picture(llm: LLM, folder: Path) -> None:
+    data = (folder / "a.png").read_bytes()
+    inline = "data:image/png;base64," + base64.b64encode(data).decode()
+    (expected,) = llm.chat(asks({"type": "image", "image": data}), GREEDY)
+    for url in (inline, "a.png", f"file://{folder}/a.png"):
+        for value in (url, {"url": url, "detail": "auto"}):
+            conversation = asks({"type": "image_url", "image_url": value})
+            (found,) = llm.chat(conversation, GREEDY, allowed_media_dir=folder)
+            assert found.token_ids == expected.token_ids
+    (found,) = llm.chat(asks({"type": "image_url", "image_url": inline}), GREEDY)
+    assert found.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("url", "code"), [("a.png", "media_not_allowed"), ("https://x/a.png", "media_scheme"), (7, "invalid_type")]
+)
+def test_an_address_that_is_not_read_is_named_with_its_prompt(llm: LLM, url: Any, code: str) -> None:
+    fine, bad = asks({"type": "text", "text": "x"}), asks({"type": "image_url", "image_url": {"url": url}})
+    with pytest.raises(RequestError, match=r"prompt 1: messages\[0\].content\[0\].image_url") as caught:
+        llm.chat([fine, bad], GREEDY)
+    assert caught.value.code == code
+
+
+def test_a_part_that_is_not_taken_is_told_what_is(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="'video' parts are not supported: a part is text, image or image_url"):
+        llm.chat(asks({"type": "video", "video": "x"}))
+    with pytest.raises(RequestError, match="'image_url' parts are not supported: this address was not resolved"):
+        llm.engine.processor(asks({"type": "image_url", "image_url": "x"}))
+
+
+def test_no_step_waits_for_a_tokenizer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (free,) = llm.generate(["red"], GREEDY)
+    banned = llm.engine.processor.tokenizer.decode(free.token_ids[:1])
+    assert banned
+    state = runner_of(llm).sampler._state  # type: ignore[union-attr]
+
+    def refuse(text: str) -> list[int]:
+        raise AssertionError(f"a step tokenized {text!r}")
+
+    monkeypatch.setattr(state, "_encode", refuse, raising=False)
+    (output,) = llm.generate(["red"], GREEDY.replace(bad_words=[banned]))
+    assert output.token_ids[0] != free.token_ids[0]
+
+
+def test_the_limits_of_a_row_are_those_of_a_prompt(llm: LLM) -> None:
+    most = llm.engine.config.max_logprobs_per_request
+    with pytest.raises(RequestError, match=f"at most {most}") as caught:
+        llm.generate(["red"], SamplingParams(n=128, max_tokens=most, logprobs=20))
+    assert caught.value.code == "too_many_logprobs"
+    with pytest.raises(RequestError, match="max_model_len") as caught:
+        llm.generate(["red " * 1_000_000], GREEDY)
+    assert caught.value.code == "prompt_too_long"
+    with pytest.raises(RequestError, match=f"{LIMITS.max_messages + 1} messages, at most {LIMITS.max_messages}"):
+        llm.chat([[{"role": "user", "content": "x"}] * (LIMITS.max_messages + 1)], GREEDY)
+    assert not llm.engine.has_unfinished_requests()
