@@ -199,10 +199,8 @@ def test_without_a_limit_a_worker_takes_what_it_needs() -> None:
 
 
 def test_a_job_fault_in_a_worker_ends_the_pool_with_it() -> None:
-    with (
-        WorkerPool(without_job, iter(["a", "gone"]), limits(num_workers=1)) as pool,
-        pytest.raises(JobError, match="the input is gone"),
-    ):
+    tasks = iter(["a", "gone"])
+    with WorkerPool(without_job, tasks, limits(num_workers=1)) as pool, pytest.raises(JobError, match="input is gone"):
         drain(pool)
 
 
