@@ -41,6 +41,7 @@ def main() -> None:
         costs = {mode: measure(mode, models, arguments.batch_size, Path(name)) for mode in modes}
     for title, key in (("launches a layer", "per_layer"), ("launches of the rest of a step", "rest")):
         print_calls(title, {mode: launched(cost[key]) for mode, cost in costs.items()})
+    print_calls("host's calls a layer", {mode: cost["host_per_layer"] for mode, cost in costs.items()})
     for title, key in (("copies", "copies"), ("synchronisations", "syncs")):
         print_traffic(title, {mode: cost[key] for mode, cost in costs.items()})
     print(json.dumps({"bench": "bench_npu_ops", "commit": commit(), "batch_size": arguments.batch_size,
@@ -112,6 +113,7 @@ def print_row(name: str, cells: list[str]) -> None:
 def summary(cost: dict[str, Any]) -> dict[str, Any]:
     return {"launches_per_layer": sum(launched(cost["per_layer"]).values()),
             "launches_beside": sum(launched(cost["rest"]).values()), "per_layer": launched(cost["per_layer"]),
+            "host_per_layer": cost["host_per_layer"], "fallbacks": cost["fallbacks"],
             "copies": cost["copies"], "syncs": cost["syncs"], "cache_bytes": cost["cache_bytes"]}
 
 

@@ -65,15 +65,15 @@ def test_thirteen_launches_a_layer_and_one_copy_each_way(mode: str, checkpoint: 
     ("mode", "setting"),
     [("reduce-overhead", {"NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
      ("max-autotune", {"NPU_RUNNER_ASCEND_GE_TILING": "device"}),
-     ("max-autotune", {"ASCEND_HOME_PATH": "9.0.0"})],
+     ("max-autotune", {"ASCEND_TOOLKIT_HOME": "9.0.0"})],
     ids=["recorded", "tiled on the device", "tiled where this CANN does it best"],
 )
 def test_what_the_host_does_for_each_layer_can_be_left_out(
     mode: str, setting: dict[str, str], checkpoint: Any, tmp_path: Path
 ) -> None:
-    if "ASCEND_HOME_PATH" in setting:
-        (tmp_path / "version.cfg").write_text(f"toolkit_running_version=[{setting['ASCEND_HOME_PATH']}:9.0.0]\n")
-        setting = {"ASCEND_HOME_PATH": str(tmp_path)}
+    if (version := setting.get("ASCEND_TOOLKIT_HOME")) is not None:
+        (tmp_path / "version.cfg").write_text(f"toolkit_running_version=[{version}:{version}]\n")
+        setting = {"ASCEND_TOOLKIT_HOME": str(tmp_path)}
     cost = measured(mode, checkpoint, tmp_path, **setting)
     assert cost["host_per_layer"] == {}
     assert sum(count for name, count in cost["per_layer"].items() if name not in VIEWS) == MOST_LAUNCHES
