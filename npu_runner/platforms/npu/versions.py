@@ -30,8 +30,8 @@ class Pairing(NamedTuple):
     cann: str
 
 
-# What each CANN was published with: TorchNPU 26.2.0, 26.1.0 and 26.0.0, as their compatibility tables say. The one list of
-# versions: a test compares the documents' table, requirements-npu.txt and the doctor's remedies with it.
+# What each CANN was published with: TorchNPU 26.2.0, 26.1.0 and 26.0.0, as their compatibility tables say. The one list
+# of versions: a test compares the documents' table, requirements-npu.txt and the doctor's remedies with it.
 _PUBLISHED = {
     "9.2.0": ("2.14.0", "2.13.0", "2.12.0.post3", "2.11.0.post3", "2.10.0.post7", "2.9.0.post9", "2.7.1.post11"),
     "9.1.0": ("2.12.0", "2.11.0", "2.10.0.post4", "2.9.0.post6", "2.7.1.post8"),
