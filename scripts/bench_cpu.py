@@ -264,7 +264,8 @@ def report(questions: str, runs: dict[str, list[dict[str, Any]]], arguments: arg
     machine = platform.processor() or platform.machine()
     print(json.dumps({"bench": "bench_cpu", "questions": questions, "commit": commit(), "machine": machine,
                       "cores": len(os.sched_getaffinity(0)), "busy": arguments.busy,
-                      "python": platform.python_version(), "repeats": arguments.repeats, "num_pictures": count, "ratios": ratios, "engines": rows}))
+                      "python": platform.python_version(), "repeats": arguments.repeats, "num_pictures": count,
+                      "ratios": ratios, "engines": rows}))
 
 
 if __name__ == "__main__":
