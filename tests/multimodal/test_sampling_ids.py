@@ -23,7 +23,8 @@ def processor() -> ChatProcessor:
 
 def test_both_spellings_of_a_word_are_transformers(processor: ChatProcessor) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHAPES_VL)
-    expected = {tuple(tokenizer.encode(space + word, add_special_tokens=False)) for word in WORDS for space in ("", " ")}
+    expected = {tuple(tokenizer.encode(space + word, add_special_tokens=False))
+                for word in WORDS for space in ("", " ")}
     params = processor.resolve_params(SamplingParams(bad_words=WORDS))
     assert list(params.bad_words_token_ids) == sorted(expected)
     assert params.bad_words == tuple(WORDS)
