@@ -20,4 +20,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    from npu_runner.threads import wait_briefly
+
+    wait_briefly()  # torch comes with it
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def main() -> None:
     parser.add_argument("--num-pictures", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="of transformers' padded batches")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that compute beside each engine")
+    parser.add_argument("--no-peer", action="store_true", help="our job alone")
     parser.add_argument("--questions", choices=("mixed", "describe", "both"), default="both")
     parser.add_argument("--engine", choices=(*ENGINES[1:], HEAD_START), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -61,11 +64,25 @@ def measure(questions: str, arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_requests(folder, questions, arguments.num_pictures)
-        runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in ENGINES}
+        engines = ENGINES[:1] if arguments.no_peer else ENGINES
+        runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
         for repeat in range(arguments.repeats):  # in turn, so that a slow minute of the machine hits all of them
-            for engine in ENGINES:
-                runs[engine].append(run_engine(engine, folder, arguments.batch_size, repeat))
+            for engine in engines:
+                with busy(arguments.busy):
+                    runs[engine].append(run_engine(engine, folder, arguments.batch_size, repeat))
     report(questions, runs, arguments)
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """`count` processes that never wait, as another job on the host would be."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def write_requests(folder: Path, questions: str, count: int) -> None:
@@ -241,13 +258,14 @@ def report(questions: str, runs: dict[str, list[dict[str, Any]]], arguments: arg
               f"{row['tokens_per_second']:>10.0f}{row['peak_rss_mib']:>14.0f}{row['start_seconds']:>9.1f}"
               f"{same[engine]:>6}/{count}")
     ours = rows["npu_runner"]["rows_per_second"]
-    ratios = {engine: ours / rows[engine]["rows_per_second"] for engine in ENGINES[1:]}
+    ratios = {engine: ours / rows[engine]["rows_per_second"] for engine in list(runs)[1:]}
     for engine, ratio in ratios.items():
         print(f"npu_runner is {ratio:.2f} times as fast as {engine}")
     machine = platform.processor() or platform.machine()
     print(json.dumps({"bench": "bench_cpu", "questions": questions, "commit": commit(), "machine": machine,
-                      "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-                      "repeats": arguments.repeats, "num_pictures": count, "ratios": ratios, "engines": rows}))
+                      "cores": len(os.sched_getaffinity(0)), "busy": arguments.busy,
+                      "python": platform.python_version(), "repeats": arguments.repeats, "num_pictures": count,
+                      "ratios": ratios, "engines": rows}))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome, run_pr
 # a fault and not rounding: a colour in the second of two pictures, a colour, a count, a list of several tokens.
 _SEEDS = [DEMO_SEEDS[index] for index in (31, 118, 46, 88)]
 _IF_SLOW = "give a longer --timeout; else a device hangs (npu-smi info), or one rank waits for another"
-_IF_UNKNOWN = "see the failed checks above; README, Ascend, has a table of error codes"
+_IF_UNKNOWN = "see the failed checks above; docs/running-on-ascend.md has a table of error codes"
 
 
 def check_generation(host: Host, platform: str, graph_mode: str, num_ranks: int, timeout_seconds: float) -> Check:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Packages and modules, lowest first; those of one line do not import each other.
 LAYERS = [
-    {"errors"}, {"limits"}, {"sampling_params", "outputs"}, {"config"}, {"checkpoint_files"},
+    {"errors", "threads"}, {"limits"}, {"sampling_params", "outputs"}, {"config"}, {"checkpoint_files"},
     {"model_config", "checkpoint", "assets"}, {"multimodal"}, {"core", "platforms"}, {"layers"}, {"weights"},
     {"models"}, {"strategies"}, {"runner"}, {"engine", "workers"}, {"llm"}, {"batch"}, {"cli"},
 ]

@@ -25,8 +25,8 @@ class CpuPlatform(Platform):
     name = "cpu"
     attention_backends = ("torch",)
     distributed_backend = "gloo"
-    # Eager starts at once; inductor needs tens of seconds a bucket (README has the figures). float32 because few CPUs
-    # multiply faster in 16 bits, and because answers then equal the reference token for token.
+    # Eager starts at once; inductor needs tens of seconds a bucket (docs/benchmarks.md has the figures). float32
+    # because few CPUs multiply faster in 16 bits, and because answers then equal the reference token for token.
     defaults = PlatformDefaults(
         block_size=16, max_num_seqs=256, max_num_batched_tokens=4096, graph_mode="eager", dtype="float32"
     )

@@ -1,4 +1,4 @@
-"""Error codes of CANN and HCCL that users meet, and what to do about each. The README has the same table."""
+"""Error codes of CANN and HCCL that users meet, and what to do about each. docs/running-on-ascend.md has the table."""
 
 from __future__ import annotations
 

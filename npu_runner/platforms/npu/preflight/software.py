@@ -167,7 +167,7 @@ def import_remedy(outcome: Outcome) -> str:
     if "cannot open shared object file" in text or "set_env.sh" in text:
         return ("source the toolkit's set_env.sh (scripts/run_ascend.sh does); where there is no NPU, uninstall "
                 "torch_npu or export TORCH_DEVICE_BACKEND_AUTOLOAD=0")
-    return "README, Ascend, has the usual causes; python -c 'import torch_npu' shows the whole message"
+    return "docs/running-on-ascend.md has the usual causes; python -c 'import torch_npu' shows the whole message"
 
 
 def source_set_env(host: Host) -> str:

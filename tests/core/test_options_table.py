@@ -1,4 +1,4 @@
-"""The README names every option, so that none is added, renamed or dropped in silence."""
+"""docs/options.md names every option, so that none is added, renamed or dropped in silence."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.config import RunnerConfig
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+OPTIONS = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
 
 
 @pytest.mark.parametrize("settings", [BatchOptions, RunnerConfig])
-def test_the_readme_explains_every_option_and_no_other(settings: type) -> None:
+def test_the_docs_explain_every_option_and_no_other(settings: type) -> None:
     flags = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(settings)}
-    table = set(re.findall(r"^\| `(--[a-z-]+)` \|", README, flags=re.MULTILINE))
+    table = set(re.findall(r"^\| `(--[a-z-]+)` \|", OPTIONS, flags=re.MULTILINE))
     assert flags <= table
     every = {"--" + field.name.replace("_", "-") for kind in (BatchOptions, RunnerConfig) for field in
              dataclasses.fields(kind)}

@@ -1,0 +1,72 @@
+"""setup_env.sh takes the newest Python that is supported, and says what is missing, in a copy of the checkout."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# A Python that says which it is, and does not make environments: installing is not the point here.
+PYTHON = """#!/bin/sh
+case "$*" in
+    *"ensurepip, venv"*) exit {venv_status} ;;
+    "-m venv"*) echo "made by {name}"; exit 7 ;;
+    *"%d.%d"*) echo 3.13 ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "setup_env.sh", tmp_path / "scripts")
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "dirname", "cat"):
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
+    return tmp_path
+
+
+def add_python(checkout: Path, name: str, *, venv_status: int = 0) -> None:
+    path = checkout / "bin" / name
+    path.write_text(PYTHON.format(name=name, venv_status=venv_status, python=sys.executable))
+    path.chmod(0o755)
+
+
+def setup_env(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(checkout / "bin" / "bash"), "scripts/setup_env.sh"], cwd=checkout, capture_output=True,
+                          text=True, env={"PATH": str(checkout / "bin"), **variables})
+
+
+def test_the_newest_python_is_taken_unless_another_is_named(checkout: Path) -> None:
+    for name in ("python3", "python3.11", "python3.13"):
+        add_python(checkout, name)
+    assert "made by python3.13\n" in setup_env(checkout).stdout
+    assert "made by python3.11\n" in setup_env(checkout, PYTHON="python3.11").stdout
+
+
+def test_without_a_python_that_is_supported_it_says_which_are(checkout: Path) -> None:
+    done = setup_env(checkout)
+    assert done.returncode == 1
+    assert "Python 3.10 to 3.14 is needed" in done.stderr
+    assert "PYTHON=/no/python does not run" in setup_env(checkout, PYTHON="/no/python").stderr
+
+
+def test_where_venv_is_missing_it_names_the_package(checkout: Path) -> None:
+    add_python(checkout, "python3.13", venv_status=1)
+    done = setup_env(checkout)
+    assert done.returncode == 1
+    assert "apt install python3.13-venv" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_every_place_says_the_same_versions() -> None:
+    script, project, readme = ((ROOT / name).read_text() for name in ("scripts/setup_env.sh", "pyproject.toml",
+                                                                      "README.md"))
+    assert "(3, 10) <= sys.version_info[:2] <= (3, 14)" in script
+    assert 'requires-python = ">=3.10,<3.15"' in project
+    assert "Python 3.10 to 3.14" in readme

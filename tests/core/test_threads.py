@@ -1,0 +1,36 @@
+"""Threads do not spin for long, however the program starts: OpenMP itself is asked what it took when it was loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif("GNU" not in torch.__config__.show() and "GCC" not in torch.__config__.show(),
+                                reason="this torch brings another OpenMP")
+IMPORT = ["-c", "from npu_runner import LLM"]
+COMMAND = ["-m", "npu_runner", "generate", "--platform", "cpu", "--max-tokens", "1", "Hello?"]
+
+
+def spin_count(arguments: list[str], **variables: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True,
+                          env={**inherited, "OMP_DISPLAY_ENV": "VERBOSE", **variables})
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"GOMP_SPINCOUNT = '(\w+)'", done.stderr)
+    assert found, done.stderr
+    return found[1]
+
+
+@pytest.mark.parametrize("arguments", [IMPORT, COMMAND], ids=["the api", "the command"])
+def test_threads_that_wait_sleep_soon(arguments: list[str]) -> None:
+    assert spin_count(arguments) == "1000"
+
+
+def test_what_the_user_says_about_waiting_stays() -> None:
+    assert spin_count(IMPORT, OMP_WAIT_POLICY="PASSIVE") == "0"
+    assert spin_count(IMPORT, GOMP_SPINCOUNT="77") == "77"
