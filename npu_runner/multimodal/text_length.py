@@ -45,7 +45,7 @@ class TextLength:
         """Raises RequestError for a prompt that leaves no room for an answer."""
         if num_tokens >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {num_tokens} tokens or more, the model takes {self.max_model_len} with at least one "
+                f"the prompt has {num_tokens} tokens, the model takes {self.max_model_len} with at least one "
                 f"generated; shorten it, send smaller pictures or raise max_model_len",
                 code="prompt_too_long",
             )
