@@ -23,13 +23,13 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.attention import bind_kv_cache
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.layers.sampler import HostSample, Sampler
+from npu_runner.layers.sampler import Sampler
 from npu_runner.models.decoder import CausalLM
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.base import AttentionMetadata, GraphResourceError, GraphSettings
-from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, TokenLogprobs
+from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StepLogprobs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes, pad_into
 from npu_runner.runner.decode_step import DecodeStep
 from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
@@ -371,7 +371,7 @@ class ModelRunner(ModelRunnerBase):
         assert self.sampler is not None, "this rank does not sample"
         rows = np.flatnonzero(batch.samples_B)
         tokens: list[list[int]] = [[] for _ in range(batch.batch_size)]
-        logprobs: list[TokenLogprobs | None] | None = None
+        logprobs = None
         if len(rows):
             count = len(rows)
             on_device = self.sampler(
@@ -386,10 +386,10 @@ class ModelRunner(ModelRunnerBase):
                                       f"{self.platform.lost_error_remedy}")
             for row, token in zip(rows, sampled.token_ids_B.tolist(), strict=True):
                 tokens[row] = [token]
-            if sampled.sampled_logprobs_B is not None:
-                logprobs = [None] * batch.batch_size
-                for row, value in zip(rows, _logprob_rows(sampled), strict=True):
-                    logprobs[row] = value
+            if sampled.records_LC is not None:
+                places_B = np.full(batch.batch_size, -1, dtype=np.int32)
+                places_B[rows[sampled.logprob_rows]] = np.arange(len(sampled.logprob_rows), dtype=np.int32)
+                logprobs = StepLogprobs(places_B, sampled.records_LC)
         request_ids = batch.request_ids
         return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs)
 
@@ -460,10 +460,3 @@ class ModelRunner(ModelRunnerBase):
 
 _DECODE_ARGUMENTS = ("input_ids", "positions", "slot_mapping", "context_lens", "block_tables")
 
-
-def _logprob_rows(sample: HostSample) -> list[TokenLogprobs]:
-    assert sample.sampled_logprobs_B is not None, "no row asked for log probabilities"
-    assert sample.top_ids_BK is not None, "log probabilities come together or not at all"
-    assert sample.top_logprobs_BK is not None, "log probabilities come together or not at all"
-    columns = (sample.sampled_logprobs_B.tolist(), sample.top_ids_BK.tolist(), sample.top_logprobs_BK.tolist())
-    return [TokenLogprobs(*row) for row in zip(*columns, strict=True)]
