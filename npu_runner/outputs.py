@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, overload
+
+import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -26,6 +29,47 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...]
 
 
+class CompactLogprobs(Sequence[PositionLogprobs]):
+    """The positions of one completion, kept as numbers: (2 + 2 * k) * 4 bytes each, with its token; read, each becomes
+    the PositionLogprobs that it stands for, anew every time.
+
+    ids: int32 (T, 1 + k), logprobs: float32 (T, 1 + k), the sampled token first. describe: (text, bytes) of a token id.
+    """
+
+    def __init__(self, ids: np.ndarray, logprobs: np.ndarray, describe: Callable[[int], tuple[str, bytes]]):
+        self.ids = ids
+        self.logprobs = logprobs
+        self.describe = describe
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> CompactLogprobs: ...
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | CompactLogprobs:
+        if isinstance(index, slice):
+            return CompactLogprobs(self.ids[index], self.logprobs[index], self.describe)
+        pairs = zip(self.ids[index].tolist(), self.logprobs[index].tolist(), strict=True)
+        sampled, *top = (self._token(token_id, value) for token_id, value in pairs)
+        return PositionLogprobs(sampled, tuple(top))
+
+    def __iter__(self) -> Iterator[PositionLogprobs]:
+        return (self[index] for index in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _token(self, token_id: int, value: float) -> TokenLogprob:
+        text, raw = self.describe(token_id)
+        return TokenLogprob(token_id=token_id, token=text, logprob=value, token_bytes=raw)
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
     """One finished completion. `text` ends before a matched stop string; `token_ids` holds every sampled token."""
@@ -36,7 +80,7 @@ class CompletionOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it, if one did."""
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
     error: str | None = None
     """Why, when finish_reason is `error`."""
     error_code: str | None = None
@@ -66,7 +110,7 @@ class RequestOutput:
         return self.completions[0].finish_reason
 
     @property
-    def logprobs(self) -> list[PositionLogprobs] | None:
+    def logprobs(self) -> Sequence[PositionLogprobs] | None:
         return self.completions[0].logprobs
 
 

@@ -5,6 +5,7 @@ Knows nothing of files, rows or processes; the executor owns the ranks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import time
@@ -19,6 +20,7 @@ from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
 from npu_runner.engine.executors import make_executor
+from npu_runner.engine.logprobs import LogprobsRecord
 from npu_runner.engine.quarantine import Quarantine
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.multimodal.inputs import PromptInputs
@@ -27,9 +29,7 @@ from npu_runner.outputs import (
     CompletionOutput,
     EngineStats,
     FinishReason,
-    PositionLogprobs,
     RequestOutput,
-    TokenLogprob,
 )
 from npu_runner.runner.base import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
 from npu_runner.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ class _Generation:
     end_tokens: frozenset[int]
     max_tokens: int
     """Of prompt and output together."""
-    logprobs: list[PositionLogprobs] | None
+    logprobs: LogprobsRecord | None
     finished: CompletionOutput | None = None
 
 
@@ -85,6 +85,8 @@ class LLMEngine:
         self._quarantine = Quarantine(self.scheduler)
         self._short_of_memory: ScheduledBatch | None = None
         """The step that ran out of memory, while it is looked for the request that is the cause."""
+
+        self._token_text = functools.partial(token_text, self.processor.tokenizer)
         self._requests: dict[str, _Request] = {}
         self._generation_of: dict[int, _Generation] = {}
         self._next_seq_id = 0
@@ -110,7 +112,8 @@ class LLMEngine:
             self._next_seq_id += 1
             generation = _Generation(
                 sequence, IncrementalDetokenizer(self.processor.tokenizer, stop=params.stop), end_tokens,
-                len(prompt.token_ids) + min(room, params.max_tokens or room), None if params.logprobs is None else [],
+                len(prompt.token_ids) + min(room, params.max_tokens or room),
+                None if params.logprobs is None else LogprobsRecord(params.logprobs),
             )
             request.generations.append(generation)
             self._generation_of[sequence.seq_id] = generation
@@ -231,7 +234,7 @@ class LLMEngine:
         sequence.append(token)
         params = sequence.params
         if generation.logprobs is not None and logprobs is not None:
-            generation.logprobs.append(self._position_logprobs(token, logprobs, params))
+            generation.logprobs.append(logprobs)
         may_stop = not params.min_tokens or sequence.num_output_tokens >= params.min_tokens
         if may_stop and token in generation.end_tokens:
             self._finish(generation, "stop", stop_reason=token if token in params.stop_token_ids else None)
@@ -246,10 +249,11 @@ class LLMEngine:
         sequence.finish(reason)
         self.scheduler.finish(sequence)
         generation.detokenizer.finish()
+        token_ids, record = sequence.output_token_ids, generation.logprobs
         generation.finished = CompletionOutput(
-            index=sequence.index, text=generation.detokenizer.text, token_ids=sequence.output_token_ids,
-            finish_reason=reason, stop_reason=stop_reason, logprobs=generation.logprobs, error=error,
-            error_code=code,
+            index=sequence.index, text=generation.detokenizer.text, token_ids=token_ids, finish_reason=reason,
+            stop_reason=stop_reason, error=error, error_code=code,
+            logprobs=None if record is None else record.finish(token_ids, self._token_text),
         )
         del self._generation_of[sequence.seq_id]
         request = self._requests[sequence.request_id]
@@ -259,16 +263,6 @@ class LLMEngine:
             self._ready.append(RequestOutput(
                 request.request_id, completions, sequence.num_prompt_tokens, request.num_cached_tokens or 0
             ))
-
-    def _position_logprobs(self, token: int, logprobs: TokenLogprobs, params: SamplingParams) -> PositionLogprobs:
-        count = params.logprobs or 0
-        pairs = zip(logprobs.top_token_ids[:count], logprobs.top_logprobs[:count], strict=True)
-        return PositionLogprobs(self._token_logprob(token, logprobs.sampled),
-                                tuple(self._token_logprob(i, value) for i, value in pairs))
-
-    def _token_logprob(self, token: int, value: float) -> TokenLogprob:
-        text, raw = token_text(self.processor.tokenizer, token)
-        return TokenLogprob(token_id=token, token=text, logprob=value, token_bytes=raw)
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
 

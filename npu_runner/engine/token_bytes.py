@@ -7,12 +7,11 @@ has tokens <0x00> to <0xFF> for what its vocabulary lacks.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 
 from tokenizers import Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CACHED_TOKENS = 1 << 15  # of a few hundred bytes each
 
 
 @functools.lru_cache(maxsize=8)
@@ -30,6 +29,7 @@ def byte_of_token(tokenizer: Tokenizer) -> Mapping[int, int]:
     return {token_id: byte for byte, token_id in ids.items() if token_id is not None}
 
 
+@functools.lru_cache(maxsize=_CACHED_TOKENS)
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
     """(text, bytes) of one token inside a text: with its leading space, and part of a character shown as U+FFFD.
 

@@ -1,13 +1,16 @@
-"""Chooses the next token of every row of a step, in one batched pass on the device.
+"""Chooses the next token of every row of a step, in batched passes on the device.
 
-A sequence registers once with its slot; from then on neither its parameters nor its tokens cross again. Knows nothing
-of when a sequence ends or what its text is.
+A sequence registers once with its slot; from then on neither its parameters nor its tokens cross again, but for rows
+with bad words of several tokens: they are told their last token before the next one is chosen. What only some rows ask
+for is done for those rows alone. Knows nothing of when a sequence ends or what its text is.
 
-Shapes: B rows of the step, V vocabulary, K most top logprobs any row wants; a 1 is a kept dim.
+Shapes: B rows of the step, A of them whose logits are adjusted, L of them that want log probabilities, G rows of one
+group, V vocabulary, K most top logprobs any row wants; a 1 is a kept dim.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +19,9 @@ import torch
 from torch import Tensor
 
 from npu_runner.layers import sampling_ops as ops
-from npu_runner.layers.sampling_state import Feature, Field, SamplingState
+from npu_runner.layers.bad_words import Watch
+from npu_runner.layers.sampling_plan import DrawGroup, StepPlan
+from npu_runner.layers.sampling_state import Field, SamplingState
 from npu_runner.sampling_params import SamplingParams
 
 
@@ -24,12 +29,17 @@ from npu_runner.sampling_params import SamplingParams
 class LogprobsTensors:
     """Log probabilities of the model's own distribution, before penalties and temperature, on the device.
 
-    sampled_B float32; top_ids (B, K) int64 and top_logprobs (B, K) float32, most probable first.
+    sampled_L float32; top_ids (L, K) int64 and top_logprobs (L, K) float32, most probable first.
     """
 
-    sampled_B: Tensor
+    sampled_L: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+
+    def records(self) -> Tensor:
+        """int32 (L, 1 + 2 * K): side by side, the floats as their bits."""
+        return torch.cat([self.sampled_L[:, None].view(torch.int32), self.top_ids.to(torch.int32),
+                          self.top_logprobs.view(torch.int32)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -39,28 +49,32 @@ class SamplerOutput:
     token_ids_B: Tensor
     logprobs: LogprobsTensors | None
     """None when no row asked."""
-    table: Tensor
-    """int32 (B, columns): all of it and the step's receipts, side by side."""
+    logprob_rows: np.ndarray
+    """The rows that did, on the host."""
+    flat: Tensor
+    """int32, one dimension: the tokens, the step's receipts and the records of log probabilities."""
 
     def to_host(self) -> HostSample:
         """Everything in host memory, by one copy; waits for the step."""
-        table = self.table.cpu().numpy()
-        if self.logprobs is None:
-            return HostSample(table[:, 0], table[:, 1], None, None, None)
-        first, second = 3, 3 + (table.shape[1] - 3) // 2
-        floats = table.view(np.float32)
-        return HostSample(table[:, 0], table[:, 1], floats[:, 2], table[:, first:second], floats[:, second:])
+        return self._on_host
+
+    @functools.cached_property
+    def _on_host(self) -> HostSample:
+        num_rows, num_records = len(self.token_ids_B), len(self.logprob_rows)
+        flat = self.flat.cpu().numpy()
+        records_LC = flat[2 * num_rows:].reshape(num_records, -1) if num_records else None
+        return HostSample(flat[:num_rows], flat[num_rows: 2 * num_rows], self.logprob_rows, records_LC)
 
 
 @dataclass(frozen=True)
 class HostSample:
-    """A SamplerOutput in host memory; int32 and float32 arrays, the logprobs None when no row asked."""
+    """A SamplerOutput in host memory, int32. Records: the sampled token's log probability as bits, the K most probable
+    ids, their log probabilities as bits; None when no row asked."""
 
     token_ids_B: np.ndarray
     receipts_B: np.ndarray
-    sampled_logprobs_B: np.ndarray | None
-    top_ids_BK: np.ndarray | None
-    top_logprobs_BK: np.ndarray | None
+    logprob_rows: np.ndarray
+    records_LC: np.ndarray | None
 
 
 class Sampler:
@@ -79,6 +93,7 @@ class Sampler:
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=eos_token_ids,
                                     device=device, encode=encode)
         self._sort_ascending = sort_ascending
+        self._untold: list[tuple[SamplerOutput, list[tuple[int, Watch]]]] = []
 
     def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
             output_token_ids: Sequence[int] = (), *, seed: int) -> None:
@@ -104,77 +119,100 @@ class Sampler:
         receipts_B: int32 on the device, brought back with the tokens. What was sent with the step's own inputs shows
         that the device ran this step, and that the tokens are not what an earlier one left in its memory.
         """
-        state = self._state
-        state.upload()
-        features = state.features(host_slots)
-        if features & ~Feature.LOGPROBS:
+        self._tell_tokens()
+        plan = self._state.plan(host_slots)
+        if plan.counted is not None or plan.groups:
             slots_B = slots_B.long()
-        adjusted_BV = self._adjusted(logits_BV, slots_B, features)
-        largest_B1, tokens_B1 = ops.most_probable(adjusted_BV)
-        is_unusable_B1 = ops.is_unusable(adjusted_BV, largest_B1)
-        if features & (Feature.DRAW | Feature.DRAW_FROM_TOP):
-            tokens_B1 = self._draw(adjusted_BV.float(), largest_B1.float(), tokens_B1, slots_B, uniforms_B[:, None],
-                                   features, host_slots)
+        tokens_B1, token_ids_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan)
         logprobs = None
-        if features & Feature.LOGPROBS:
-            logprobs = _logprobs(logits_BV.float(), tokens_B1, state.num_logprobs(host_slots))
-        token_ids_B = tokens_B1.masked_fill(is_unusable_B1, -1).squeeze(-1)
-        output = SamplerOutput(token_ids_B, logprobs, _table(token_ids_B, receipts_B, logprobs))
+        if plan.logprobs is not None:
+            logprobs = _logprobs(plan.logprobs.take(logits_BV).float(), plan.logprobs.take(tokens_B1),
+                                 plan.num_logprobs)
+        token_ids_B = token_ids_B1.squeeze(-1)
+        records = [logprobs.records().view(-1)] if logprobs is not None else []
+        output = SamplerOutput(token_ids_B, logprobs, plan.logprob_rows,
+                               torch.cat([token_ids_B.to(torch.int32), receipts_B, *records]))
         # Last: a call that fails for want of memory changes nothing, and can be made again.
-        state.advance(features, slots_B, tokens_B1.squeeze(-1), host_slots)
+        self._state.prepare_advance(plan, slots_B, tokens_B1.squeeze(-1), host_slots)()
+        if watches := self._state.watches(host_slots):
+            self._untold.append((output, watches))
         return output
 
-    def _adjusted(self, logits_BV: Tensor, slots_B: Tensor, features: Feature) -> Tensor:
-        """Logits after penalties, bias and bans; the given ones where there is nothing to do."""
-        if not features & (Feature.REPETITION | Feature.FREQUENCY | Feature.RULES):
-            return logits_BV
-        adjusted_BV = logits_BV.to(torch.float32, copy=True)
-        if features & (Feature.REPETITION | Feature.FREQUENCY):
-            fields_FB1 = self._state.fields(slots_B)
-            counts_BV = self._state.counts.rows(slots_B)
-            if features & Feature.REPETITION:
-                adjusted_BV = ops.repetition_penalty(adjusted_BV, counts_BV > 0.0, fields_FB1[Field.REPETITION])
-            if features & Feature.FREQUENCY:
-                adjusted_BV = ops.count_penalties(adjusted_BV, counts_BV.floor_(), fields_FB1[Field.FREQUENCY],
-                                                  fields_FB1[Field.PRESENCE])
-        if features & Feature.RULES:
-            self._state.rules.apply(adjusted_BV, slots_B, match_prefixes=Feature.PREFIX_RULES in features)
-        return adjusted_BV
+    def _tell_tokens(self) -> None:
+        """Tell rows with bad words what was chosen last. Whoever ran that step has brought its tokens to the host."""
+        for output, watches in self._untold:
+            tokens = output.to_host().token_ids_B
+            for row, watch in watches:
+                watch.observe(int(tokens[row]))
+        self._untold.clear()
 
-    def _draw(self, logits_BV: Tensor, largest_B1: Tensor, tokens_B1: Tensor, slots_B: Tensor, uniforms_B1: Tensor,
-              features: Feature, host_slots: np.ndarray) -> Tensor:
-        """`tokens_B1` with a draw in place of the argmax in the rows that are not greedy."""
-        fields_FB1 = self._state.fields(slots_B)
-        temperature_B1 = fields_FB1[Field.TEMPERATURE]
-        min_p_B1 = fields_FB1[Field.MIN_P] if features & Feature.MIN_P else None
-        greedy_B1 = tokens_B1
-        if features & Feature.DRAW:
-            weights_BV = ops.token_weights(logits_BV, largest_B1, temperature_B1)
-            drawn_B1 = ops.draw(weights_BV, greedy_B1, uniforms_B1, min_p_B1=min_p_B1)
-            tokens_B1 = torch.where(fields_FB1[Field.DRAWS] > 0.0, drawn_B1, tokens_B1)
-        if features & Feature.DRAW_FROM_TOP:
-            least_k, most_k = self._state.top_k_range(host_slots)
-            drawn_B1 = ops.draw_from_top(
-                logits_BV, largest_B1, temperature_B1, uniforms_B1, num_candidates=most_k,
-                top_k_B1=fields_FB1[Field.TOP_K] if least_k < most_k else None,
-                top_p_B1=fields_FB1[Field.TOP_P], min_p_B1=min_p_B1, sort_ascending=self._sort_ascending)
-            tokens_B1 = torch.where(fields_FB1[Field.DRAWS_FROM_TOP] > 0.0, drawn_B1, tokens_B1)
-        return tokens_B1
+    def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor,
+                plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """(a token per row, in rows without one any; the same with -1 in those), (B, 1) int64 each."""
+        largest_B1, tokens_B1, is_unusable_B1 = _most_probable(logits_BV)
+        adjusted_AV, is_unusable_A1 = logits_BV, is_unusable_B1
+        if plan.adjusted is not None:
+            adjusted_AV = self._adjust(logits_BV, slots_B, plan)
+            largest_A1, tokens_A1, is_unusable_A1 = _most_probable(adjusted_AV)
+            largest_B1 = plan.adjusted.put(largest_B1.float(), largest_A1)
+            tokens_B1 = plan.adjusted.put(tokens_B1, tokens_A1)
+        for group in plan.groups:
+            source = adjusted_AV if group.is_adjusted else logits_BV
+            drawn_G1 = self._draw(group, group.places.take(source).float(), group.rows.take(largest_B1).float(),
+                                  group.rows.take(tokens_B1), group.rows.take(slots_B),
+                                  group.rows.take(uniforms_B)[:, None])
+            tokens_B1 = group.rows.put(tokens_B1, drawn_G1)
+        token_ids_B1 = tokens_B1.masked_fill(is_unusable_B1, -1)
+        if plan.adjusted is not None:
+            token_ids_A1 = plan.adjusted.take(token_ids_B1).masked_fill(is_unusable_A1, -1)
+            token_ids_B1 = plan.adjusted.put(token_ids_B1, token_ids_A1)
+        return tokens_B1, token_ids_B1
+
+    def _adjust(self, logits_BV: Tensor, slots_B: Tensor, plan: StepPlan) -> Tensor:
+        """A copy of the logits of rows that ask for it, after penalties, bias and bans."""
+        assert plan.adjusted is not None, "no row asks for it"
+        adjusted_AV = plan.adjusted.take(logits_BV)
+        adjusted_AV = adjusted_AV.to(torch.float32, copy=adjusted_AV is logits_BV)
+        if plan.penalised is not None and plan.counted is not None:
+            slots_P = plan.counted.take(slots_B)
+            fields_FP1 = self._state.fields(slots_P)
+            counts_PV = self._state.counts.rows(slots_P)
+            logits_PV = plan.penalised.take(adjusted_AV)
+            if plan.uses_repetition:
+                logits_PV = ops.repetition_penalty(logits_PV, counts_PV > 0.0, fields_FP1[Field.REPETITION])
+            if plan.uses_frequency:
+                logits_PV = ops.count_penalties(logits_PV, counts_PV.floor_(), fields_FP1[Field.FREQUENCY],
+                                                fields_FP1[Field.PRESENCE])
+            adjusted_AV = plan.penalised.put(adjusted_AV, logits_PV)
+        if plan.additions is not None:
+            plan.additions.add_to(adjusted_AV)
+        return adjusted_AV
+
+    def _draw(self, group: DrawGroup, logits_GV: Tensor, largest_G1: Tensor, greedy_G1: Tensor, slots_G: Tensor,
+              uniforms_G1: Tensor) -> Tensor:
+        fields_FG1 = self._state.fields(slots_G)
+        temperature_G1 = fields_FG1[Field.TEMPERATURE]
+        min_p_G1 = fields_FG1[Field.MIN_P] if group.uses_min_p else None
+        if not group.sorts:
+            weights_GV = ops.token_weights(logits_GV, largest_G1, temperature_G1)
+            return ops.draw(weights_GV, greedy_G1, uniforms_G1, min_p_B1=min_p_G1)
+        return ops.draw_from_top(
+            logits_GV, largest_G1, temperature_G1, uniforms_G1, num_candidates=group.most_k,
+            top_k_B1=fields_FG1[Field.TOP_K] if group.least_k < group.most_k else None,
+            top_p_B1=fields_FG1[Field.TOP_P], min_p_B1=min_p_G1, sort_ascending=self._sort_ascending)
 
 
-def _table(token_ids_B: Tensor, receipts_B: Tensor, logprobs: LogprobsTensors | None) -> Tensor:
-    columns = [token_ids_B[:, None].to(torch.int32), receipts_B[:, None]]
-    if logprobs is not None:
-        columns += [logprobs.sampled_B[:, None].view(torch.int32), logprobs.top_ids.to(torch.int32),
-                    logprobs.top_logprobs.view(torch.int32)]
-    return torch.cat(columns, dim=1)
+def _most_probable(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(largest logit, its token id, whether the row has no token), (B, 1) each."""
+    largest_B1, tokens_B1 = ops.most_probable(logits_BV)
+    return largest_B1, tokens_B1, ops.is_unusable(logits_BV, largest_B1)
 
 
-def _logprobs(logits_BV: Tensor, tokens_B1: Tensor, num_top: int) -> LogprobsTensors:
-    log_total_B1 = logits_BV.logsumexp(-1, keepdim=True)
-    top_BK, top_ids = logits_BV.topk(min(num_top, logits_BV.shape[-1]), dim=-1)
+def _logprobs(logits_LV: Tensor, tokens_L1: Tensor, num_top: int) -> LogprobsTensors:
+    log_total_L1 = logits_LV.logsumexp(-1, keepdim=True)
+    top_LK, top_ids = logits_LV.topk(min(num_top, logits_LV.shape[-1]), dim=-1)
     return LogprobsTensors(
-        sampled_B=(logits_BV.gather(-1, tokens_B1) - log_total_B1).squeeze(-1),
+        sampled_L=(logits_LV.gather(-1, tokens_L1) - log_total_L1).squeeze(-1),
         top_ids=top_ids,
-        top_logprobs=top_BK - log_total_B1,
+        top_logprobs=top_LK - log_total_L1,
     )

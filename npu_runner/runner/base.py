@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import nn
 
 from npu_runner.core.batch import ScheduledBatch
@@ -14,11 +15,32 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of one generated position: the sampled token's log probability, and the most probable tokens, best first."""
+    """Of one generated position: the sampled token's log probability, and the most probable tokens, best first.
 
-    sampled: float
-    top_token_ids: list[int]
-    top_logprobs: list[float]
+    record: int32 (1 + 2 * K,): the log probability's bits, K token ids, the bits of their log probabilities.
+    """
+
+    record: np.ndarray
+
+    def packed(self, num_top: int) -> bytes:
+        """The record with only the first `num_top` tokens."""
+        most = len(self.record) // 2
+        if num_top == most:
+            return self.record.tobytes()
+        return self.record[: 1 + num_top].tobytes() + self.record[1 + most: 1 + most + num_top].tobytes()
+
+
+@dataclass(frozen=True)
+class StepLogprobs:
+    """Log probabilities of a step's rows. records: int32 (L, 1 + 2 * K) as in TokenLogprobs; places: int32 (B,), where
+    each row's record lies, -1 for a row that did not ask."""
+
+    places: np.ndarray
+    records: np.ndarray
+
+    def __getitem__(self, row: int) -> TokenLogprobs | None:
+        place = self.places[row]
+        return None if place < 0 else TokenLogprobs(self.records[place])
 
 
 @dataclass
@@ -32,7 +54,7 @@ class ModelRunnerOutput:
     req_ids: list[str]
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]
-    logprobs: list[TokenLogprobs | None] | None = None
+    logprobs: StepLogprobs | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from npu_runner.errors import EngineDeadError
 from npu_runner.layers.sampler import HostSample, Sampler, SamplerOutput
 from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.base import AttentionBackend, AttentionMetadata, Platform, StepInputs
-from npu_runner.runner.base import ModelRunnerOutput, TokenLogprobs
+from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into
 from npu_runner.runner.decode_step import DecodeStep
 from npu_runner.runner.inputs import to_device
@@ -145,17 +145,17 @@ class StepRunner:
             return None
         batch = step.batch
         tokens: list[list[int]] = [[] for _ in range(batch.batch_size)]
-        logprobs: list[TokenLogprobs | None] | None = None
+        logprobs = None
         if sampled is not None:
             on_host = sampled.to_host()
             self._check_receipts(step, on_host)
             rows = np.flatnonzero(batch.samples_B)
             for row, token in zip(rows, on_host.token_ids_B.tolist(), strict=True):
                 tokens[row] = [token]
-            if on_host.sampled_logprobs_B is not None:
-                logprobs = [None] * batch.batch_size
-                for row, value in zip(rows, _logprob_rows(on_host), strict=True):
-                    logprobs[row] = value
+            if on_host.records_LC is not None:
+                places_B = np.full(batch.batch_size, -1, dtype=np.int32)
+                places_B[rows[on_host.logprob_rows]] = np.arange(len(on_host.logprob_rows), dtype=np.int32)
+                logprobs = StepLogprobs(places_B, on_host.records_LC)
         request_ids = batch.request_ids
         return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs)
 
@@ -178,11 +178,3 @@ class StepRunner:
             raise EngineDeadError(f"the device did not run the {step.batch.describe()}: it takes no work since an "
                                   f"operation before failed, and the error of that got lost; "
                                   f"{self.platform.lost_error_remedy}")
-
-
-def _logprob_rows(sample: HostSample) -> list[TokenLogprobs]:
-    assert sample.sampled_logprobs_B is not None, "no row asked for log probabilities"
-    assert sample.top_ids_BK is not None, "log probabilities come together or not at all"
-    assert sample.top_logprobs_BK is not None, "log probabilities come together or not at all"
-    columns = (sample.sampled_logprobs_B.tolist(), sample.top_ids_BK.tolist(), sample.top_logprobs_BK.tolist())
-    return [TokenLogprobs(*row) for row in zip(*columns, strict=True)]

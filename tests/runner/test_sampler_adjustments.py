@@ -184,33 +184,34 @@ def test_logprobs_are_those_of_the_model_itself():
     expected_BV = logits_BV.double().log_softmax(-1)
     assert output.logprobs is not None
     assert output.token_ids_B[2] == 7
+    assert output.logprob_rows.tolist() == [0, 1, 2], "the last one did not ask"
     sampled_B = expected_BV.gather(-1, output.token_ids_B[:, None])[:, 0]
-    np.testing.assert_allclose(output.logprobs.sampled_B, sampled_B, atol=1e-5, rtol=1e-5)
-    top = expected_BV.topk(5, dim=-1)
+    np.testing.assert_allclose(output.logprobs.sampled_L, sampled_B[:3], atol=1e-5, rtol=1e-5)
+    top = expected_BV[:3].topk(5, dim=-1)
     assert output.logprobs.top_ids.tolist() == top.indices.tolist()
     np.testing.assert_allclose(output.logprobs.top_logprobs, top.values, atol=1e-5, rtol=1e-5)
 
 
 def test_host_copy_holds_the_same():
     sampler = make_sampler(50)
-    sampler.add(0, GREEDY.replace(logprobs=4), [1], seed=0)
-    sampler.add(1, GREEDY, [1], seed=0)
+    sampler.add(0, GREEDY, [1], seed=0)
+    sampler.add(1, GREEDY.replace(logprobs=4), [1], seed=0)
     logits_BV = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
-    logits_BV[1, 3] = torch.nan
+    logits_BV[0, 3] = torch.nan
     output = step(sampler, logits_BV, [0, 1], receipt=7)
     host = output.to_host()
     assert host.receipts_B.tolist() == [7, 7]
     assert output.logprobs is not None
-    assert host.token_ids_B.tolist() == output.token_ids_B.tolist() == [int(logits_BV[0].argmax()), -1]
-    assert host.sampled_logprobs_B is not None
-    assert host.sampled_logprobs_B[0] == output.logprobs.sampled_B[0]
-    assert host.top_ids_BK is not None
-    assert host.top_ids_BK.tolist() == output.logprobs.top_ids.tolist()
-    assert host.top_logprobs_BK is not None
-    assert host.top_logprobs_BK[0].tolist() == output.logprobs.top_logprobs[0].tolist()
-    sampler.add(0, GREEDY, [1], seed=0)
+    assert host.token_ids_B.tolist() == output.token_ids_B.tolist() == [-1, int(logits_BV[1].argmax())]
+    assert host.logprob_rows.tolist() == [1]
+    assert host.records_LC is not None
+    (record,) = host.records_LC
+    assert record[:1].view(np.float32) == output.logprobs.sampled_L[0]
+    assert record[1:5].tolist() == output.logprobs.top_ids[0].tolist()
+    assert record[5:].view(np.float32).tolist() == output.logprobs.top_logprobs[0].tolist()
+    sampler.add(1, GREEDY, [1], seed=0)
     without = step(sampler, logits_BV, [0, 1]).to_host()
-    assert without.sampled_logprobs_B is without.top_ids_BK is without.top_logprobs_BK is None
+    assert without.records_LC is None
 
 
 def test_no_logprobs_unless_asked():
