@@ -39,9 +39,9 @@ class LogitRules:
         return max(int(self.tokens.max(initial=-1)), int(self.bans.max(initial=-1)), words)
 
 
-def logit_rules(params: SamplingParams, eos_token_ids: Sequence[int],
-                bad_words: Sequence[tuple[int, ...]]) -> LogitRules:
-    """The rules that `params` asks for. bad_words: as token ids, none of them empty."""
+def logit_rules(params: SamplingParams, eos_token_ids: Sequence[int]) -> LogitRules:
+    """The rules that `params` asks for."""
+    bad_words = [tuple(ids) for ids in params.bad_words_token_ids]
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
     single = [word[0] for word in bad_words if len(word) == 1]
     longer = [word for word in bad_words if len(word) > 1]

@@ -82,16 +82,16 @@ class Sampler:
 
     Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words), then the
     argmax for temperature 0, else temperature, top_k, top_p, min_p and one draw by inverse CDF. Where probabilities are
-    equal the lower token id comes first, in the argmax as in the kept sets. The token depends on the row's logits,
-    parameters, seed and history alone: not on its slot or its neighbours.
+    equal the lower token id comes first in the kept sets, and in the argmax where the device's own keeps that order
+    (CPU and CUDA; Ascend documents none). The token depends on the row's logits, parameters, seed and history alone,
+    not on its slot or its neighbours.
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
-                 encode: Callable[[str], list[int]] | None,
                  sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values):
-        """encode: text to token ids without special tokens, for bad_words. sort_ascending: the platform's, see Ops."""
+        """sort_ascending: the platform's, see Ops."""
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=eos_token_ids,
-                                    device=device, encode=encode)
+                                    device=device)
         self._sort_ascending = sort_ascending
         self._untold: list[tuple[SamplerOutput, list[tuple[int, Watch]]]] = []
 

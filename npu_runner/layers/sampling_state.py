@@ -52,13 +52,11 @@ class Field(enum.IntEnum):
 class SamplingState:
     """Seeds, parameters, token counts and rules of every slot."""
 
-    def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
-                 encode: Callable[[str], list[int]] | None):
+    def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device):
         self.vocab_size, self.device = vocab_size, device
         self.counts = TokenCounts(max_num_seqs, vocab_size, device)
         self._rules = RuleTable(vocab_size, device)
         self._eos_token_ids = tuple(eos_token_ids)
-        self._encode = encode
         self._features_S = np.zeros(max_num_seqs, dtype=np.int32)
         self._draws_S = np.full(max_num_seqs, GREEDY, dtype=np.int32)
         self._seeds_S = np.zeros(max_num_seqs, dtype=np.uint64)
@@ -110,17 +108,9 @@ class SamplingState:
     def _rules_of(self, params: SamplingParams) -> LogitRules:
         """Made once for all completions of a request, which come one after the other."""
         if self._last_rules is None or self._last_rules[0] is not params:
-            self._last_rules = params, logit_rules(params, self._eos_token_ids, self._bad_word_ids(params))
+            assert params.bad_words_token_ids or not params.bad_words, "bad_words are resolved before they are queued"
+            self._last_rules = params, logit_rules(params, self._eos_token_ids)
         return self._last_rules[1]
-
-    def _bad_word_ids(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        if params.bad_words_token_ids or not params.bad_words:
-            return [tuple(ids) for ids in params.bad_words_token_ids]
-        if self._encode is None:
-            raise RequestError("bad_words needs a tokenizer and this model comes without one; leave it out",
-                               code="invalid_sampling_parameter", param="bad_words")
-        spellings = (space + word for word in params.bad_words for space in ("", " "))
-        return sorted({tuple(ids) for spelling in spellings if (ids := self._encode(spelling))})
 
     def uniforms(self, host_slots: np.ndarray) -> np.ndarray:
         """float32 (B,) in [0, 1): a hash of each sequence's seed and the number of tokens it has generated."""

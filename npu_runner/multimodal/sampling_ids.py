@@ -30,6 +30,9 @@ def resolve_sampling(
             _check_ids(f"bad_words: {shown(word)}", ids, vocab_size)
             if ids:
                 found[ids] = None
+    if not found:
+        raise RequestError("bad_words: this model's tokenizer makes no token of any of them; leave them out",
+                           code="invalid_sampling_parameter", param="bad_words")
     return params.replace(bad_words_token_ids=tuple(sorted(found)))
 
 

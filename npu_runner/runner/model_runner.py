@@ -322,13 +322,11 @@ class ModelRunner(ModelRunnerBase):
     def _make_sampler(self) -> Sampler | None:
         if self.tp.rank != 0:
             return None
-        tokenizer = self.processor.tokenizer
         return Sampler(
             vocab_size=self.model_config.vocab_size,
             max_num_seqs=self.settings.max_num_seqs,
             eos_token_ids=self.model_config.eos_token_ids,
             device=self.device,
-            encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
             sort_ascending=self.ops.sort_ascending,
         )
 

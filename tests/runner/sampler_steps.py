@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from npu_runner.layers.sampler import Sampler, SamplerOutput
+from npu_runner.multimodal.sampling_ids import resolve_sampling
 from npu_runner.sampling_params import SamplingParams
 
 EOS = 2
 
 
-def make_sampler(vocab_size: int, max_num_seqs: int = 8,
-                 encode: Callable[[str], list[int]] | None = None) -> Sampler:
-    return Sampler(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=[EOS], device=torch.device("cpu"),
-                   encode=encode)
+class SpellingSampler(Sampler):
+    """Takes bad words as text, which the engine turns into token ids before it queues a request."""
+
+    spell: Callable[[str], list[int]] | None = None
+
+    def add(self, slot: int, params: SamplingParams, *arguments: Any, **seed: Any) -> None:
+        super().add(slot, resolve_sampling(params, self.spell, None) if self.spell else params, *arguments, **seed)
+
+
+def make_sampler(vocab_size: int, max_num_seqs: int = 8, encode: Callable[[str], list[int]] | None = None,
+                 device: str | torch.device = "cpu") -> SpellingSampler:
+    sampler = SpellingSampler(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=[EOS],
+                              device=torch.device(device))
+    sampler.spell = encode
+    return sampler
 
 
 def step(sampler: Sampler, logits_BV: Tensor, slots: Sequence[int],

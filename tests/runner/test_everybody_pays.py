@@ -51,7 +51,7 @@ def elements(asked: dict[str, Any], num_asking: int) -> int:
 @pytest.mark.parametrize("asked", [
     {"repetition_penalty": 1.2}, {"frequency_penalty": 0.3}, {"logit_bias": {4: 1.0}}, {"min_tokens": 50},
     {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.8, "top_k": 9}, {"logprobs": 5},
-    {"bad_words": [f"{chr(a)}{chr(b)}" for a in range(300, 340) for b in range(400, 440)]},
+    {"bad_words": [f"{chr(a)}{chr(b)}" for a in range(300, 316) for b in range(400, 416)]},
 ], ids=lambda asked: "-".join(asked))  # fmt: skip
 def test_a_row_that_asks_costs_no_pass_over_its_neighbours(asked: dict[str, Any]) -> None:
     more = elements(asked, 1) - elements({}, 0)

@@ -14,7 +14,6 @@ from npu_runner.assets import SHAPES_VL
 from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS
-from tests.oracle.running import runner_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -70,14 +69,17 @@ def test_no_step_waits_for_a_tokenizer(llm: LLM, monkeypatch: pytest.MonkeyPatch
     (free,) = llm.generate(["red"], GREEDY)
     banned = llm.engine.processor.tokenizer.decode(free.token_ids[:1])
     assert banned
-    state = runner_of(llm).sampler._state  # type: ignore[union-attr]
+    engine = llm.engine
+    engine.add_request("banned", engine.processor.from_text("red"), GREEDY.replace(bad_words=[banned]))
 
-    def refuse(text: str) -> list[int]:
-        raise AssertionError(f"a step tokenized {text!r}")
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a step tokenized")
 
-    monkeypatch.setattr(state, "_encode", refuse, raising=False)
-    (output,) = llm.generate(["red"], GREEDY.replace(bad_words=[banned]))
-    assert output.token_ids[0] != free.token_ids[0]
+    monkeypatch.setattr(engine.processor.tokenizer.__class__, "encode", refuse, raising=False)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[0].completions[0].token_ids[0] != free.token_ids[0]
 
 
 def test_the_limits_of_a_row_are_those_of_a_prompt(llm: LLM) -> None:

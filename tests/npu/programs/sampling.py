@@ -10,7 +10,7 @@ import json
 import numpy as np
 import torch
 
-from npu_runner.layers.sampler import Sampler
+from tests.runner.sampler_steps import make_sampler
 from tests.runner.test_sampler_state import SEVERAL, VOCAB, conversation, spell
 
 NUM_STEPS = 8
@@ -19,7 +19,7 @@ NUM_STEPS = 8
 def draw(device: torch.device) -> list[list[int]]:
     """The tokens of all of SEVERAL together, on `device`."""
     table_VV = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
-    sampler = Sampler(vocab_size=VOCAB, max_num_seqs=len(SEVERAL), eos_token_ids=[2], device=device, encode=spell)
+    sampler = make_sampler(VOCAB, len(SEVERAL), spell, device)
     everyone = [conversation(number) for number in range(len(SEVERAL))]
     slots = np.arange(len(SEVERAL), dtype=np.int32)
     for slot, one in enumerate(everyone):
