@@ -24,7 +24,8 @@ def answer_question(
     temperature: float,
 ) -> str:
     """Load the model and answer. Raises RequestError for a picture or a question that cannot be served."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    asked: dict[str, Any] = {"temperature": temperature, **({} if max_tokens is None else {"max_tokens": max_tokens})}
+    SamplingParams(**asked)  # a mistake answers before anything is loaded
     conversation = _conversation(question, [_read(picture) for picture in pictures], system)
     # Only the answer belongs on standard output; what loading prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
@@ -32,6 +33,7 @@ def answer_question(
 
         settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         with LLM(**settings) as llm:
+            params = SamplingParams(**{**llm.engine.generation_defaults, **asked})
             (result,) = llm.chat(conversation, params)
     return result.text
 

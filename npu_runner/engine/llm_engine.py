@@ -69,6 +69,9 @@ class LLMEngine:
         self.model_config = strategy.read_config()
         self.processor = processor or strategy.processor(config)
         self.generation_defaults = dict(self.model_config.generation_defaults)
+        if self.model_config.generation_not_served:
+            logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
+                           "from those it was made for: %s", self.model_config.generation_not_served)
         self._executor = make_executor(config, self.model_path)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
