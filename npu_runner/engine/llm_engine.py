@@ -68,6 +68,7 @@ class LLMEngine:
         strategy = pick_strategy(self.model_path)
         self.model_config = strategy.read_config()
         self.processor = processor or strategy.processor(config)
+        self._eos_token_ids = self.processor.end_token_ids(self.model_config)
         self.generation_defaults = dict(self.model_config.generation_defaults)
         if self.model_config.generation_not_served:
             logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
@@ -104,7 +105,7 @@ class LLMEngine:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
         params = self.check_request(prompt, params)
         room = self.max_model_len - len(prompt.token_ids)
-        eos_tokens = () if params.ignore_eos else self.model_config.eos_token_ids
+        eos_tokens = () if params.ignore_eos else self._eos_token_ids
         end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
         request = self._requests[request_id] = _Request(request_id)
         for index in range(params.n):

@@ -326,7 +326,7 @@ class ModelRunner(ModelRunnerBase):
         return Sampler(
             vocab_size=self.model_config.vocab_size,
             max_num_seqs=self.settings.max_num_seqs,
-            eos_token_ids=self.model_config.eos_token_ids,
+            eos_token_ids=self.processor.end_token_ids(self.model_config),
             device=self.device,
             encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
             sort_ascending=self.ops.sort_ascending,
