@@ -36,6 +36,8 @@ from npu_runner.sampling_params import SamplingParams
 from strategies import pick_strategy
 
 logger = logging.getLogger(__name__)
+_NOT_A_NUMBER = ("the model's output is not a number (NaN or infinity): the weights are broken, or too much for the "
+                 "dtype; try dtype float32")
 
 
 @dataclass(eq=False)
@@ -233,7 +235,7 @@ class LLMEngine:
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         generation = self._generation_of[sequence.seq_id]
         if token == NO_TOKEN:
-            self._finish(generation, "error", error="the model's output is not a number (NaN or infinity)")
+            self._finish(generation, "error", error=_NOT_A_NUMBER)
             return
         sequence.append(token)
         params = sequence.params
