@@ -49,6 +49,10 @@ class StepError(NpuRunnerError):
     """A step raised what nobody expected, on a device that works: one of its requests is the cause."""
 
 
+class GenerationError(NpuRunnerError):
+    """One request was accepted and given up while it was answered; the message says why."""
+
+
 class EngineDeadError(NpuRunnerError):
     """A rank or the engine died; the message names the rank and the phase. The job can be resumed.
 

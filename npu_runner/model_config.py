@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_runner.checkpoint_files import read_json, require_json
+from npu_runner.checkpoint_files import require_json
 from npu_runner.errors import ModelError
+from npu_runner.generation_config import GenerationConfig, read_generation_config, token_ids
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_vl")
 _DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "half": "float16"}
@@ -75,6 +76,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     """SamplingParams fields that generation_config.json sets."""
+    generation_not_served: dict[str, Any] = field(default_factory=dict)
+    """What else it asks for, and is not done."""
     vision: VisionConfig | None = None
     image_token_id: int | None = None
 
@@ -93,14 +96,14 @@ def read_model_config(path: Path, *, like: str | None = None) -> ModelConfig:
             f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
     try:
-        return _build({**raw, "model_type": model_type}, read_json(path, "generation_config.json") or {})
+        return _build({**raw, "model_type": model_type}, read_generation_config(path), path / "config.json")
     except KeyError as missing:
         raise ModelError(f"{path / 'config.json'}: field {missing} is missing for model_type {model_type!r}") from None
     except (TypeError, ValueError) as broken:
         raise ModelError(f"{path / 'config.json'}: {broken}") from broken
 
 
-def _build(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def _build(raw: dict[str, Any], generation: GenerationConfig, path: Path) -> ModelConfig:
     model_type = raw["model_type"]
     text = raw.get("text_config", raw)
     quantised = raw.get("quantization_config") or text.get("quantization_config")
@@ -134,8 +137,9 @@ def _build(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         rope=_rope(model_type, text),
         dtype=_dtype(raw, text),
         sliding_window=_sliding_window(text),
-        eos_token_ids=_eos(raw, text, generation),
-        generation_defaults=_generation_defaults(generation),
+        eos_token_ids=_eos(raw, text, generation, path),
+        generation_defaults=generation.defaults,
+        generation_not_served=generation.not_served,
         vision=_vision(raw["vision_config"]) if model_type == "qwen3_vl" else None,
         image_token_id=raw.get("image_token_id"),
     )
@@ -180,19 +184,12 @@ def _sliding_window(text: dict[str, Any]) -> int | None:
     return int(window) if text.get("use_sliding_window", False) else None
 
 
-def _eos(raw: dict[str, Any], text: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    for source in (generation, raw, text):
-        eos = source.get("eos_token_id")
-        if eos is not None:
-            return tuple(int(i) for i in eos) if isinstance(eos, list) else (int(eos),)
+def _eos(raw: dict[str, Any], text: dict[str, Any], generation: GenerationConfig, path: Path) -> tuple[int, ...]:
+    """The first place that names any: a list in generation_config.json is longer than the one id of config.json."""
+    for ids in (generation.eos_token_ids, token_ids(raw, "eos_token_id", path), token_ids(text, "eos_token_id", path)):
+        if ids is not None:
+            return ids
     return ()
-
-
-def _generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    if generation.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return {name: generation[name] for name in names if generation.get(name) is not None}
 
 
 def _vision(raw: dict[str, Any]) -> VisionConfig:

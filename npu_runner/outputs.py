@@ -113,6 +113,15 @@ class RequestOutput:
     def logprobs(self) -> Sequence[PositionLogprobs] | None:
         return self.completions[0].logprobs
 
+    @property
+    def error(self) -> str | None:
+        """Why, when finish_reason is `error`."""
+        return self.completions[0].error
+
+    @property
+    def error_code(self) -> str | None:
+        return self.completions[0].error_code
+
 
 @dataclass
 class EngineStats:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.config import RunnerConfig
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, GenerationError
 from npu_runner.sampling_params import SamplingParams
 
 
@@ -23,8 +23,10 @@ def answer_question(
     max_tokens: int | None,
     temperature: float,
 ) -> str:
-    """Load the model and answer. Raises RequestError for a picture or a question that cannot be served."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    """Load the model and answer. Raises RequestError for a picture or a question that cannot be served, and
+    GenerationError where the model gives no whole answer."""
+    asked: dict[str, Any] = {"temperature": temperature, **({} if max_tokens is None else {"max_tokens": max_tokens})}
+    SamplingParams(**asked)  # a mistake answers before anything is loaded
     conversation = _conversation(question, [_read(picture) for picture in pictures], system)
     # Only the answer belongs on standard output; what loading prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
@@ -32,7 +34,11 @@ def answer_question(
 
         settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         with LLM(**settings) as llm:
+            params = SamplingParams(**{**llm.engine.generation_defaults, **asked})
             (result,) = llm.chat(conversation, params)
+    if result.finish_reason not in ("stop", "length"):
+        reason = result.error or f"finish_reason is {result.finish_reason}"
+        raise GenerationError(f"no answer, given up after {len(result.token_ids)} tokens: {reason}")
     return result.text
 
 

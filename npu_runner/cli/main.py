@@ -94,7 +94,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "generate",
         help="answer one question, with pictures or without",
-        description="Answers one question and prints the answer.",
+        description="Answers one question and prints the answer. Exit status 1: the model gave none; standard error "
+        "says why.",
         allow_abbrev=False,
     )
     question = parser.add_argument_group("question")

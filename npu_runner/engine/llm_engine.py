@@ -36,6 +36,8 @@ from npu_runner.sampling_params import SamplingParams
 from strategies import pick_strategy
 
 logger = logging.getLogger(__name__)
+_NOT_A_NUMBER = ("the model's output is not a number (NaN or infinity): the weights are broken, or too much for the "
+                 "dtype; try dtype float32")
 
 
 @dataclass(eq=False)
@@ -68,7 +70,11 @@ class LLMEngine:
         strategy = pick_strategy(self.model_path)
         self.model_config = strategy.read_config()
         self.processor = processor or strategy.processor(config)
+        self._eos_token_ids = self.processor.end_token_ids(self.model_config)
         self.generation_defaults = dict(self.model_config.generation_defaults)
+        if self.model_config.generation_not_served:
+            logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
+                           "from those it was made for: %s", self.model_config.generation_not_served)
         self._executor = make_executor(config, self.model_path)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
@@ -101,7 +107,7 @@ class LLMEngine:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
         params = self.check_request(prompt, params)
         room = self.max_model_len - len(prompt.token_ids)
-        eos_tokens = () if params.ignore_eos else self.model_config.eos_token_ids
+        eos_tokens = () if params.ignore_eos else self._eos_token_ids
         end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
         request = self._requests[request_id] = _Request(request_id)
         for index in range(params.n):
@@ -229,7 +235,7 @@ class LLMEngine:
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         generation = self._generation_of[sequence.seq_id]
         if token == NO_TOKEN:
-            self._finish(generation, "error", error="the model's output is not a number (NaN or infinity)")
+            self._finish(generation, "error", error=_NOT_A_NUMBER)
             return
         sequence.append(token)
         params = sequence.params

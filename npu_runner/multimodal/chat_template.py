@@ -20,8 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from npu_runner.checkpoint_files import read_json, read_text
 from npu_runner.errors import ModelError, RequestError
+from npu_runner.multimodal.tokenizer import read_special_tokens
 
-_TOKEN_VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # What an expression of a faulty template can raise besides jinja2's own errors.
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
@@ -78,7 +78,7 @@ def read_chat_template(folder: Path, *, has_vision: bool) -> ChatTemplate | None
         source = tokenizer_config.get("chat_template")
     if source is None:
         return None
-    return ChatTemplate(_default_of(source, folder), _token_variables(folder, tokenizer_config))
+    return ChatTemplate(_default_of(source, folder), read_special_tokens(folder))
 
 
 def _default_of(source: Any, folder: Path) -> str:
@@ -92,19 +92,6 @@ def _default_of(source: Any, folder: Path) -> str:
     if not isinstance(source, str):
         raise ModelError(f"{folder}: the chat template is a {type(source).__name__}, text is needed")
     return source
-
-
-def _token_variables(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    values = dict(tokenizer_config)
-    if "added_tokens_decoder" not in tokenizer_config:  # older checkpoints keep the names in a file of their own
-        values.update(read_json(folder, "special_tokens_map.json") or {})
-    variables = {}
-    for name in _TOKEN_VARIABLES:
-        value = values.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            variables[name] = text
-    return variables
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -22,6 +22,7 @@ from npu_runner.checkpoint_files import model_folder, require_json
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.limits import LIMITS, check_logprobs
+from npu_runner.model_config import ModelConfig
 from npu_runner.multimodal.chat_template import read_chat_template
 from npu_runner.multimodal.control_tokens import ControlTokens, unused_fences
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
@@ -32,7 +33,7 @@ from npu_runner.multimodal.messages import Conversation, checked_text, parse_mes
 from npu_runner.multimodal.mrope import mrope_positions, uses_mrope
 from npu_runner.multimodal.sampling_ids import resolve_sampling
 from npu_runner.multimodal.text_length import TextLength
-from npu_runner.multimodal.tokenizer import read_tokenizer
+from npu_runner.multimodal.tokenizer import read_special_tokens, read_tokenizer
 from npu_runner.sampling_params import SamplingParams
 
 
@@ -72,6 +73,7 @@ class ChatProcessor:
         folder = model_folder(model_path)
         config = require_json(folder, "config.json")
         self.tokenizer: Tokenizer = read_tokenizer(folder)
+        self._eos_token = read_special_tokens(folder).get("eos_token")
         text_config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
         self.vocab_size: int | None = text_config.get("vocab_size", config.get("vocab_size"))
         num_positions = text_config.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)
@@ -134,6 +136,15 @@ class ChatProcessor:
         self._check_placeholders(token_ids, len(images))
         located = [(image, f"images[{number}]") for number, image in enumerate(images)]
         return self._assemble(token_ids, self._prepare_images(located, len(token_ids)))
+
+    def end_token_ids(self, model_config: ModelConfig) -> tuple[int, ...]:
+        """What ends an answer: the ids of the configs, and the tokenizer's own end token, which a fine-tune may have
+        changed there alone."""
+        ids = [*model_config.eos_token_ids]
+        token_id = None if self._eos_token is None else self.tokenizer.token_to_id(self._eos_token)
+        if token_id is not None and token_id not in ids:
+            ids.append(token_id)
+        return tuple(i for i in ids if i < model_config.vocab_size)  # the model cannot say the others
 
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
         """`params` as the engine takes them: bad words as token ids. May be called twice.

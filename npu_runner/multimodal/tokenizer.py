@@ -11,6 +11,22 @@ from tokenizers import AddedToken, Tokenizer
 from npu_runner.checkpoint_files import read_json
 from npu_runner.errors import ModelError
 
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """What the tokenizer's files call its special tokens: eos_token, pad_token, ..., those that they name."""
+    values = read_json(folder, "tokenizer_config.json") or {}
+    if "added_tokens_decoder" not in values:  # older checkpoints keep the names in a file of their own
+        values.update(read_json(folder, "special_tokens_map.json") or {})
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        value = values.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
 
 def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of tokenizer.json, with the added tokens that only tokenizer_config.json lists.

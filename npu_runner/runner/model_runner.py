@@ -325,7 +325,7 @@ class ModelRunner(ModelRunnerBase):
         return Sampler(
             vocab_size=self.model_config.vocab_size,
             max_num_seqs=self.settings.max_num_seqs,
-            eos_token_ids=self.model_config.eos_token_ids,
+            eos_token_ids=self.processor.end_token_ids(self.model_config),
             device=self.device,
             sort_ascending=self.ops.sort_ascending,
         )

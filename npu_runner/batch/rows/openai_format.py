@@ -188,7 +188,9 @@ class ChatBody(_Strict):
             message = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
             raise RequestError(message, "invalid_value", "max_completion_tokens")
         asked = old if old is not None else new
-        return default if asked is None else asked
+        if asked is None and default is not None:
+            return max(default, self.min_tokens or 0)  # the checkpoint's default gives way to what the row asks for
+        return asked
 
     def _num_logprobs(self) -> int | None:
         if self.logprobs:
