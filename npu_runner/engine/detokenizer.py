@@ -1,4 +1,4 @@
-"""Turns one sequence's tokens into text as they come, and finds the stop strings in it. Knows nothing of models.
+"""Turns one sequence's tokens into text as they come, up to a stop string. Knows nothing of models.
 
 Only text that no later token can change is given out. What a token decodes to depends on its neighbours (a character
 may span tokens, the first word may lose its space), so a short window is decoded anew, never a single token.
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
+from npu_runner.engine.stop_strings import StopSearch
 from npu_runner.engine.token_bytes import byte_of_token, special_token_ids, token_text
 
 __all__ = ["IncrementalDetokenizer", "token_text"]
@@ -35,7 +36,7 @@ class IncrementalDetokenizer:
         self._num_read = 0
         self._settled = _SettledText(tokenizer)
         self._run = _ByteRun(byte_of_token(tokenizer))
-        self._search = _StopSearch(stop) if stop else None
+        self._search = StopSearch(stop) if stop else None
         self._final: str | None = None
 
     def append(self, token_ids: list[int], *, stops_allowed: bool = True) -> str | None:
@@ -62,7 +63,9 @@ class IncrementalDetokenizer:
             return self._final
         while self._num_read < len(self._ids):
             self._read_next()
-        return self._settled.text if self._search is None else self._search.without_begun_stop(self._settled.text)
+        settled = self._settled.text
+        num_begun = self._search.num_begun(at_mark=self._run.is_open) if self._search else 0
+        return settled[: len(settled) - num_begun]
 
     def finish(self) -> str:
         """End the text, bytes that never became a character as U+FFFD, and return all of it."""
@@ -76,23 +79,27 @@ class IncrementalDetokenizer:
         self._num_read += 1
         if token_id in self._hidden_ids or self._tokenizer.id_to_token(token_id) is None:
             return ""
-        num_settled = self._settled.length
         if self._run.accepts(token_id):
-            self._settled.hold(token_id)
-            fresh = self._run.feed(token_id)
-            if fresh is None:
-                self._take_back_to(num_settled)
-            return fresh or ""
+            return self._read_byte(token_id)
         expected = self._run.close()
         fresh = self._settled.settle(token_id)
         if expected is not None and fresh.startswith(expected):
             return fresh[len(expected):]
-        self._take_back_to(num_settled)
+        self._take_run_back()
         return fresh
 
-    def _take_back_to(self, length: int) -> None:
+    def _read_byte(self, token_id: int) -> str:
+        if self._search is not None and not self._run.is_open:
+            self._search.mark()
+        self._settled.hold(token_id)
+        fresh = self._run.feed(token_id)
+        if fresh is None:
+            self._take_run_back()
+        return fresh or ""
+
+    def _take_run_back(self) -> None:
         if self._search is not None:
-            self._search.rewind(self._settled.text[:length])
+            self._search.take_back()
 
 
 class _SettledText:
@@ -161,6 +168,8 @@ class _ByteRun:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._pieces: list[str] = []
         self._is_valid = True
+        self.is_open = False
+        """The last token is one of these bytes."""
 
     @property
     def text(self) -> str:
@@ -172,6 +181,7 @@ class _ByteRun:
 
     def feed(self, token_id: int) -> str | None:
         """The character that this byte completes, "" if none; None if the run is no text after all."""
+        self.is_open = True
         if not self._is_valid:
             return ""
         try:
@@ -189,44 +199,5 @@ class _ByteRun:
         self._decoder.reset()
         self._pieces.clear()
         self._is_valid = True
-        return text
-
-
-class _StopSearch:
-    """Looks for stop strings in a text that grows at the end."""
-
-    def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
-        self._longest_begun = max(map(len, self._stops)) - 1
-        self._recent = ""
-        self._length = 0
-
-    def feed(self, fresh: str, *, is_allowed: bool) -> tuple[int, str] | None:
-        """(position in the text, stop string) of the one that `fresh` completes first."""
-        if not fresh:
-            return None
-        begun, haystack = self._recent, self._recent + fresh
-        start = self._length - len(begun)
-        self._recent = haystack[-self._longest_begun:] if self._longest_begun else ""
-        self._length += len(fresh)
-        if not is_allowed:
-            return None
-        places = [(stop, haystack.find(stop, max(0, len(begun) - len(stop) + 1))) for stop in self._stops]
-        completed = [(at + len(stop), at, stop) for stop, at in places if at >= 0]
-        if not completed:
-            return None
-        _, at, stop = min(completed)
-        return start + at, stop
-
-    def rewind(self, text: str) -> None:
-        """Forget what came after `text`."""
-        self._recent = text[-self._longest_begun:] if self._longest_begun else ""
-        self._length = len(text)
-
-    def without_begun_stop(self, text: str) -> str:
-        """`text` less what at its end begins a stop string."""
-        for size in range(min(self._longest_begun, len(text)), 0, -1):
-            end = text[-size:]
-            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
-                return text[:-size]
+        self.is_open = False
         return text
