@@ -34,8 +34,8 @@ class IncrementalDetokenizer:
         self._hidden_ids = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
         self._ids: list[int] = []
         self._num_read = 0
-        self._settled = _SettledText(tokenizer)
         self._run = _ByteRun(byte_of_token(tokenizer))
+        self._settled = _SettledText(tokenizer, unfinished="" if byte_of_token(tokenizer) else _REPLACEMENT)
         self._search = StopSearch(stop) if stop else None
         self._final: str | None = None
 
@@ -92,9 +92,13 @@ class IncrementalDetokenizer:
         if self._search is not None and not self._run.is_open:
             self._search.mark()
         self._settled.hold(token_id)
+        at_start = not self._settled.length and not self._run.has_text
         fresh = self._run.feed(token_id)
         if fresh is None:
             self._take_run_back()
+        elif fresh and at_start:  # where a decoder drops spaces
+            fresh = self._settled.decode_held()
+            self._run.replace(fresh)
         return fresh or ""
 
     def _take_run_back(self) -> None:
@@ -105,8 +109,10 @@ class IncrementalDetokenizer:
 class _SettledText:
     """Text of tokens that ends with a complete character."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, unfinished: str):
+        """unfinished: what a begun character decodes to; "" where only byte tokens, which are held, begin one."""
         self._tokenizer = tokenizer
+        self._unfinished = unfinished
         self._pieces: list[str] = []
         self.length = 0
         self._window: list[int] = []
@@ -124,12 +130,16 @@ class _SettledText:
         """Add a token whose text depends on the next ones."""
         self._window.append(token_id)
 
+    def decode_held(self) -> str:
+        """What the tokens behind the settled text decode to as of now."""
+        return self._decode(self._window)[self._num_given:]
+
     def settle(self, token_id: int) -> str:
         """Add a token; returns the characters that are now certain."""
         self._window.append(token_id)
         window_text = self._decode(self._window)
         # Of the replacement characters at the end only the last can still become another one.
-        certain = window_text.removesuffix(_REPLACEMENT)
+        certain = window_text.removesuffix(self._unfinished)
         fresh, self._num_given = certain[self._num_given:], max(self._num_given, len(certain))
         self._pieces.append(fresh)
         self.length += len(fresh)
@@ -152,7 +162,7 @@ class _SettledText:
             kept_text = self._decode(self._window[at:])
             if kept_text and self._decode(self._window[:at]) + kept_text == window_text:
                 self._window, self._num_context = self._window[at:], 0
-                self._num_given = len(kept_text.removesuffix(_REPLACEMENT))
+                self._num_given = len(kept_text.removesuffix(self._unfinished))
                 return
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -175,6 +185,14 @@ class _ByteRun:
     def text(self) -> str:
         """The complete characters, as long as the run is valid."""
         return "".join(self._pieces)
+
+    @property
+    def has_text(self) -> bool:
+        return any(self._pieces)
+
+    def replace(self, text: str) -> None:
+        """Take what the decoder makes of the characters so far for them."""
+        self._pieces = [text]
 
     def accepts(self, token_id: int) -> bool:
         return token_id in self._byte_of_token
