@@ -1,4 +1,4 @@
-"""Turns one sequence's tokens into text as they come, and finds the stop strings in it. Knows nothing of models.
+"""Turns one sequence's tokens into text as they come, up to a stop string. Knows nothing of models.
 
 Only text that no later token can change is given out. What a token decodes to depends on its neighbours (a character
 may span tokens, the first word may lose its space), so a short window is decoded anew, never a single token.
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
+from npu_runner.engine.stop_strings import StopSearch
 from npu_runner.engine.token_bytes import byte_of_token, special_token_ids, token_text
 
 __all__ = ["IncrementalDetokenizer", "token_text"]
@@ -33,9 +34,9 @@ class IncrementalDetokenizer:
         self._hidden_ids = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
         self._ids: list[int] = []
         self._num_read = 0
-        self._settled = _SettledText(tokenizer)
         self._run = _ByteRun(byte_of_token(tokenizer))
-        self._search = _StopSearch(stop) if stop else None
+        self._settled = _SettledText(tokenizer, unfinished="" if byte_of_token(tokenizer) else _REPLACEMENT)
+        self._search = StopSearch(stop) if stop else None
         self._final: str | None = None
 
     def append(self, token_ids: list[int], *, stops_allowed: bool = True) -> str | None:
@@ -62,7 +63,9 @@ class IncrementalDetokenizer:
             return self._final
         while self._num_read < len(self._ids):
             self._read_next()
-        return self._settled.text if self._search is None else self._search.without_begun_stop(self._settled.text)
+        settled = self._settled.text
+        num_begun = self._search.num_begun(at_mark=self._run.is_open) if self._search else 0
+        return settled[: len(settled) - num_begun]
 
     def finish(self) -> str:
         """End the text, bytes that never became a character as U+FFFD, and return all of it."""
@@ -76,30 +79,40 @@ class IncrementalDetokenizer:
         self._num_read += 1
         if token_id in self._hidden_ids or self._tokenizer.id_to_token(token_id) is None:
             return ""
-        num_settled = self._settled.length
         if self._run.accepts(token_id):
-            self._settled.hold(token_id)
-            fresh = self._run.feed(token_id)
-            if fresh is None:
-                self._take_back_to(num_settled)
-            return fresh or ""
+            return self._read_byte(token_id)
         expected = self._run.close()
         fresh = self._settled.settle(token_id)
         if expected is not None and fresh.startswith(expected):
             return fresh[len(expected):]
-        self._take_back_to(num_settled)
+        self._take_run_back()
         return fresh
 
-    def _take_back_to(self, length: int) -> None:
+    def _read_byte(self, token_id: int) -> str:
+        if self._search is not None and not self._run.is_open:
+            self._search.mark()
+        self._settled.hold(token_id)
+        at_start = not self._settled.length and not self._run.has_text
+        fresh = self._run.feed(token_id)
+        if fresh is None:
+            self._take_run_back()
+        elif fresh and at_start:  # where a decoder drops spaces
+            fresh = self._settled.decode_held()
+            self._run.replace(fresh)
+        return fresh or ""
+
+    def _take_run_back(self) -> None:
         if self._search is not None:
-            self._search.rewind(self._settled.text[:length])
+            self._search.take_back()
 
 
 class _SettledText:
     """Text of tokens that ends with a complete character."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, unfinished: str):
+        """unfinished: what a begun character decodes to; "" where only byte tokens, which are held, begin one."""
         self._tokenizer = tokenizer
+        self._unfinished = unfinished
         self._pieces: list[str] = []
         self.length = 0
         self._window: list[int] = []
@@ -117,12 +130,16 @@ class _SettledText:
         """Add a token whose text depends on the next ones."""
         self._window.append(token_id)
 
+    def decode_held(self) -> str:
+        """What the tokens behind the settled text decode to as of now."""
+        return self._decode(self._window)[self._num_given:]
+
     def settle(self, token_id: int) -> str:
         """Add a token; returns the characters that are now certain."""
         self._window.append(token_id)
         window_text = self._decode(self._window)
         # Of the replacement characters at the end only the last can still become another one.
-        certain = window_text.removesuffix(_REPLACEMENT)
+        certain = window_text.removesuffix(self._unfinished)
         fresh, self._num_given = certain[self._num_given:], max(self._num_given, len(certain))
         self._pieces.append(fresh)
         self.length += len(fresh)
@@ -145,7 +162,7 @@ class _SettledText:
             kept_text = self._decode(self._window[at:])
             if kept_text and self._decode(self._window[:at]) + kept_text == window_text:
                 self._window, self._num_context = self._window[at:], 0
-                self._num_given = len(kept_text.removesuffix(_REPLACEMENT))
+                self._num_given = len(kept_text.removesuffix(self._unfinished))
                 return
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -161,17 +178,28 @@ class _ByteRun:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._pieces: list[str] = []
         self._is_valid = True
+        self.is_open = False
+        """The last token is one of these bytes."""
 
     @property
     def text(self) -> str:
         """The complete characters, as long as the run is valid."""
         return "".join(self._pieces)
 
+    @property
+    def has_text(self) -> bool:
+        return any(self._pieces)
+
+    def replace(self, text: str) -> None:
+        """Take what the decoder makes of the characters so far for them."""
+        self._pieces = [text]
+
     def accepts(self, token_id: int) -> bool:
         return token_id in self._byte_of_token
 
     def feed(self, token_id: int) -> str | None:
         """The character that this byte completes, "" if none; None if the run is no text after all."""
+        self.is_open = True
         if not self._is_valid:
             return ""
         try:
@@ -189,44 +217,5 @@ class _ByteRun:
         self._decoder.reset()
         self._pieces.clear()
         self._is_valid = True
-        return text
-
-
-class _StopSearch:
-    """Looks for stop strings in a text that grows at the end."""
-
-    def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
-        self._longest_begun = max(map(len, self._stops)) - 1
-        self._recent = ""
-        self._length = 0
-
-    def feed(self, fresh: str, *, is_allowed: bool) -> tuple[int, str] | None:
-        """(position in the text, stop string) of the one that `fresh` completes first."""
-        if not fresh:
-            return None
-        begun, haystack = self._recent, self._recent + fresh
-        start = self._length - len(begun)
-        self._recent = haystack[-self._longest_begun:] if self._longest_begun else ""
-        self._length += len(fresh)
-        if not is_allowed:
-            return None
-        places = [(stop, haystack.find(stop, max(0, len(begun) - len(stop) + 1))) for stop in self._stops]
-        completed = [(at + len(stop), at, stop) for stop, at in places if at >= 0]
-        if not completed:
-            return None
-        _, at, stop = min(completed)
-        return start + at, stop
-
-    def rewind(self, text: str) -> None:
-        """Forget what came after `text`."""
-        self._recent = text[-self._longest_begun:] if self._longest_begun else ""
-        self._length = len(text)
-
-    def without_begun_stop(self, text: str) -> str:
-        """`text` less what at its end begins a stop string."""
-        for size in range(min(self._longest_begun, len(text)), 0, -1):
-            end = text[-size:]
-            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
-                return text[:-size]
+        self.is_open = False
         return text

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
+from collections.abc import Sequence
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
-from npu_runner.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from npu_runner.limits import LIMITS
+from npu_runner.outputs import CompactLogprobs, CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 
 STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="shapes-vl")
 TOKENS = st.builds(
@@ -73,6 +77,66 @@ def test_bytes_follow_from_request_and_answer(output: RequestOutput) -> None:
     warmer = RequestOutput("a", output.completions, output.num_prompt_tokens, output.num_prompt_tokens)
     assert first == answer_row(warmer, custom_id="a", model=None, stamp=STAMP), "the prefix cache shows in the answer"
     assert json.loads(first)["id"] != json.loads(answer_row(output, custom_id="b", model=None, stamp=STAMP))["id"]
+
+
+def describe(token_id: int) -> tuple[str, bytes]:
+    """A token in three is part of a character, one a control character, one has quotes."""
+    kinds = [f' w"o{token_id}\\é'.encode(), f"\n\x07{token_id}".encode(), b"\xe6\x97"]
+    raw = kinds[token_id % 3]
+    return raw.decode(errors="replace"), raw
+
+
+def by_openai_format(positions: Sequence[PositionLogprobs]) -> list[dict[str, object]]:
+    """The array `content` as plain data."""
+
+    def entry(token: TokenLogprob) -> dict[str, object]:
+        value = token.logprob if token.logprob >= -9999 and token.logprob != math.inf else -9999.0
+        return {"token": token.token, "logprob": value, "bytes": list(token.token_bytes)}
+
+    return [entry(each.sampled) | {"top_logprobs": [entry(token) for token in each.top]} for each in positions]
+
+
+VALUES = st.one_of(st.floats(max_value=0, width=32), st.sampled_from([math.nan, math.inf, -math.inf, -1e4, -1e-40]))
+
+
+@given(st.integers(0, 3), st.data())
+def test_log_probabilities_kept_as_numbers_are_written_as_those_of_objects(num_top: int, data: st.DataObject) -> None:
+    values = data.draw(st.lists(st.lists(VALUES, min_size=1 + num_top, max_size=1 + num_top), max_size=3))
+    floats = np.array(values, dtype=np.float32).reshape(-1, 1 + num_top)
+    ids = np.arange(floats.size, dtype=np.int32).reshape(floats.shape) % 4
+    compact = CompactLogprobs(ids, floats, describe)
+    completions = [CompletionOutput(index, "x", [1], "stop", logprobs=compact) for index in range(2)]
+    row = answer_row(RequestOutput("a", completions), custom_id="a", model=None, stamp=STAMP)
+    for choice in json.loads(row)["response"]["body"]["choices"]:
+        assert choice["logprobs"] == {"content": by_openai_format(compact), "refusal": None}
+    objects = [CompletionOutput(index, "x", [1], "stop", logprobs=list(compact)) for index in range(2)]
+    assert row == answer_row(RequestOutput("a", objects), custom_id="a", model=None, stamp=STAMP)
+    whole = json.dumps(json.loads(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    assert row == whole.encode() + b"\n"
+
+
+def test_the_largest_row_of_log_probabilities_takes_little_more_memory_than_its_bytes() -> None:
+    """At the limit on a request, n 128 and top 20: below 100 MiB, where 21 are the row itself."""
+    n, num_top = 128, 20
+    num_positions = LIMITS.max_logprobs_per_request // n // (1 + num_top)
+    rng = np.random.default_rng(0)
+    shape = num_positions, 1 + num_top
+    completions = [
+        CompletionOutput(index, "x", [1] * num_positions, "length", logprobs=CompactLogprobs(
+            rng.integers(0, 5_000, shape, dtype=np.int32), -rng.exponential(5, shape).astype(np.float32), describe))
+        for index in range(n)
+    ]
+    tracemalloc.start()
+    try:
+        row = answer_row(RequestOutput("a", completions), custom_id="a", model=None, stamp=STAMP)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(row) < peak < min(100 << 20, 2 * len(row))
+    choices = json.loads(row)["response"]["body"]["choices"]
+    assert len(choices) == n
+    for index in (0, 1, n - 1):
+        assert choices[index]["logprobs"]["content"] == by_openai_format(completions[index].logprobs or [])
 
 
 def test_cached_tokens_are_reported_when_asked_for() -> None:

@@ -6,6 +6,8 @@ import functools
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
@@ -33,7 +35,7 @@ def byte_level() -> Tokenizer:
 
 
 @functools.cache
-def sentencepiece_like() -> Tokenizer:
+def sentencepiece_like(num_stripped: int = 1) -> Tokenizer:
     """What Llama 2 ships: metaspace, byte fallback, one leading space stripped."""
     words = ["▁", "▁Hello", ",", "▁world", "a", "e", "▁the", "END", "▁E", "N", "D", "日", "本", "\ufffd", "▁▁", "\n"]
     vocab = {"<unk>": 0, "<s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
@@ -41,7 +43,7 @@ def sentencepiece_like() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", num_stripped, 0)])
     tokenizer.add_special_tokens(["<s>"])
     return tokenizer
 
@@ -211,6 +213,25 @@ def test_stop_string_found_across_token_boundaries(make):
         assert detokenizer.finish() == detokenizer.text
         found += 1
     assert found > 80
+
+
+@pytest.mark.parametrize("num_stripped", [0, 1, 3])
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_stop_in_fallback_bytes_is_where_the_decoder_puts_it(num_stripped, data):
+    """After each token, against decoding all of them: spaces dropped at the start, U+FFFD spelled and made of bytes."""
+    tokenizer = sentencepiece_like(num_stripped)
+    tokens = ["<0x20>", "<0x41>", "<0xC3>", "<0xA9>", "<0xFF>", "<s>", "▁", "▁▁", "a", "END", "▁E", "日", "\ufffd"]
+    ids = [tokenizer.token_to_id(token) for token in data.draw(st.lists(st.sampled_from(tokens), max_size=9))]
+    stops = data.draw(st.lists(st.text(" AéaEND日", min_size=1, max_size=3), min_size=1, max_size=3))
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=stops)
+    for end in range(1, len(ids) + 1):
+        reason = detokenizer.append(ids[end - 1 : end])
+        expected = first_completed(tokenizer.decode(ids[:end]), stops)
+        assert reason == (expected and expected[1])
+        if expected is not None:
+            assert detokenizer.finish() == expected[0]
+            return
 
 
 def test_stop_is_reported_with_the_token_that_completes_it():

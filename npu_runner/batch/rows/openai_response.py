@@ -7,15 +7,13 @@ So a resumed job writes what an undisturbed one would have written.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+import io
 from dataclasses import dataclass
 from typing import Any
 
-from npu_runner.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from npu_runner.batch.rows.logprobs_json import LogprobsJson, to_json
+from npu_runner.outputs import CompletionOutput, RequestOutput
 
-# What OpenAI sends for minus infinity, which JSON cannot say.
-LOWEST_LOGPROB = -9999.0
 _SERVED_FINISH_REASONS = ("stop", "length")
 
 
@@ -55,16 +53,24 @@ def why_unanswered(output: RequestOutput) -> RowError | None:
 def answer_row(output: RequestOutput, *, custom_id: str, model: str | None, stamp: JobStamp) -> bytes:
     """The result row of a request that was answered. `model`: what the request calls it."""
     digest = row_digest(custom_id)
-    body = {
+    start = {
         "id": f"chatcmpl-{digest}",
         "object": "chat.completion",
         "created": stamp.created,
         "model": model or stamp.model_name,
-        "choices": [_choice(completion) for completion in output.completions],
-        "usage": _usage(output, stamp.with_cached_tokens),
-        "system_fingerprint": stamp.system_fingerprint,
     }
-    return _row(digest, custom_id, {"status_code": 200, "request_id": f"req_{digest}", "body": body}, None)
+    end = {"usage": _usage(output, stamp.with_cached_tokens), "system_fingerprint": stamp.system_fingerprint}
+    # Written piece by piece: with log probabilities a row is many megabytes, of which this holds one copy.
+    row = io.BytesIO()
+    row.write(_encode(_open({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response")))
+    row.write(_encode(_open({"status_code": 200, "request_id": f"req_{digest}"}, "body")))
+    row.write(_encode(_open(start, "choices") + "["))
+    logprobs_json = LogprobsJson()
+    for number, completion in enumerate(output.completions):
+        row.write(b"," if number else b"")
+        _write_choice(completion, row, logprobs_json)
+    row.write(_encode("]," + to_json(end).removeprefix("{") + '},"error":null}\n'))
+    return row.getvalue()
 
 
 def error_row(error: RowError, *, custom_id: str | None, line: int) -> bytes:
@@ -84,30 +90,30 @@ def row_digest(custom_id: str) -> str:
 
 def _row(digest: str, custom_id: str | None, response: dict[str, Any], error: dict[str, Any] | None) -> bytes:
     row = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error}
+    return _encode(to_json(row) + "\n")
+
+
+def _write_choice(completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson) -> None:
+    message = {"role": "assistant", "content": completion.text, "refusal": None}
+    row.write(_encode(_open({"index": completion.index, "message": message}, "logprobs")))
+    if completion.logprobs is None:
+        row.write(b"null")
+    else:
+        row.write(b'{"content":[')
+        for number, position in enumerate(logprobs_json.positions(completion.logprobs)):
+            row.write(_encode(f",{position}" if number else position))
+        row.write(b'],"refusal":null}')
+    row.write(_encode(f',"finish_reason":{to_json(completion.finish_reason)}}}'))
+
+
+def _open(members: dict[str, Any], name: str) -> str:
+    """The JSON of an object up to the value of its next member, `name`."""
+    return f"{to_json(members).removesuffix('}')},{to_json(name)}:"
+
+
+def _encode(text: str) -> bytes:
     # "replace": a message may quote half a surrogate pair out of a row that was refused for it.
-    text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", errors="replace") + b"\n"
-
-
-def _choice(completion: CompletionOutput) -> dict[str, Any]:
-    content = None
-    if completion.logprobs is not None:
-        content = {"content": [_position(position) for position in completion.logprobs], "refusal": None}
-    return {
-        "index": completion.index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
-        "logprobs": content,
-        "finish_reason": completion.finish_reason,
-    }
-
-
-def _position(position: PositionLogprobs) -> dict[str, Any]:
-    return {**_token(position.sampled), "top_logprobs": [_token(token) for token in position.top]}
-
-
-def _token(token: TokenLogprob) -> dict[str, Any]:
-    logprob = token.logprob if math.isfinite(token.logprob) else LOWEST_LOGPROB
-    return {"token": token.token, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(token.token_bytes)}
+    return text.encode("utf-8", errors="replace")
 
 
 def _usage(output: RequestOutput, with_cached_tokens: bool) -> dict[str, Any]:

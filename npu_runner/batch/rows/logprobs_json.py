@@ -1,0 +1,79 @@
+"""Writes log probabilities as OpenAI's JSON. Knows nothing of rows.
+
+A row may hold a quarter of a million of them. They go from arrays to text without an object for each, and the text of
+a token is made once for many places.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from npu_runner.outputs import CompactLogprobs, PositionLogprobs, TokenLogprob
+
+# What OpenAI sends for minus infinity, which JSON cannot say.
+LOWEST_LOGPROB = -9999.0
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_CACHED_TOKENS = 1 << 14  # of some 400 bytes each
+
+_Describe = Callable[[int], tuple[str, bytes]]
+_AroundValue = Callable[[int], tuple[str, str]]
+
+
+def to_json(value: Any) -> str:
+    """JSON as all rows have it: nothing escaped that need not be, no spaces."""
+    return _ENCODER.encode(value)
+
+
+class LogprobsJson:
+    """The log probabilities of one row's completions; what it learns of a token serves all of them."""
+
+    def __init__(self) -> None:
+        self._around_value: dict[_Describe, _AroundValue] = {}
+
+    def positions(self, logprobs: Sequence[PositionLogprobs]) -> Iterator[str]:
+        """The JSON of one position after the other."""
+        if not isinstance(logprobs, CompactLogprobs):
+            return (to_json(_position(position)) for position in logprobs)
+        around_value = self._around_value.get(logprobs.describe)
+        if around_value is None:
+            around_value = self._around_value[logprobs.describe] = _around_value(logprobs.describe)
+        values = logprobs.logprobs.astype(np.float64)
+        values = np.where(np.isfinite(values), values, LOWEST_LOGPROB).clip(min=LOWEST_LOGPROB)
+        return (
+            _position_of_numbers(ids.tolist(), floats.tolist(), around_value)
+            for ids, floats in zip(logprobs.ids, values, strict=True)
+        )
+
+
+def _position_of_numbers(ids: list[int], values: list[float], around_value: _AroundValue) -> str:
+    """What to_json(_position(...)) gives; the sampled token comes first."""
+    sampled, *top = [
+        f"{before}{value!r}{behind}" for (before, behind), value in zip(map(around_value, ids), values, strict=True)
+    ]
+    return sampled + ',"top_logprobs":[' + ",".join([token + "}" for token in top]) + "]}"
+
+
+def _around_value(describe: _Describe) -> _AroundValue:
+    """For a token id: the JSON of a token before its log probability and behind it, up to the closing brace."""
+
+    @functools.lru_cache(maxsize=_CACHED_TOKENS)
+    def around_value(token_id: int) -> tuple[str, str]:
+        token, token_bytes = describe(token_id)
+        return f'{{"token":{to_json(token)},"logprob":', f',"bytes":[{",".join(map(str, token_bytes))}]'
+
+    return around_value
+
+
+def _position(position: PositionLogprobs) -> dict[str, Any]:
+    return {**_token(position.sampled), "top_logprobs": [_token(token) for token in position.top]}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    logprob = token.logprob if math.isfinite(token.logprob) else LOWEST_LOGPROB
+    return {"token": token.token, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(token.token_bytes)}
