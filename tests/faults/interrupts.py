@@ -42,6 +42,7 @@ def interrupted(llm: LLM, delay: float) -> bool:
 
 
 def main(model: str, size: str, num_interrupts: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     rng = random.Random(5)
     with LLM(model, tensor_parallel_size=int(size), **SETTINGS) as llm:
         expected = answers(llm)

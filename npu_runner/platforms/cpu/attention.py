@@ -74,7 +74,7 @@ class CpuAttention(AttentionBackend):
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                scale: float) -> Tensor:
-        if torch.compiler.is_compiling():
+        if metadata.plan is None:  # a graph's step, of which only the tensors change
             return planned_decode(q_BNH, k_cache, v_cache, metadata.context_lens_B, metadata.block_tables_BW,
                                   self.bytes_per_token, self.piece_bytes, scale)
         return _decode(q_BNH, k_cache, v_cache, metadata.plan, scale)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.engine.executors import shared_memory
+from npu_runner.engine.executors import rank_process
 from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 from npu_runner.errors import EngineDeadError
 
@@ -49,7 +49,7 @@ def end_of_a_job(model: str, how: str, settings: dict[str, Any]) -> dict[str, An
     seconds = 0.0
     graphs = ""
     if "FAIL_OF_THE_VICTIM" in os.environ:
-        shared_memory.subprocess.Popen = PopenOfRank  # type: ignore[misc]
+        rank_process.subprocess.Popen = PopenOfRank  # type: ignore[misc]
     try:
         with LLM(model, platform="npu", tensor_parallel_size=2, max_model_len=512, max_num_seqs=4, **settings) as llm:
             executor = llm.engine._executor
