@@ -6,6 +6,8 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -179,3 +181,27 @@ def test_rows_reach_the_file_without_waiting_for_a_group(tmp_path: Path) -> None
     while path.read_bytes() != b"row\n":  # the test's own timeout ends this if it never comes
         os.sched_yield()
     writer.close()
+
+
+def test_rows_that_wait_for_a_slow_reader_are_bounded_by_their_bytes() -> None:
+    reader, descriptor = os.pipe()
+    writer, row, accepted = AnswerWriter(descriptor, "a pipe"), b"x" * ((4 << 20) - 1) + b"\n", []
+
+    def put_all() -> None:
+        for _ in range(40):
+            writer.put(row)
+            accepted.append(len(row))
+        writer.close()
+
+    thread = threading.Thread(target=put_all)
+    thread.start()
+    # What fits while nobody reads: 64 MiB of rows, the one being written among them.
+    while (before := len(accepted)) < 16:
+        time.sleep(0.01)
+    thread.join(0.5)
+    assert before <= len(accepted) <= 17
+    received = 0
+    while data := os.read(reader, 1 << 20):
+        received += len(data)
+    thread.join()
+    assert received == 40 * len(row)

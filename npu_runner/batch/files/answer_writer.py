@@ -18,6 +18,8 @@ from npu_runner.batch.files.durable import explain_late_error, write_all
 from npu_runner.errors import JobError, OutputLostError
 
 _MAX_QUEUED_ROWS = 1024
+# Answers wait for a slow disk in memory, a row of log probabilities with 20 MB and more.
+_MAX_QUEUED_BYTES = 64 << 20
 _MAX_BYTES_PER_WRITE = 1 << 20
 
 
@@ -39,6 +41,8 @@ class AnswerWriter:
         self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         self._end = os.fstat(descriptor).st_size
         self._rows: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED_ROWS)
+        self._room = threading.Condition()
+        self._queued_bytes = 0
         self._failure: JobError | None = None
         self._num_unsynced = 0
         self._sync_at = float("inf")
@@ -52,8 +56,12 @@ class AnswerWriter:
         return self._path is None
 
     def put(self, row: bytes) -> None:
-        """Queue a row. Raises JobError if an earlier one could not be written, OutputLostError if the file is gone."""
+        """Queue a row, once there is room. Raises JobError if an earlier one could not be written, OutputLostError if
+        the file is gone."""
         self.raise_failure()
+        with self._room:
+            self._room.wait_for(lambda: not self._queued_bytes or self._queued_bytes + len(row) <= _MAX_QUEUED_BYTES)
+            self._queued_bytes += len(row)
         self._rows.put(row)
 
     def close(self) -> None:
@@ -83,6 +91,9 @@ class AnswerWriter:
                     self._failure = explain_late_error(f"output {self._name}", error)
                 except OutputLostError as error:
                     self.num_kept, self._failure = 0, error
+            with self._room:
+                self._queued_bytes -= sum(map(len, rows))
+                self._room.notify()
 
     def _next_rows(self) -> tuple[list[bytes], bool]:
         """Rows that are waiting, at least one unless a sync is due; and whether there will be more."""
