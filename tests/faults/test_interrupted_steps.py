@@ -70,8 +70,8 @@ def test_after_an_exception_in_a_step_the_next_call_answers_as_a_fresh_one(size:
             runner = runner_of(llm)
             sampler: Any = runner.steps.sampler
             places += [(runner.steps, name) for name in ("admit", "prepare", "launch", "sample", "collect")]
-            places += [(runner.model, "compute_logits"), (sampler, "add"), (sampler._state.rules, "install"),
-                       (sampler._state, "advance")]
+            places += [(runner.model, "compute_logits"), (sampler, "add"), (sampler._state, "_make_plan"),
+                       (sampler._state, "plan"), (sampler._state, "prepare_advance")]
         else:
             ranks = executor._ranks  # type: ignore[attr-defined]
             places += [(executor._calls, "write"), (ranks[0].wire, "send"), (ranks[1].wire, "send"),  # type: ignore
