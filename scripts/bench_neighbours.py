@@ -4,7 +4,7 @@
     probabilities. Milliseconds of a decode step, the slowest step, the engine's whole time, bytes of memory a token.
 (s) sampler: 256 rows of 151,936 logits; one row asks for a feature that looks at its whole vocabulary.
 
-    python scripts/bench_neighbours.py [--part engine|sampler] [--case NAME ...] [--repeats 3]
+    python scripts/bench_neighbours.py [--part engine|sampler] [--case NAME ...] [--repeats 3] [--device cuda]
 
 Each case is compared with the same rows without what is asked for. Prints a table, then one JSON line.
 """
@@ -12,7 +12,6 @@ Each case is compared with the same rows without what is asked for. Prints a tab
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import random
@@ -27,6 +26,7 @@ from bench_common import ROOT, commit, versions
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.layers.sampler import Sampler
+from npu_runner.limits import LIMITS
 from npu_runner.multimodal.inputs import PromptInputs
 
 NUM_SEQS = 256
@@ -43,13 +43,15 @@ def words(count: int, length: int = 3) -> list[str]:
     return list(found)
 
 
+# As much as npu_runner/limits.py lets one request ask for.
+BAD_WORDS = [*words(LIMITS.max_bad_words - 1), "".join(words(99, 3))[: LIMITS.max_bad_word_chars]]
+BIASES = {token: 0.25 for token in range(500)}  # the embedded model has few more tokens
 ENGINE_CASES: dict[str, dict[str, Any]] = {
-    "bad_words 4,001, one long": {"bad_words": [*words(4000), "".join(words(100, 5))]},
-    "bad_words 20,000": {"bad_words": words(20_000, 4)},
-    "logit_bias 500": {"logit_bias": {i: 0.25 for i in range(500)}},
-    "stop 100,000": {"stop": words(100_000, 6)},
-    "n=128 bad_words 500": {"n": 128, "bad_words": words(500)},
-    "n=128 logit_bias 500": {"n": 128, "logit_bias": {i: 0.25 for i in range(500)}},
+    "bad_words, one long": {"bad_words": BAD_WORDS},
+    "logit_bias": {"logit_bias": BIASES},
+    "stop": {"stop": [word * (LIMITS.max_stop_chars // 6) for word in words(LIMITS.max_stop_strings, 6)]},
+    "n=128 bad_words": {"n": 128, "bad_words": BAD_WORDS},
+    "n=128 logit_bias": {"n": 128, "logit_bias": BIASES},
     "n=128 top_logprobs 20": {"n": 128, "logprobs": 20},
     "min_tokens": {"min_tokens": NUM_TOKENS},
 }
@@ -90,7 +92,7 @@ def run_engine(llm: LLM, asked: dict[str, Any], number: int) -> dict[str, float]
             "bytes_a_token": (resident_bytes() - memory) / (special.n * NUM_TOKENS)}
 
 
-def measure_engine(cases: list[str], repeats: int) -> dict[str, Any]:
+def measure_engine(cases: list[str], repeats: int, device: str) -> dict[str, Any]:
     path = ROOT / "npu_runner/assets/shapes-vl"
     found: dict[str, Any] = {}
     with LLM(path, platform="cpu", max_num_seqs=NUM_SEQS, max_model_len=256, enable_prefix_caching=False) as llm:
@@ -118,8 +120,8 @@ def engine_line(name: str, result: dict[str, dict[str, float]]) -> str:
             f"{having['seconds'] / without['seconds'] - 1:>+9.1%}{having['bytes_a_token']:>12.0f}")
 
 
-def measure_sampler(cases: list[str], repeats: int) -> dict[str, Any]:
-    logits_BV = torch.randn(NUM_SEQS, VOCAB, generator=torch.Generator().manual_seed(0))
+def measure_sampler(cases: list[str], repeats: int, device: str) -> dict[str, Any]:
+    logits_BV = torch.randn(NUM_SEQS, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
     plain = sampler_ms(logits_BV, SamplingParams(temperature=0.0), repeats)
     found: dict[str, Any] = {}
     for name in cases:
@@ -131,19 +133,18 @@ def measure_sampler(cases: list[str], repeats: int) -> dict[str, Any]:
 
 def sampler_ms(logits_BV: torch.Tensor, asked: SamplingParams, repeats: int) -> float:
     """Median milliseconds of a sampler's step in which row 7 asks."""
-    given = {"vocab_size": VOCAB, "max_num_seqs": NUM_SEQS, "eos_token_ids": [2], "device": torch.device("cpu")}
-    if "encode" in inspect.signature(Sampler).parameters:
-        given["encode"] = None
-    sampler = Sampler(**given)
+    device = logits_BV.device
+    sampler = Sampler(vocab_size=VOCAB, max_num_seqs=NUM_SEQS, eos_token_ids=[2], device=device)
     slots = np.arange(NUM_SEQS, dtype=np.int32)
     for slot in range(NUM_SEQS):
         sampler.add(slot, asked if slot == 7 else SamplingParams(temperature=0.0), [1, 2, 3], seed=slot)
-    receipts_B = torch.zeros(NUM_SEQS, dtype=torch.int32)
+    receipts_B = torch.zeros(NUM_SEQS, dtype=torch.int32, device=device)
+    slots_B = torch.from_numpy(slots).to(device)
     seconds = []
     for _ in range(2 + 3 * repeats):
-        uniforms_B = torch.from_numpy(sampler.host_inputs(slots))
+        uniforms_B = torch.from_numpy(sampler.host_inputs(slots)).to(device)
         started = time.perf_counter()
-        sampler(logits_BV, torch.from_numpy(slots), uniforms_B, receipts_B, slots).to_host()
+        sampler(logits_BV, slots_B, uniforms_B, receipts_B, slots).to_host()
         seconds.append(time.perf_counter() - started)
     return 1e3 * statistics.median(seconds[2:])
 
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("engine", "sampler"), action="append")
     parser.add_argument("--case", action="append", help="a case by its name; default: all")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="of the sampler's part")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     for part, cases, heading, measure in (
@@ -163,7 +165,7 @@ def main() -> None:
         wanted = [name for name in cases if not arguments.case or name in arguments.case]
         if wanted and part in (arguments.part or ("engine", "sampler")):
             print(heading)
-            results[part] = measure(wanted, arguments.repeats)
+            results[part] = measure(wanted, arguments.repeats, arguments.device)
     print(json.dumps({"bench": "bench_neighbours", "commit": commit(), "versions": versions("torch", "npu-runner"),
                       "threads": torch.get_num_threads(), "repeats": arguments.repeats, "results": results}))
 
