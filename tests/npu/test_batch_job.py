@@ -66,6 +66,7 @@ def wait_for_rows(path: Path, count: int, process: subprocess.Popen[str]) -> Non
         time.sleep(0.02)
 
 
+@pytest.mark.full("jobs killed and resumed on the emulation take minutes; the same kills on the cpu platform stay")
 def test_killed_jobs_are_resumed_and_answer_as_on_the_cpu(tmp_path: Path) -> None:
     rows = requests(tmp_path)
     write_rows(tmp_path / "in.jsonl", rows)

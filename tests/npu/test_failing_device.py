@@ -70,6 +70,7 @@ def test_memory_that_comes_back_costs_a_second_try(tmp_path: Path) -> None:
     assert any(result.get("num_retries") for result in found.values()), found
 
 
+@pytest.mark.full("a sweep over starts, one after the other; memory that runs out while serving stays")
 def test_memory_that_runs_out_while_graphs_are_captured(checkpoint: Any, tmp_path: Path) -> None:
     failures = [f"aclrtMallocPhysical:{number}+:{NO_MEMORY}" for number in range(1, 12, 2)]
     found = runs(checkpoint("qwen3", num_hidden_layers=1), failures, tmp_path, graph_mode="reduce-overhead",

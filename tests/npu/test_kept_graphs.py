@@ -80,6 +80,7 @@ def put_graph(source: Path, target: Path) -> None:
     (target / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.full("two ranks compile twice on two cores; one rank's kept graphs stay")
 def test_graphs_of_two_ranks_are_kept_and_find_their_communicator(checkpoint: Any, tmp_path: Path) -> None:
     model, graphs = checkpoint("qwen3", num_hidden_layers=1), tmp_path / "graphs"
     first = run(model, graphs, tmp_path, num_ranks=2)

@@ -142,6 +142,7 @@ def test_torch_npu_without_npugraph_ex_captures_through_torchair(checkpoint: Any
     assert '"reduce-overhead" mode configuration will be deprecated' in result["stderr"], "torchair says which it is"
 
 
+@pytest.mark.full("four ranks on two cores; two ranks stay, in every mode")
 @emulated
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_four_ranks(mode: str, checkpoint: Any, tmp_path: Path) -> None:
