@@ -43,6 +43,8 @@ def test_shapes_vl(mode: str, shapes_on_cpu: dict[str, Any], tmp_path: Path) -> 
         assert_graphs_are_whole(result, BUCKETS)
 
 
+@pytest.mark.full("compiles the embedded model's graphs and loads them again; tiny models stay in this mode, kept "
+                  "graphs have their own file")
 @emulated
 def test_shapes_vl_through_the_graph_engine_compiled_and_kept(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
     case = shapes("max-autotune", graph_cache_dir=str(tmp_path / "graphs"))
