@@ -1,4 +1,4 @@
-"""Finds the checkpoint folder: a local one, or a hub id through huggingface_hub. Knows nothing of what is inside.
+"""Finds the checkpoint folder: a local or an embedded one, or a hub id's. Knows nothing of what is inside.
 
 Only data files are fetched: no Python code of a checkpoint is ever downloaded, let alone run.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from npu_runner.assets import EMBEDDED
 from npu_runner.errors import ModelError
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -15,9 +16,12 @@ _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.tx
 def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     """The folder of `model`; a hub id is downloaded (or found in the hub's cache) at `revision`.
 
+    A folder that is called like an embedded model goes before it.
     Raises ModelError when there is neither such a folder nor, without network, such a download.
     """
     path = Path(model).expanduser()
+    if not path.is_dir():
+        path = EMBEDDED.get(model, path)
     if path.is_dir():
         if revision is not None:
             raise ModelError(f"revision {revision!r} was given, but {model!r} is a local folder")
@@ -25,7 +29,8 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
             raise ModelError(f"{path} has no config.json: it is not a checkpoint folder")
         return path.resolve()
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelError(f"model {model!r}: there is no such folder, and it is no hub id (owner/name)")
+        raise ModelError(f"model {model!r}: there is no such folder, and it is neither a hub id (owner/name) "
+                         f"nor embedded ({', '.join(EMBEDDED)})")
     return _download(model, revision)
 
 

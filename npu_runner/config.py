@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
 # Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
 DEFAULT_MAX_MODEL_LEN = 32768
 LOAD_FORMATS = ("safetensors", "dummy")
+REASONING_PARSERS = ("auto", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class RunnerConfig:
     """Settings of one runner. An unknown name or a value out of range is a ConfigError that names it."""
 
     model: str
-    """Folder of a checkpoint, or a hub id."""
+    """Folder of a checkpoint, a hub id, or the name of an embedded model (shapes-vl)."""
     revision: str | None = None
     """Branch, tag or commit when `model` is a hub id."""
     platform: str = "auto"
@@ -40,7 +42,7 @@ class RunnerConfig:
     """Longest prompt plus output in tokens; None: the checkpoint's, 32,768 at most, cut to what the KV
     cache holds."""
     max_num_seqs: int | None = None
-    """Most sequences decoded together; None: the platform's default."""
+    """Most sequences decoded together; None: the platform's default, or as many as have room for their states."""
     max_num_batched_tokens: int | None = None
     """Most tokens of one prefill step; longer prompts are prefilled in chunks. None: the platform's default."""
     block_size: int | None = None
@@ -52,6 +54,9 @@ class RunnerConfig:
     whose cache is a setting."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of prompts that begin alike, pictures included."""
+    max_state_snapshots: int | None = None
+    """Snapshots of the state that the prefix cache of a model with Gated DeltaNet layers keeps; 0: no prefix cache.
+    None: what the memory ledger gives."""
     vision_cache_bytes: int = 512 * MIB
     """Bound on cached vision embeddings (main and deepstack) on the device."""
     image_min_pixels: int | None = None
@@ -65,6 +70,12 @@ class RunnerConfig:
     """A prompt with more pictures is refused."""
     max_logprobs_per_request: int = LIMITS.max_logprobs_per_request
     """A request for more log probabilities is refused: n x max_tokens x (top_logprobs + 1)."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """What the chat template reads beside the conversation, a JSON object as {"enable_thinking": false}. A request's
+    own chat_template_kwargs win, name by name."""
+    reasoning_parser: str = "auto"
+    """auto: where the checkpoint has tokens to think between, the reasoning is split off the answer; none: the answer
+    stays as the model wrote it."""
     graph_mode: str = "auto"
     """How decode steps are compiled: eager, reduce-overhead or max-autotune; auto: the platform's default."""
     enforce_eager: bool = False
@@ -89,6 +100,9 @@ class RunnerConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("graph_mode", self.graph_mode, GRAPH_MODES)
+        _one_of("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
+        if not isinstance(self.chat_template_kwargs, (dict, type(None))):
+            raise ConfigError(f"chat_template_kwargs: {self.chat_template_kwargs!r} is no object of names and values")
         for name in ("tensor_parallel_size", "max_images_per_prompt", "max_source_pixels", "max_logprobs_per_request"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_bytes",
@@ -99,6 +113,7 @@ class RunnerConfig:
             raise ConfigError(f"memory_utilization: {self.memory_utilization} is outside 0.05 to 1.0")
         if self.vision_cache_bytes < 0:
             raise ConfigError(f"vision_cache_bytes: {self.vision_cache_bytes} is negative; 0 keeps nothing")
+        self._check_snapshots()
         if self.step_timeout_seconds <= 0:
             raise ConfigError(f"step_timeout_seconds: {self.step_timeout_seconds} is not positive")
         low, high = self.image_min_pixels, self.image_max_pixels
@@ -111,6 +126,16 @@ class RunnerConfig:
             if not sizes or sizes[0] < 1:
                 raise ConfigError(f"graph_batch_sizes: {self.graph_batch_sizes} must be positive batch sizes")
             object.__setattr__(self, "graph_batch_sizes", sizes)
+
+    def _check_snapshots(self) -> None:
+        num = self.max_state_snapshots
+        if num is None:
+            return
+        if isinstance(num, bool) or not isinstance(num, int) or num < 0:
+            raise ConfigError(f"max_state_snapshots: {num!r} is not a number of snapshots; 0 keeps none")
+        if num and not self.enable_prefix_caching:
+            raise ConfigError(f"max_state_snapshots {num}: snapshots are for the prefix cache, and "
+                              "enable_prefix_caching is off; turn it on or leave max_state_snapshots out")
 
     @classmethod
     def from_keywords(cls, model: str | Path, **settings: Any) -> RunnerConfig:

@@ -6,9 +6,11 @@ or options of the batch job (BatchOptions), whose defaults are these; docs/limit
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Sized
 from dataclasses import dataclass
+from typing import Any
 
 from npu_runner.errors import RequestError
 
@@ -60,6 +62,12 @@ class Limits:
     """Entries of `metadata`."""
     max_metadata_chars: int = 65_536
     """Characters of all names and values of `metadata` together."""
+    max_template_kwargs: int = 64
+    """Entries of `chat_template_kwargs`."""
+    max_template_kwargs_nesting: int = 8
+    """Lists and objects inside each other in `chat_template_kwargs`, itself included."""
+    max_template_kwargs_chars: int = 65_536
+    """Characters of `chat_template_kwargs` as JSON."""
     max_logprobs_per_request: int = 262_144
     """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities."""
     worker_memory_bytes: int = 4 * GIB
@@ -87,6 +95,36 @@ def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> 
         "too_many_logprobs",
         "logprobs",
     )
+
+
+def plain_template_kwargs(value: Any) -> dict[str, Any]:
+    """A copy of `value` that holds what JSON can say and nothing else. Raises RequestError where it is no such object,
+    or too much of one."""
+    name = "chat_template_kwargs"
+    if not isinstance(value, dict):
+        raise RequestError(f"{name}: an object is needed, not {type(value).__name__}", "invalid_type", name)
+    check_count(name, "entries", value, LIMITS.max_template_kwargs)
+    _check_nesting(name, value, LIMITS.max_template_kwargs_nesting)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+    except (TypeError, ValueError) as error:  # half a surrogate pair is a ValueError, too
+        raise RequestError(f"{name}: JSON cannot say it ({error})", "invalid_value", name) from error
+    check_count(name, "characters of JSON", text, LIMITS.max_template_kwargs_chars)
+    plain: dict[str, Any] = json.loads(text)
+    return plain
+
+
+def _check_nesting(name: str, value: Any, limit: int, depth: int = 1) -> None:
+    if not isinstance(value, (dict, list, tuple)):
+        return
+    if depth > limit:
+        message = f"{name}: more than {limit} levels deep, at most {limit} are allowed"
+        raise RequestError(message, "nested_too_deep", name)
+    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+        raise RequestError(f"{name}: a key is not a string", "invalid_type", name)
+    for item in value.values() if isinstance(value, dict) else value:
+        _check_nesting(name, item, limit, depth + 1)
 
 
 def shown(value: object, num_chars: int = 60) -> str:

@@ -53,15 +53,21 @@ class LLM:
 
     def chat(self, conversations: Conversation | Sequence[Conversation],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-             use_tqdm: bool = False, allowed_media_dir: Path | str | None = None) -> list[RequestOutput]:
+             use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
+             chat_template_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
         An image_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is downloaded.
+        `chat_template_kwargs` go into the template, as {"enable_thinking": False}; a name that it does not read is a
+        RequestError. What a model thinks first is a result's `reasoning_content`, its `text` is what comes behind.
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         items: Sequence[Any] = [conversations] if single else conversations
         rules = MediaRules(allowed_dir=allowed_media_dir, max_images=self.engine.config.max_images_per_prompt)
-        prompts = [_with_index(index, self._conversation, messages, rules) for index, messages in enumerate(items)]
+        prompts = [
+            _with_index(index, self._conversation, messages, rules, chat_template_kwargs)
+            for index, messages in enumerate(items)
+        ]
         return self._run(prompts, sampling_params, use_tqdm)
 
     def stats(self) -> EngineStats:
@@ -78,9 +84,10 @@ class LLM:
                  traceback: TracebackType | None) -> None:
         self.close()
 
-    def _conversation(self, messages: Conversation, rules: MediaRules) -> PromptInputs:
+    def _conversation(self, messages: Conversation, rules: MediaRules,
+                      chat_template_kwargs: Mapping[str, Any] | None) -> PromptInputs:
         is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
-        return self.engine.processor(resolve_media(messages, rules) if is_list else messages)
+        return self.engine.processor(resolve_media(messages, rules) if is_list else messages, chat_template_kwargs)
 
     def _prompt(self, item: Prompt, index: int) -> PromptInputs:
         if isinstance(item, PromptInputs):

@@ -72,7 +72,10 @@ class CompactLogprobs(Sequence[PositionLogprobs]):
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One finished completion. `text` ends before a matched stop string; `token_ids` holds every sampled token."""
+    """One finished completion. `text` ends before a matched stop string; `token_ids` holds every sampled token.
+
+    In a chat with a model that thinks `text` is what comes behind the reasoning.
+    """
 
     index: int
     text: str
@@ -85,6 +88,10 @@ class CompletionOutput:
     """Why, when finish_reason is `error`."""
     error_code: str | None = None
     """A short machine-readable name of it, where there is one."""
+    reasoning_content: str | None = None
+    """What the model thought first; None: it did not, or nobody split it off (`reasoning_parser`)."""
+    num_reasoning_tokens: int = 0
+    """Tokens of it, without the tags around it."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,10 @@ class RequestOutput:
         return self.completions[0].logprobs
 
     @property
+    def reasoning_content(self) -> str | None:
+        return self.completions[0].reasoning_content
+
+    @property
     def error(self) -> str | None:
         """Why, when finish_reason is `error`."""
         return self.completions[0].error
@@ -139,6 +150,12 @@ class EngineStats:
     """Prompt tokens looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     """Prompt tokens found there."""
+    state_snapshots_taken: int = 0
+    """Snapshots of states for the prefix cache (models with Gated DeltaNet layers), ..."""
+    state_snapshots_used: int = 0
+    """... prompts that went on from one, ..."""
+    state_snapshots_evicted: int = 0
+    """... and those that are no more."""
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
     kv_blocks_peak: int = 0

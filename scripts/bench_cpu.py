@@ -1,7 +1,7 @@
 """shapes-vl over drawn pictures on the CPU: our batch job against transformers' generate, one by one and batched.
 
 Two sets of questions: `mixed`, every kind as the demo asks them, whose answers are short (the vision tower and prefill
-dominate), and `describe`, whose answers are sentences (decoding dominates).
+dominate), and `describe`, whose answers are sentences (decoding dominates). By name only: `text`, no picture at all.
 
 Every engine runs in a process of its own over the same picture files, on the same cores, and must give the same
 answers. Time counts from the first row to the last, preprocessing included, start-up apart. Our job prepares its first
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="of transformers' padded batches")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that compute beside each engine")
     parser.add_argument("--no-peer", action="store_true", help="our job alone")
-    parser.add_argument("--questions", choices=("mixed", "describe", "both"), default="both")
+    parser.add_argument("--questions", choices=("mixed", "describe", "both", "text"), default="both")
     parser.add_argument("--engine", choices=(*ENGINES[1:], HEAD_START), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -87,10 +88,14 @@ def busy(count: int) -> Iterator[None]:
 
 def write_requests(folder: Path, questions: str, count: int) -> None:
     """Pictures as files, and one OpenAI batch row for each example."""
-    from npu_runner.assets.drawing import DEMO_SEEDS, draw_example
+    from npu_runner.assets.drawing import DEMO_SEEDS, Example, draw_example, text_question
 
-    drawn = (draw_example(seed) for seed in DEMO_SEEDS)
-    wanted = (example for example in drawn if questions == "mixed" or example.kind == questions)
+    if questions == "text":
+        asked = (text_question(random.Random(seed)) for seed in DEMO_SEEDS)
+        wanted = (Example((), one.text, one.answer, one.kind) for one in asked)
+    else:
+        drawn = (draw_example(seed) for seed in DEMO_SEEDS)
+        wanted = (example for example in drawn if questions == "mixed" or example.kind == questions)
     with (folder / "requests.jsonl").open("w") as file:
         for index, example in enumerate(islice(wanted, count)):
             paths = []

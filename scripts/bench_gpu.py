@@ -10,6 +10,9 @@
     through the batch job, files to answers, with the time for what it prepares while the model loads. The share of the
     time that the GPU idles comes from one more run, under the profiler.
 (d) mixed: (c) with pictures of 597 to 1,193 by 448 to 895, nearly each of a size of its own.
+(e) moe: (a), (b) and (c) with the shape of Qwen3.6-35B-A3B: Gated DeltaNet and 256 experts. Of the experts only the
+    bytes of those count that a step chose.
+(f) hybrid: (a), (b) and (c) with a 9B qwen3_5 shape: Gated DeltaNet and dense layers.
 
 Every measurement has a process of its own. Prints a table, then one JSON line. `--sizes tiny --platform cpu` shows in a
 minute that the script works; its figures mean nothing. `--sizes host --platform cpu --part decode --no-peer` shows what
@@ -24,15 +27,15 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from bench_common import ROOT, commit, versions
 from bench_gpu_work import SIZES, Sizes
 
-PARTS = ("text", "decode", "pictures", "mixed")
-PICTURES = {"pictures": "(c) pictures", "mixed": "(d) mixed pictures"}
+FAMILIES = {"moe": "(e)", "hybrid": "(f)"}
+TITLES = {"text": "(a) text", "decode": "(b) decode", "pictures": "(c) pictures", "mixed": "(d) mixed pictures",
+          **{f"{family}-{kind}": f"{letter} {family} {kind}" for family, letter in FAMILIES.items()
+             for kind in ("text", "decode", "pictures")}}
 SIDES = ("npu_runner", "transformers")
 _RESULT = "bench_gpu result: "
 # From a graph's launch to its tokens the device works, while the host launches the sampler and waits.
@@ -47,7 +50,8 @@ def main() -> None:
     parser.add_argument("--graph-batch-sizes", type=int, nargs="+", help="ours: the batches to capture; default: all")
     parser.add_argument("--attention-backend", default="auto", help="ours: auto, or one that the platform names")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
-    parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
+    parser.add_argument("--part", choices=(*TITLES, *FAMILIES), action="append",
+                        help="may be repeated; moe and hybrid mean all of theirs; default: all")
     parser.add_argument("--repeats", type=int, default=3, help="of each part")
     parser.add_argument("--peer-repeats", type=int, help="of the peer's (a) and (b); as --repeats unless given")
     parser.add_argument("--commit", default=commit(), help="to be reported; default: the checkout's (%(default)s)")
@@ -60,13 +64,14 @@ def main() -> None:
         return
     sides = SIDES[:1] if arguments.no_peer else SIDES
     results: dict[str, dict[str, Any]] = {}
-    for part in arguments.part or PARTS:
-        if part in PICTURES:
+    wanted = arguments.part or list(TITLES)
+    for part in [title for title in TITLES if {title, title.partition("-")[0]} & set(wanted)]:
+        if is_pictures(part):
             results[part] = {SIDES[0]: [run_child(part, SIDES[0]) for _ in range(arguments.repeats)],
                              "profiled": run_child(part, "profiled")}
         else:
             results[part] = {side: run_child(part, side) for side in sides}
-        print("\n".join(REPORTS[part](results[part])), flush=True)
+        print("\n".join(report(part, results[part])), flush=True)
     print(json.dumps({"bench": "bench_gpu", "commit": arguments.commit, "device": device_name(arguments.platform),
                       "versions": versions("torch", "triton", "transformers", "flashinfer-python", "npu-runner"),
                       "sizes": arguments.sizes, "platform": arguments.platform, "dtype": arguments.dtype,
@@ -76,7 +81,8 @@ def main() -> None:
 
 def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One measurement, in the child process."""
-    sizes: Sizes = SIZES[arguments.sizes]
+    family, _, part = part.rpartition("-")
+    sizes: Sizes = SIZES[arguments.sizes].of_family(family)
     settings = {"platform": arguments.platform, "dtype": arguments.dtype}
     if side == "transformers":
         import bench_gpu_peers as peers
@@ -89,7 +95,7 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
     import bench_gpu_ours as ours
 
     settings |= {name: getattr(arguments, name) for name in ("graph_mode", "graph_batch_sizes", "attention_backend")}
-    if part in PICTURES:
+    if is_pictures(part):
         return ours.measure_pictures(sizes, settings, is_mixed=part == "mixed", is_profiled=side == "profiled")
     measure_ours = {"text": ours.measure_text, "decode": ours.measure_decode}[part]
     return measure_ours(sizes, settings, arguments.repeats)
@@ -109,8 +115,17 @@ def run_child(part: str, side: str) -> dict[str, Any]:
     return {"failed": f"ended with status {done.returncode}"}
 
 
-def report_text(results: dict[str, Any]) -> list[str]:
-    lines = [f"(a) text{'output tokens/s':>32}{'min-max':>20}"]
+def is_pictures(part: str) -> bool:
+    return part.endswith(("pictures", "mixed"))
+
+
+def report(part: str, results: dict[str, Any]) -> list[str]:
+    reports = {"text": report_text, "decode": report_decode, "pictures": report_pictures, "mixed": report_pictures}
+    return reports[part.rpartition("-")[2]](results, TITLES[part])
+
+
+def report_text(results: dict[str, Any], title: str) -> list[str]:
+    lines = [f"{title:<20}{'output tokens/s':>20}{'min-max':>20}"]
     for side, result in results.items():
         if "failed" in result:
             lines.append(f"    {side:<20}failed: {result['failed']}")
@@ -121,39 +136,34 @@ def report_text(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def report_decode(results: dict[str, Any]) -> list[str]:
+def report_decode(results: dict[str, Any], title: str) -> list[str]:
     ours = results[SIDES[0]]
     bandwidth = ours["read_bytes_per_second"]
-    weights = ours["weight_bytes_read"]
-    lines = [f"(b) decode: {bandwidth / 1e9:.0f} GB/s read, {weights / 1e9:.2f} GB of weights; {ours['graphs']}",
-             f"    {'batch':>5}{'ms/step':>9}{'min-max':>16}{'of bandwidth':>14}  host ms: " +
+    lines = [f"{title}: {bandwidth / 1e9:.0f} GB/s read; {ours['graphs']}",
+             f"    {'batch':>5}{'ms/step':>9}{'min-max':>16}{'GB moved':>10}{'of bandwidth':>14}  host ms: " +
              " ".join(f"{name:>8}" for name in next(iter(ours["batches"].values()))["parts"]) +
              f"  device ms{'transformers ms':>18}"]
     peer = results.get("transformers", {})
     for size, batch in ours["batches"].items():
         steps = batch["milliseconds"]
-        share = batch["bytes_read"] / bandwidth / (statistics.median(steps) / 1e3)
+        moved = sum(batch["bytes"].values())
+        share = moved / bandwidth / (statistics.median(steps) / 1e3)
         theirs = peer["batches"][size]["milliseconds"] if "batches" in peer else None
-        lines.append(f"    {size:>5}{statistics.median(steps):>9.3f}{min(steps):>9.3f}-{max(steps):<6.3f}{share:>13.1%}"
-                     "           " + " ".join(f"{value:>8.3f}" for value in batch["parts"].values()) +
+        lines.append(f"    {size:>5}{statistics.median(steps):>9.3f}{min(steps):>9.3f}-{max(steps):<6.3f}"
+                     f"{moved / 1e9:>10.2f}{share:>14.1%}           " +
+                     " ".join(f"{value:>8.3f}" for value in batch["parts"].values()) +
                      f"{sum(batch['parts'][name] for name in _WHILE_DEVICE_WORKS):>11.3f}" +
                      (f"{statistics.median(theirs):>18.3f}" if theirs else f"{peer.get('failed', '-'):>18}"))
     return lines
 
 
-def report_pictures(results: dict[str, Any], name: str) -> list[str]:
+def report_pictures(results: dict[str, Any], title: str) -> list[str]:
     rates, tokens = ([run[name] for run in results[SIDES[0]]]
                      for name in ("pictures_per_second", "output_tokens_per_second"))
     idle = results["profiled"]["idle_share"]
     return ["{}: {:.2f} pictures/s ({:.2f}-{:.2f}), {:.0f} output tokens/s, the device idles {} of the time"
-            .format(name, statistics.median(rates), min(rates), max(rates), statistics.median(tokens),
+            .format(title, statistics.median(rates), min(rates), max(rates), statistics.median(tokens),
                     "(not measured here)" if idle is None else f"{idle:.1%}")]
-
-
-REPORTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "text": report_text, "decode": report_decode,
-    **{part: partial(report_pictures, name=name) for part, name in PICTURES.items()},
-}
 
 
 def device_name(platform: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from bench_common import measure_head_start
+from bench_gpu_bytes import RouterRecord, bytes_per_step
 from bench_gpu_shapes import make_text_model, make_vision_model
 from bench_gpu_work import Sizes, decode_prompts, longest_side, text_requests, write_pictures
 
@@ -48,21 +49,19 @@ def measure_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[s
 
 
 def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """(b): for each batch size the milliseconds of a decode step, where they go, and the bytes the step must read."""
-    with tempfile.TemporaryDirectory() as name:
+    """(b): for each batch size the milliseconds of a decode step, where they go, and the bytes the step must move."""
+    with tempfile.TemporaryDirectory() as name, RouterRecord(settings["platform"]) as chosen:
         path = make_text_model(Path(name), sizes.decode_model)
         with LLM(path, load_format="dummy", max_model_len=2 * sizes.context + 4 * sizes.decode_steps,
                  max_num_seqs=max(sizes.decode_batches), **settings) as llm:
-            batches = {str(size): _decode_steps(llm, size, sizes, repeats) for size in sizes.decode_batches}
-            weights = _read_weight_bytes(llm)
-            model = llm.engine.model_config
-            element_size = _runner(llm).k_cache.element_size()
-            token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_size
+            batches = {}
+            for size in sizes.decode_batches:
+                batch = _decode_steps(llm, size, sizes, repeats)
+                moved = bytes_per_step(_runner(llm), size, sizes.context, chosen)
+                batches[str(size)] = {**batch, "bytes": moved}
             device = torch.device("cpu" if settings["platform"] == "cpu" else settings["platform"])
             graphs = llm.engine.info.graphs
-    for size, batch in batches.items():
-        batch["bytes_read"] = weights + int(size) * batch["context"] * token_bytes
-    return {"batches": batches, "weight_bytes_read": weights, "graphs": graphs,
+    return {"batches": batches, "graphs": graphs,
             "read_bytes_per_second": measure_read_bandwidth(device)}
 
 
@@ -162,15 +161,6 @@ def _parts(before: dict[str, Any], after: dict[str, Any], seconds: float, count:
     spent = {phase: after[f"{phase}_seconds"] - before[f"{phase}_seconds"] for phase in _PHASES}
     spent["engine"] = seconds - sum(spent.values())
     return {phase: 1e3 * value / count for phase, value in spent.items()}
-
-
-def _read_weight_bytes(llm: LLM) -> int:
-    """Bytes of the weights that a decode step reads: all but the rows of an embedding that is not the output head."""
-    model = _runner(llm).get_model()
-    total = sum(value.numel() * value.element_size() for value in model.parameters())
-    table = model.decoder.embed_tokens.weight
-    is_head = llm.engine.model_config.tie_word_embeddings
-    return int(total if is_head else total - table.numel() * table.element_size())
 
 
 def _runner(llm: LLM) -> Any:

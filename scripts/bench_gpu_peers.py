@@ -18,6 +18,7 @@ from bench_gpu_work import Sizes, decode_prompts, text_requests
 
 _PATIENCE_SECONDS = 150.0
 _REPORT_SECONDS = 10.0
+_PADDED_BATCH = 64
 
 
 class PeerStoppedError(Exception):
@@ -30,6 +31,8 @@ def measure_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[s
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
     model = _model(sizes.text_model, settings)
+    if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        return _measure_padded_text(model, sizes)  # continuous batching refuses it
     config = GenerationConfig(do_sample=True, temperature=0.6, top_k=0, max_new_tokens=sizes.most_tokens,
                               eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(default_compile_level=int(settings["platform"] == "cuda"))
@@ -46,6 +49,20 @@ def measure_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[s
             assert count == sum(wanted for _, wanted in requests), f"{count} tokens came"
         attention = model.config._attn_implementation
     return {"output_tokens_per_second": rates, "attention": attention}
+
+
+def _measure_padded_text(model: Any, sizes: Sizes) -> dict[str, Any]:
+    """(e), (f): one batch of the first requests, padded on the left, until the longest has its tokens; once."""
+    requests = text_requests(sizes, model.config.vocab_size)[:_PADDED_BATCH]
+    longest = max(len(prompt) for prompt, _ in requests)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests], device=model.device)
+    is_token = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests],
+                            device=model.device)
+    counts = [count for _, count in requests]
+    for num_tokens in (4, max(counts)):  # the first one warms up
+        seconds = _generate(model, ids, num_tokens, is_token=is_token, cache_implementation=None)
+    return {"output_tokens_per_second": [sum(counts) / seconds],
+            "attention": f"one padded batch of {len(requests)} through generate, which has no continuous batching here"}
 
 
 def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
@@ -77,13 +94,15 @@ def _model(name: str, settings: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _generate(model: Any, inputs: torch.Tensor, num_tokens: int) -> float:
+def _generate(model: Any, inputs: torch.Tensor, num_tokens: int, is_token: torch.Tensor | None = None,
+              cache_implementation: str | None = "static") -> float:
     """Seconds."""
+    mask = torch.ones_like(inputs) if is_token is None else is_token
     started = time.perf_counter()
     with torch.inference_mode():
-        output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+        output = model.generate(input_ids=inputs, attention_mask=mask, do_sample=False,
                                 max_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0,
-                                cache_implementation="static")
+                                cache_implementation=cache_implementation)
     output.cpu()
     return time.perf_counter() - started
 

@@ -23,18 +23,53 @@ _QWEN3: dict[str, Any] = {
 }
 _TINY_TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048, "bos_token_id": 0, "eos_token_id": 1}
+# Three layers of Gated DeltaNet, one of gated attention, and so on; class defaults of transformers where it has them.
+_HYBRID: dict[str, Any] = {
+    "dtype": "bfloat16", "vocab_size": 248320, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
+    "attn_output_gate": True, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "full_attention_interval": 4, "max_position_embeddings": 262144, "tie_word_embeddings": False,
+    "bos_token_id": 248044, "eos_token_id": 248046,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
+                        "mrope_section": [11, 11, 10], "mrope_interleaved": True},
+}
+_TINY_HYBRID: dict[str, Any] = {
+    **_HYBRID, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 2048, "bos_token_id": 0, "eos_token_id": 1, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "rope_parameters": {**_HYBRID["rope_parameters"], "mrope_section": [2, 1, 1]},
+}
+_DENSE_TEXT = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+_MOE_TEXT = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+_HYBRID_TEXT: dict[str, dict[str, Any]] = {
+    "qwen3.6-35b-a3b": {**_HYBRID, **_MOE_TEXT, "hidden_size": 2048, "num_hidden_layers": 40,
+                        "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
+                        "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+                        "shared_expert_intermediate_size": 512},
+    "qwen3.5-9b": {**_HYBRID, **_DENSE_TEXT, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+                   "num_attention_heads": 16, "num_key_value_heads": 4},
+    "tiny-moe": {**_TINY_HYBRID, **_MOE_TEXT, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                 "shared_expert_intermediate_size": 32},
+    "tiny-hybrid": {**_TINY_HYBRID, **_DENSE_TEXT, "intermediate_size": 96},
+}
 TEXT: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
                    "num_attention_heads": 16, "tie_word_embeddings": True},
     "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
                  "num_attention_heads": 32, "tie_word_embeddings": False},
     "tiny": {**_QWEN3, **_TINY_TEXT, "tie_word_embeddings": True},
+    **_HYBRID_TEXT,
 }
 _VISION: dict[str, dict[str, Any]] = {
     "qwen3-vl-4b": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
                     "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304},
     "tiny-vl": {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64,
                 "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+    **{name: {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+              "out_hidden_size": _HYBRID_TEXT[name]["hidden_size"], "num_position_embeddings": 2304}
+       for name in ("qwen3.6-35b-a3b", "qwen3.5-9b")},
+    **{name: {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64,
+              "num_position_embeddings": 64} for name in ("tiny-moe", "tiny-hybrid")},
 }
 _VL_TEXT: dict[str, dict[str, Any]] = {
     "qwen3-vl-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -54,12 +89,19 @@ def make_vision_model(folder: Path, name: str, side: int) -> Path:
     ours = json.loads((SHAPES_VL / "config.json").read_text())
     tokens = {key: ours[key] for key in ("image_token_id", "video_token_id", "vision_start_token_id",
                                          "vision_end_token_id")}
-    text = {**_QWEN3, "model_type": "qwen3_vl_text", "rope_theta": 5000000.0, "max_position_embeddings": 262144,
-            **_VL_TEXT[name]}
-    vision = {"model_type": "qwen3_vl", "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    family, architecture = "qwen3_vl", "Qwen3VLForConditionalGeneration"
+    if name in _HYBRID_TEXT:
+        text = _HYBRID_TEXT[name]
+        family = str(text["model_type"]).removesuffix("_text")
+        architecture = str(text["architectures"][0]).replace("CausalLM", "ConditionalGeneration")
+    else:
+        text = {**_QWEN3, "model_type": "qwen3_vl_text", "rope_theta": 5000000.0, "max_position_embeddings": 262144,
+                "tie_word_embeddings": True, **_VL_TEXT[name]}
+    vision = {"model_type": family, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
               "in_channels": 3, "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02, **_VISION[name]}
-    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "dtype": "bfloat16",
-              "tie_word_embeddings": True, "text_config": text, "vision_config": vision, **tokens}
+    config = {"architectures": [architecture], "model_type": family, "dtype": "bfloat16",
+              "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text, "vision_config": vision,
+              **tokens}
     path = _write(folder / name, config)
     settings = json.loads((SHAPES_VL / "preprocessor_config.json").read_text())
     settings["size"] = {"shortest_edge": 4096, "longest_edge": side * side}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,13 +32,24 @@ class Sizes:
     """Width and height in pixels."""
     question_tokens: int
     answer_tokens: int
+    moe_model: str
+    hybrid_model: str
+
+    def of_family(self, family: str) -> Sizes:
+        """The same work for one model of a family, "moe" or "hybrid"; with "" as it is."""
+        if not family:
+            return self
+        name = {"moe": self.moe_model, "hybrid": self.hybrid_model}[family]
+        return replace(self, text_model=name, decode_model=name, vision_model=name)
 
 
 SIZES = {
     "real": Sizes("qwen3-0.6b", 256, 100, 1024, "qwen3-8b", (1, 8, 64), 512, 64, "qwen3-vl-4b", 256, (896, 672), 32,
-                  128),
-    "host": Sizes("tiny", 256, 30, 60, "tiny", (1, 64, 256), 64, 64, "tiny-vl", 64, (96, 64), 8, 6),
-    "tiny": Sizes("tiny", 16, 5, 40, "tiny", (1, 3), 24, 8, "tiny-vl", 6, (96, 64), 8, 6),
+                  128, "qwen3.6-35b-a3b", "qwen3.5-9b"),
+    "host": Sizes("tiny", 256, 30, 60, "tiny", (1, 64, 256), 64, 64, "tiny-vl", 64, (96, 64), 8, 6, "tiny-moe",
+                  "tiny-hybrid"),
+    "tiny": Sizes("tiny", 16, 5, 40, "tiny", (1, 3), 24, 8, "tiny-vl", 6, (96, 64), 8, 6, "tiny-moe",
+                  "tiny-hybrid"),
 }
 _NUM_TOKEN_IDS = 10000
 # Each is one token of shapes-vl's tokenizer behind a space, as "Describe" is at the start.

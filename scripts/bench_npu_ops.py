@@ -1,7 +1,8 @@
 """What one decode step costs an Ascend device, counted on the emulated CANN, for the three graph modes.
 
-A tiny qwen3 in bfloat16 decodes a full batch. The cost of a layer is the difference between checkpoints of two and of
-four layers. Counts and bytes are what a device gets to do; times are not measured, and would mean nothing here.
+A tiny model in bfloat16 decodes a full batch. The cost of a layer is the difference between checkpoints of two and of
+four layers of its kind (--kind). Counts and bytes are what a device gets to do; times are not measured, and would mean
+nothing here.
 
 Starts the emulated CANN by itself, and builds it when it is not there. Prints tables, then one JSON line.
 """
@@ -21,7 +22,6 @@ from typing import Any
 from bench_common import ROOT, commit
 
 MODES = ("eager", "reduce-overhead", "max-autotune")
-LAYERS = (2, 4)
 # GE operators that launch nothing: views, and transposes of weights, which go into the product.
 VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
 
@@ -31,20 +31,23 @@ Calls = dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--kind", default="dense", choices=sorted(layer_kinds().KINDS), help="of layer")
     parser.add_argument("--mode", choices=MODES, action="append", help="may be repeated; default: all three")
     arguments = parser.parse_args()
     if among_tests("cann.environment").has_real_cann():
         parser.error("this host has a real CANN, which counts nothing; run it where libascendcl.so is not to be found")
     modes = arguments.mode or MODES
     with tempfile.TemporaryDirectory() as name:
-        models = make_models(Path(name))
-        costs = {mode: measure(mode, models, arguments.batch_size, Path(name)) for mode in modes}
+        models = make_models(Path(name), layer_kinds().KINDS[arguments.kind])
+        emulation = layer_kinds().KINDS[arguments.kind].emulation
+        costs = {mode: measure(mode, models, arguments.batch_size, Path(name), emulation) for mode in modes}
     for title, key in (("launches a layer", "per_layer"), ("launches of the rest of a step", "rest")):
         print_calls(title, {mode: launched(cost[key]) for mode, cost in costs.items()})
     print_calls("host's calls a layer", {mode: cost["host_per_layer"] for mode, cost in costs.items()})
     for title, key in (("copies", "copies"), ("synchronisations", "syncs")):
         print_traffic(title, {mode: cost[key] for mode, cost in costs.items()})
-    print(json.dumps({"bench": "bench_npu_ops", "commit": commit(), "batch_size": arguments.batch_size,
+    print(json.dumps({"bench": "bench_npu_ops", "commit": commit(), "kind": arguments.kind,
+                      "batch_size": arguments.batch_size,
                       "versions": versions(), "modes": {mode: summary(cost) for mode, cost in costs.items()}}))
 
 
@@ -55,16 +58,19 @@ def among_tests(name: str) -> Any:
     return importlib.import_module(f"tests.{name}")
 
 
-def make_models(folder: Path) -> dict[int, str]:
-    """Checkpoints that differ in nothing but their number of layers."""
+def layer_kinds() -> Any:
+    return among_tests("npu.layer_kinds")
+
+
+def make_models(folder: Path, kind: Any) -> dict[int, str]:
+    """Checkpoints that differ in nothing but their number of layers of that kind."""
     make_checkpoint = among_tests("oracle.tiny_checkpoints").make_checkpoint
-    shapes = {"head_dim": 128, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    paths = {count: folder / f"layers-{count}" for count in LAYERS}
-    return {count: str(make_checkpoint(path, "qwen3", num_hidden_layers=count, **shapes))
-            for count, path in paths.items()}
+    return {count: str(make_checkpoint(folder / f"layers-{count}", kind.model_type, **kind.config(count)))
+            for count in layer_kinds().LAYERS}
 
 
-def measure(mode: str, models: dict[int, str], batch_size: int, folder: Path) -> dict[str, Any]:
+def measure(mode: str, models: dict[int, str], batch_size: int, folder: Path,
+            emulation: dict[str, str]) -> dict[str, Any]:
     settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0}
     if mode != "eager":
         settings |= {"graph_batch_sizes": [batch_size]}
@@ -72,7 +78,8 @@ def measure(mode: str, models: dict[int, str], batch_size: int, folder: Path) ->
         settings |= {"use_graph_cache": False}
     spec, results = folder / "spec.json", folder / "results.json"
     spec.write_text(json.dumps({"models": models, "batch_size": batch_size, "settings": settings}))
-    done = among_tests("cann.environment").run_python(["-m", "tests.npu.programs.decode_cost", str(spec), str(results)])
+    done = among_tests("cann.environment").run_python(
+        ["-m", "tests.npu.programs.decode_cost", str(spec), str(results)], **emulation)
     if done.returncode != 0:
         raise SystemExit(f"{mode}: {done.stderr[-4000:]}")
     return dict(json.loads(results.read_text()))

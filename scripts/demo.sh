@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Environment if needed, then the batch job on freshly drawn pictures with the embedded model, on the CPU.
-# usage: demo.sh [rows]
+# usage: demo.sh [rows] [embedded model]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup_env.sh
 
 out=demo-output
 rows=${1:-64}
+model=${2:-shapes-vl}
 mkdir -p "$out"
 .venv/bin/python scripts/demo_requests.py "$out" --num-rows "$rows"
 
 status=0
-.venv/bin/npu-runner batch --platform cpu \
+.venv/bin/npu-runner batch --platform cpu --model "$model" \
     --input "$out/requests.jsonl" --output "$out/answers.jsonl" --overwrite \
     --allowed-media-dir "$out/pictures" \
     --report "$out/report.html" --summary "$out/summary.json" || status=$?

@@ -69,12 +69,12 @@ def hf_share(model_path: Path, examples: Sequence[Example]) -> list[Answer]:
 
 def hf_generate(model_path: Path, examples: Iterable[Example]) -> Iterator[Answer]:
     import torch
-    from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     processor = Qwen2VLImageProcessorPil.from_pretrained(model_path)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(model_path, dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_pretrained(model_path, dtype=torch.float32).eval()
     ends = set(model.generation_config.eos_token_id)
     for example in examples:
         prompt = tokenizer.apply_chat_template(example.conversation(), tokenize=False, add_generation_prompt=True)

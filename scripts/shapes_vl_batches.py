@@ -28,6 +28,7 @@ PART_TEXT_ONLY, PART_WITH_SEVERAL_PICTURES = 0.02, 0.4
 PART_QUESTION_FIRST, PART_SECOND_TURN, PART_WITH_SYSTEM = 0.25, 0.1, 0.3
 PADDING_BRANCH = -1
 LENGTH_MULTIPLE = 64
+MAX_BRANCHES = 8
 
 
 @dataclass
@@ -129,20 +130,45 @@ def cut_patches(image: Image.Image) -> tuple[np.ndarray, tuple[int, int]]:
     return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, PATCH * PATCH), (rows, columns)
 
 
-def collate(samples: Sequence[Sample], num_grid_per_side: int) -> dict[str, Any]:
+def _one_after_the_other(samples: Sequence[Sample]) -> tuple[list[np.ndarray], int, tuple[int, int]]:
+    """The column of each token, sample by sample, and how many columns there are: padding stands behind."""
+    return [np.arange(len(sample.ids)) for sample in samples], _up(max(len(sample.ids) for sample in samples)), (0, 0)
+
+
+def _branches_of_one_length(samples: Sequence[Sample]) -> tuple[list[np.ndarray], int, tuple[int, int]]:
+    """Likewise, for branched_delta_net.py: prefixes end at one column, branches of one length follow (G, L)."""
+    counts = [np.bincount(sample.branches, minlength=2) for sample in samples]
+    assert max(map(len, counts)) <= MAX_BRANCHES + 1, "a sample asks more than a row has room for"
+    prefix = _up(max(count[0] for count in counts), 2 * LENGTH_MULTIPLE)
+    length = _up(max(count[1:].max() for count in counts))
+    grid = (MAX_BRANCHES, length)  # few shapes: layers are compiled for each
+    columns = []
+    for sample, count in zip(samples, counts, strict=True):
+        branches = np.asarray(sample.branches)
+        firsts = np.cumsum(count) - count
+        starts = np.where(np.arange(len(count)) == 0, prefix - count[0], prefix + (np.arange(len(count)) - 1) * length)
+        assert (np.diff(branches) >= 0).all(), "a prefix stands before its branches"
+        columns.append(np.arange(len(branches)) - firsts[branches] + starts[branches])
+    return columns, prefix + grid[0] * length, grid
+
+
+def _up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
+    return -(-int(length) // multiple) * multiple
+
+
+def collate(samples: Sequence[Sample], num_grid_per_side: int, *, by_branch: bool = False) -> dict[str, Any]:
     """Pads rows and packs patches. weights: each answer counts, long ones only with the root of their length."""
-    longest = max(len(sample.ids) for sample in samples)
-    length = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    columns_of, length, grid = (_branches_of_one_length if by_branch else _one_after_the_other)(samples)
     shape = (len(samples), length)
     ids, branches = np.zeros(shape, np.int64), np.full(shape, PADDING_BRANCH, np.int64)
     positions, answers = np.zeros((3, *shape), np.int64), np.full(shape, -1, np.int64)
     kinds: list[str] = []
     for row, sample in enumerate(samples):
-        count = len(sample.ids)
-        ids[row, :count], branches[row, :count] = sample.ids, sample.branches
-        positions[:, row, :count] = np.asarray(sample.positions).T
+        places = columns_of[row]
+        ids[row, places], branches[row, places] = sample.ids, sample.branches
+        positions[:, row, places] = np.asarray(sample.positions).T
         asked = np.asarray(sample.answers)
-        answers[row, :count] = np.where(asked >= 0, asked + len(kinds), -1)
+        answers[row, places] = np.where(asked >= 0, asked + len(kinds), -1)
         kinds += sample.kinds
     # Position i predicts token i + 1, and an answer never starts a row.
     rows, columns = np.nonzero(answers[:, 1:] >= 0)
@@ -156,6 +182,7 @@ def collate(samples: Sequence[Sample], num_grid_per_side: int) -> dict[str, Any]
     return {
         "input_ids": torch.from_numpy(ids),
         "branches": torch.from_numpy(branches),
+        "branch_grid": torch.empty(grid),
         "positions": torch.from_numpy(positions),
         "predicting": torch.from_numpy(rows * length + columns),
         "targets": torch.from_numpy(ids[rows, columns + 1]),
@@ -175,7 +202,9 @@ def collate(samples: Sequence[Sample], num_grid_per_side: int) -> dict[str, Any]
 class Batches(Dataset[dict[str, Any]]):
     """Batch number i, always the same for the same seeds, however many workers draw."""
 
-    def __init__(self, seeds: range, tokenizer_json: str, batch_size: int, num_batches: int, easy_batches: int = 0):
+    def __init__(self, seeds: range, tokenizer_json: str, batch_size: int, num_batches: int, easy_batches: int = 0,
+                 *, by_branch: bool = False):
+        self.by_branch = by_branch
         self.seeds, self.batch_size, self.num_batches = seeds, batch_size, num_batches
         self.easy_batches = easy_batches
         self.tokenizer_json = tokenizer_json
@@ -190,4 +219,5 @@ class Batches(Dataset[dict[str, Any]]):
             self.tokenizer = Tokenizer.from_str(self.tokenizer_json)
         max_things = 2 if index < self.easy_batches else 5
         seeds = self.seeds[index * self.batch_size : (index + 1) * self.batch_size]
-        return collate([build_sample(seed, self.tokenizer, max_things) for seed in seeds], self.num_grid_per_side)
+        samples = [build_sample(seed, self.tokenizer, max_things) for seed in seeds]
+        return collate(samples, self.num_grid_per_side, by_branch=self.by_branch)

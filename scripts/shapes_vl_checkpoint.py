@@ -14,7 +14,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 
 from npu_runner.assets.drawing import TRAIN_SEEDS, draw_group, draw_scene, group_questions, questions, text_question
@@ -170,12 +169,10 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
     )
 
 
-def save_checkpoint(
-    model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> Qwen3VLForConditionalGeneration:
+def save_checkpoint(model: Any, config: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Any:
     """Writes the folder with weights rounded to bfloat16 and returns the rounded model, which is what users get."""
     folder.mkdir(parents=True, exist_ok=True)
-    rounded = Qwen3VLForConditionalGeneration(build_config(tokenizer))
+    rounded = type(model)(config)
     rounded.load_state_dict(model.state_dict())
     rounded = rounded.to(torch.bfloat16)
     rounded.config.dtype = torch.bfloat16

@@ -11,29 +11,45 @@ from pathlib import Path
 
 from npu_runner.checkpoint_files import require_json
 from npu_runner.errors import ModelError
+from strategies import transformers_model
 from strategies.base import LoadStrategy, VisionEmbeddings
-from strategies.causal_lm import CausalLMStrategy
-from strategies.qwen3_vl import Qwen3VLStrategy
+from strategies.llama import LlamaStrategy
+from strategies.mistral import MistralStrategy
+from strategies.qwen2 import Qwen2Strategy
+from strategies.qwen2_5_vl import Qwen25VLStrategy
+from strategies.qwen3 import Qwen3MoEStrategy, Qwen3Strategy
+from strategies.qwen3_5 import Qwen35MoEStrategy, Qwen35MoETextStrategy, Qwen35Strategy, Qwen35TextStrategy
+from strategies.qwen3_next import Qwen3NextStrategy
+from strategies.qwen3_vl import Qwen3VLMoEStrategy, Qwen3VLStrategy
 
 __all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "VisionEmbeddings", "pick_strategy", "strategies_by_model_type"]
 
 ENTRY_POINT_GROUP = "npu_runner.strategies"
-_OWN: tuple[type[LoadStrategy], ...] = (CausalLMStrategy, Qwen3VLStrategy)
+_OWN: tuple[type[LoadStrategy], ...] = (
+    LlamaStrategy, MistralStrategy, Qwen2Strategy, Qwen3Strategy, Qwen3MoEStrategy, Qwen3VLStrategy,
+    Qwen3VLMoEStrategy, Qwen25VLStrategy, Qwen35Strategy, Qwen35TextStrategy, Qwen35MoEStrategy, Qwen35MoETextStrategy,
+    Qwen3NextStrategy,
+)
 
 
 def pick_strategy(path: Path) -> LoadStrategy:
     """The strategy for the checkpoint folder `path`, by the `model_type` of its config.json.
 
-    Raises ModelError listing the supported types when there is none.
+    Where none knows it, the generic one, if transformers does; else raises ModelError listing the types.
     """
-    model_type = require_json(path, "config.json").get("model_type")
+    raw = require_json(path, "config.json")
+    model_type = raw.get("model_type")
     known = strategies_by_model_type()
-    if model_type not in known:
-        raise ModelError(
-            f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(sorted(known))}. "
-            f"A package can add one through the entry-point group {ENTRY_POINT_GROUP!r}"
-        )
-    return known[model_type](path)
+    if model_type in known:
+        return known[model_type](path)
+    if transformers_model.knows(model_type):
+        return transformers_model.TransformersStrategy(path)
+    code = " (the checkpoint's own code, auto_map, is never run)" if raw.get("auto_map") else ""
+    raise ModelError(
+        f"{path}: model_type {model_type!r} is not supported{code}; supported are {', '.join(sorted(known))}, and with "
+        f"transformers ({transformers_model.INSTALL}) most text models that it knows. A package can add one through "
+        f"the entry-point group {ENTRY_POINT_GROUP!r}"
+    )
 
 
 def strategies_by_model_type() -> dict[str, type[LoadStrategy]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import ModelConfig, read_model_config
+from npu_runner.model_config import ModelConfig
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.weights.reader import CheckpointReader
@@ -33,7 +33,10 @@ class VisionEmbeddings:
 
 
 class LoadStrategy(ABC):
-    """Builds, loads and feeds one family of checkpoints. One instance belongs to one checkpoint folder."""
+    """One family's home: how its config is read, its network built and loaded, its prompts and pictures prepared.
+
+    One instance belongs to one checkpoint folder.
+    """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     """Of our own strategies; one of another package has its entry point's name instead."""
@@ -42,9 +45,13 @@ class LoadStrategy(ABC):
     def __init__(self, path: Path):
         self.path = path
 
+    def settle(self, config: RunnerConfig) -> RunnerConfig:
+        """`config` as this family serves it. Raises ConfigError for a setting that it does not serve."""
+        return config
+
+    @abstractmethod
     def read_config(self) -> ModelConfig:
-        """What config.json says. A strategy whose model_type is not listed in model_config.py overrides this."""
-        return read_model_config(self.path)
+        """What config.json says. Raises ModelError for what it lacks, and for what the family would get wrong."""
 
     def processor(self, config: RunnerConfig) -> ChatProcessor:
         """Chat messages and pictures to prompts; picklable, for worker processes."""
@@ -56,6 +63,9 @@ class LoadStrategy(ABC):
             max_source_pixels=config.max_source_pixels,
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs_per_request,
+            uses_mrope=self.read_config().rope.mrope_section is not None,
+            chat_template_kwargs=config.chat_template_kwargs,
+            reasoning_parser=config.reasoning_parser,
         )
 
     @abstractmethod

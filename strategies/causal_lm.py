@@ -1,11 +1,16 @@
-"""The default strategy: text-only decoders. Knows nothing of pictures."""
+"""What every family on the shared decoder is built and loaded by. A family's own file says how its config is read.
+
+Knows no family, nothing of pictures.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 from torch import nn
 
+from npu_runner.config_reading import RawConfig, reading_config
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.model_config import ModelConfig
 from npu_runner.models.decoder import CausalLM
@@ -15,7 +20,16 @@ from strategies.base import LoadStrategy
 
 
 class CausalLMStrategy(LoadStrategy):
-    model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen2", "qwen3")
+    left_out_prefixes: ClassVar[tuple[str, ...]] = ()
+    """Tensors whose names begin so are of parts that we know and do without."""
+
+    @abstractmethod
+    def model_config(self, config: RawConfig) -> ModelConfig:
+        """What config.json says. A KeyError, TypeError or ValueError in here becomes a ModelError with the file."""
+
+    def read_config(self) -> ModelConfig:
+        with reading_config(self.path) as config:
+            return self.model_config(config)
 
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
         return CausalLM(model_config, num_positions, context)
@@ -23,4 +37,4 @@ class CausalLMStrategy(LoadStrategy):
     def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
         # A tied checkpoint may store the head once more.
         ignored = ("lm_head.weight",) if model_config.tie_word_embeddings else ()
-        return load_weights(model, reader, ignored=ignored)
+        return load_weights(model, reader, ignored=ignored, ignored_prefixes=self.left_out_prefixes)

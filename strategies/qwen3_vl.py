@@ -7,41 +7,59 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from npu_runner.checkpoint_files import require_json
+from npu_runner.config_reading import RawConfig, decoder_config, read_rope
+from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import ModelConfig
-from npu_runner.models.qwen3_vl import Qwen3VL
+from npu_runner.model_config import ModelConfig, VisionConfig
+from npu_runner.models.vision.qwen3_vl import VisionTower
+from npu_runner.models.vision_language import VisionLanguageModel
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.platforms.upload import upload, upload_together
 from strategies.base import VisionEmbeddings
 from strategies.causal_lm import CausalLMStrategy
+from strategies.moe_reading import read_moe
+from strategies.qwen3 import HEAD_DIM, qwen3_layers
 
 # H, W pixels of a picture; P patches; X values of a patch; M picture tokens; D hidden size
+
+
+_DEEPSTACK_LAYERS = (8, 16, 24)
+_THETA = 500000.0
+_SECTION = (24, 20, 20)
 
 
 class Qwen3VLStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
     is_multimodal = True
 
+    def model_config(self, config: RawConfig) -> ModelConfig:
+        return decoder_config(config, layers=qwen3_layers(config), head_dim=HEAD_DIM, **with_vision(config))
+
     @cached_property
     def image_settings(self) -> ImageSettings:
         return read_image_settings(self.path, require_json(self.path, "config.json"))
 
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
-        return Qwen3VL(model_config, num_positions, context)
+        assert model_config.vision is not None, f"a {model_config.model_type} checkpoint has a vision_config"
+        tower = self.tower(model_config.vision, context)
+        return VisionLanguageModel(model_config, tower, num_positions, context)
+
+    def tower(self, vision: VisionConfig, context: LayerContext) -> nn.Module:
+        return VisionTower(vision, context)
 
     def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
-        assert isinstance(model, Qwen3VL), f"{type(model).__name__} has no Qwen3-VL tower"
+        assert isinstance(model, VisionLanguageModel), f"{type(model).__name__} has no tower"
         # Pictures of one size lie together, so that attention runs over them as one batch.
         order = sorted(range(len(images)), key=lambda i: images[i].grid_thw)
-        device = model.visual.pos_embed.weight.device
+        device = model.visual.patch_embed.weight.device
         patches_PX = self.normalise(torch.cat([self.patchify(images[i], device) for i in order]))
         grids = [images[i].grid_thw[1:] for i in order]
         main_MD, levels = model.visual(patches_PX, grids)
@@ -74,3 +92,51 @@ class Qwen3VLStrategy(CausalLMStrategy):
         settings = self.image_settings
         return [np.tile(np.array(values, dtype=np.float32), settings.patch_size**2)
                 for values in (settings.image_mean, settings.image_std)]
+
+
+class Qwen3VLMoEStrategy(Qwen3VLStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl_moe",)
+
+    def model_config(self, config: RawConfig) -> ModelConfig:
+        moe = read_moe(config, renormalise=True)
+        return decoder_config(config, layers=qwen3_layers(config, moe), **with_vision(config))
+
+
+def with_vision(config: RawConfig) -> dict[str, Any]:
+    """The fields of ModelConfig that a tower brings: itself, its token, and positions of three axes."""
+    return {
+        "rope": read_rope(config, theta=_THETA, section=_SECTION),
+        "vision": read_vision(config.raw["vision_config"], _DEEPSTACK_LAYERS),
+        "image_token_id": config.raw.get("image_token_id"),
+    }
+
+
+def read_vision(raw: dict[str, Any], deepstack_layers: tuple[int, ...]) -> VisionConfig:
+    """`vision_config`; `deepstack_layers` where it does not name them."""
+
+    def single(name: str, default: int) -> int:
+        value = raw.get(name, default)
+        if isinstance(value, (list, tuple)):
+            if len(set(value)) != 1:
+                raise ModelError(f"vision_config.{name} {value} is not supported; one number is")
+            value = value[0]
+        return int(value)
+
+    rope = raw.get("rope_parameters") or {}
+    if rope.get("rope_type", "axial") not in ("axial", "default"):
+        raise ModelError(f"vision rope_type {rope['rope_type']!r} is not supported")
+    return VisionConfig(
+        depth=int(raw["depth"]),
+        hidden_size=int(raw["hidden_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
+        num_heads=int(raw["num_heads"]),
+        hidden_act=raw.get("hidden_act", "gelu_pytorch_tanh"),
+        in_channels=int(raw.get("in_channels", 3)),
+        patch_size=single("patch_size", 16),
+        temporal_patch_size=single("temporal_patch_size", 2),
+        spatial_merge_size=int(raw.get("spatial_merge_size", 2)),
+        out_hidden_size=int(raw["out_hidden_size"]),
+        num_position_embeddings=int(raw.get("num_position_embeddings", 2304)),
+        deepstack_layers=tuple(int(i) for i in raw.get("deepstack_visual_indexes", deepstack_layers)),
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+    )

@@ -30,13 +30,24 @@ def test_every_part_of_ours_at_tiny_sizes() -> None:
     # A tied head: every weight is read. Hidden size 64, 2 layers, 2 kv heads of 16, 2,048 tokens, MLP width 96.
     layer = 64 * (4 * 16 + 2 * 2 * 16) + 4 * 16 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16
     weights = 4 * (2048 * 64 + 2 * layer + 64)
-    assert decode["weight_bytes_read"] == weights
     for size in (1, 3):
         batch = decode["batches"][str(size)]
-        assert batch["bytes_read"] == weights + size * 24 * (2 * 2 * 2 * 16 * 4)
+        assert batch["bytes"] == {"weight_bytes": weights, "expert_bytes": 0,
+                                  "kv_bytes": size * 24 * (2 * 2 * 2 * 16 * 4), "state_bytes": 0}
         # `engine` is what the other phases leave of the step: below zero if they were booked twice.
         assert all(value > 0 for value in batch["parts"].values()), batch["parts"]
-    for part in ("pictures", "mixed"):
+    for size, batch in results["moe-decode"]["npu_runner"]["batches"].items():
+        # 4 layers of 8 experts of width 32, 2 of them a token; one attention layer of 2 heads of 32; 3 layers with
+        # states of 4 heads of 16 x 16, read and written.
+        expert = 3 * 64 * 32 * 4
+        assert batch["bytes"]["expert_bytes"] % expert == 0
+        assert 4 * 2 <= batch["bytes"]["expert_bytes"] // expert <= 4 * min(8, 2 * int(size))
+        assert batch["bytes"]["kv_bytes"] == int(size) * 24 * (2 * 1 * 2 * 32 * 4)
+        assert batch["bytes"]["state_bytes"] == 2 * int(size) * 3 * 4 * 16 * 16 * 4
+    assert results["hybrid-decode"]["npu_runner"]["batches"]["1"]["bytes"]["expert_bytes"] == 0
+    for part in ("moe-text", "hybrid-text"):
+        assert len(results[part]["npu_runner"]["output_tokens_per_second"]) == 1
+    for part in ("pictures", "mixed", "moe-pictures", "hybrid-pictures"):
         (pictures,) = results[part]["npu_runner"]
         assert pictures["output_tokens_per_second"] > 0
         assert pictures["seconds"]["head_start"] > 0

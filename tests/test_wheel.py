@@ -31,7 +31,7 @@ PLUGIN = '''
 
 from npu_runner.checkpoint_files import require_json
 from npu_runner.layers.attention import PagedAttention
-from npu_runner.model_config import ModelConfig, RopeConfig
+from npu_runner.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
 from npu_runner.weights.loader import load_weights
 from strategies import LoadStrategy
 from torch import nn
@@ -65,11 +65,11 @@ class Bag(nn.Module):
 class BagStrategy(LoadStrategy):
     def read_config(self):
         raw = require_json(self.path, "config.json")
+        layer = LayerConfig(mixer=AttentionConfig(), channel=MLPConfig(intermediate_size=raw["width"]))
         return ModelConfig(
-            model_type="bag", vocab_size=raw["symbols"], hidden_size=raw["width"], intermediate_size=raw["width"],
-            num_layers=raw["depth"], num_heads=1, num_kv_heads=1, head_dim=raw["width"], max_position_embeddings=512,
-            rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False, qkv_bias=False, o_bias=False,
-            mlp_bias=False, qk_norm=False, rope=RopeConfig(), dtype="float32",
+            model_type="bag", vocab_size=raw["symbols"], hidden_size=raw["width"], num_heads=1, num_kv_heads=1,
+            head_dim=raw["width"], layers=(layer,) * raw["depth"], max_position_embeddings=512, rms_norm_eps=1e-6,
+            tie_word_embeddings=False, rope=RopeConfig(), dtype="float32",
         )
 
     def build(self, model_config, num_positions, context):

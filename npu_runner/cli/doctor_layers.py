@@ -17,7 +17,8 @@ from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome, run_pr
 # How far a token may be from the CPU's: the length of the difference over the length of what it should be. Rounding
 # once after each operator makes a third of this at most.
 BOUNDS = {"bfloat16": 0.03, "float16": 0.005}
-_CASES = ("decoder layer, 32/8 heads of 128", "decoder layer, 16/8 heads of 128", "tower layer, 16 heads of 72")
+_CASES = ("decoder layer, 32/8 heads of 128", "decoder layer, 16/8 heads of 128",
+          "Gated DeltaNet layer, 4/8 heads of 128", "tower layer, 16 heads of 72")
 _IF_WRONG = "answers will be wrong: compare torch, torch_npu and CANN with the version table, and report this output"
 _IF_UNKNOWN = "see the failed checks above; docs/running-on-ascend.md has a table of error codes"
 

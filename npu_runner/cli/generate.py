@@ -24,7 +24,7 @@ def answer_question(
     temperature: float,
 ) -> str:
     """Load the model and answer. Raises RequestError for a picture or a question that cannot be served, and
-    GenerationError where the model gives no whole answer."""
+    GenerationError where the model gives no whole answer. What it thinks first goes to standard error."""
     asked: dict[str, Any] = {"temperature": temperature, **({} if max_tokens is None else {"max_tokens": max_tokens})}
     SamplingParams(**asked)  # a mistake answers before anything is loaded
     conversation = _conversation(question, [_read(picture) for picture in pictures], system)
@@ -39,6 +39,13 @@ def answer_question(
     if result.finish_reason not in ("stop", "length"):
         reason = result.error or f"finish_reason is {result.finish_reason}"
         raise GenerationError(f"no answer, given up after {len(result.token_ids)} tokens: {reason}")
+    if result.reasoning_content is not None:
+        print(result.reasoning_content, file=sys.stderr)
+        if not result.text:
+            raise GenerationError(
+                f"no answer: {len(result.token_ids)} tokens of reasoning alone (finish_reason {result.finish_reason}); "
+                'raise --max-tokens, or try --chat-template-kwargs \'{"enable_thinking": false}\''
+            )
     return result.text
 
 

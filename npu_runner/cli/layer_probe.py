@@ -17,12 +17,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from npu_runner.layers.attention import bind_kv_cache
+from npu_runner.layers.gated_delta import bind_states, gated_delta_shape
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.model_config import ModelConfig, RopeConfig, VisionConfig
+from npu_runner.model_config import (
+    AttentionConfig,
+    GatedDeltaNetConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    RopeConfig,
+    VisionConfig,
+)
 from npu_runner.models.decoder import Decoder
-from npu_runner.models.qwen3_vl_vision import VisionTower
+from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import AttentionBackend, AttentionMetadata, Platform
+from npu_runner.platforms.base import Platform
+from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.weights.loader import expected_tensors, load_weights
 from npu_runner.weights.reader import CheckpointReader
 
@@ -34,6 +45,11 @@ _GRIDS = ((6, 10), (2, 4))  # patches of two pictures
 # Heads and blocks are those of real models; what only makes products longer is smaller, so that this takes seconds.
 _HIDDEN_SIZE, _MLP_WIDTH, _HEAD_DIM = 512, 1536, 128
 _HEADS = {"decoder layer, 32/8 heads of 128": (32, 8), "decoder layer, 16/8 heads of 128": (16, 8)}
+_DELTA = GatedDeltaNetConfig(num_k_heads=4, num_v_heads=8, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)
+_MIXERS: dict[str, AttentionConfig | GatedDeltaNetConfig] = {
+    **dict.fromkeys(_HEADS, AttentionConfig(qk_norm=True)),
+    "Gated DeltaNet layer, 4/8 heads of 128": _DELTA,
+}
 
 
 class Probe:
@@ -46,7 +62,7 @@ class Probe:
     def errors(self, names: Sequence[str]) -> Iterator[tuple[str, float]]:
         """Each layer's name, and the largest distance of a row of its output from the CPU's, relative to its length."""
         for name in names:
-            yield name, self._error(_decoder_config(*_HEADS[name]) if name in _HEADS else _tower_config())
+            yield name, self._error(_decoder_config(name) if name in _MIXERS else _tower_config())
 
     def _error(self, config: ModelConfig | VisionConfig) -> float:
         dtype = self._device_side.dtype
@@ -66,10 +82,12 @@ class _Side:
         self.platform, self.dtype = platform, dtype
         self.device = platform.set_device(0)
 
-    def context(self, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerContext:
+    def context(self, num_heads: int, num_kv_heads: int, head_dim: int,
+                delta: GatedDeltaShape | None = None) -> LayerContext:
         attention = self.platform.make_attention("auto", num_heads=num_heads, num_kv_heads=num_kv_heads,
                                                  head_dim=head_dim, block_size=_BLOCK_SIZE, dtype=self.dtype)
-        return LayerContext(self.platform.make_ops(), attention, TensorParallel(), self.dtype, self.device)
+        gated_delta = None if delta is None else self.platform.make_gated_delta(delta, self.dtype)
+        return LayerContext(self.platform.make_ops(), attention, TensorParallel(), self.dtype, self.device, gated_delta)
 
 
 def _draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -80,46 +98,59 @@ def _draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, T
         values = torch.randn(shape, generator=generator)
         if "norm" in name:
             values = (2.0 if "q_norm" in name or "k_norm" in name else 1.0) + 0.1 * values
+        elif name.endswith("A_log"):
+            values = values - 2.0  # some heads remember long
         elif len(shape) > 1:
             values = values / math.sqrt(math.prod(shape[1:]))
         drawn[name] = values.to(dtype)
     return drawn
 
 
-def _build(config: ModelConfig | VisionConfig, side: _Side) -> tuple[nn.Module, AttentionBackend]:
-    """The model and its attention."""
+def _build(config: ModelConfig | VisionConfig, side: _Side) -> tuple[nn.Module, LayerContext]:
+    """The model and what it is built for."""
     if isinstance(config, ModelConfig):
-        context = side.context(config.num_heads, config.num_kv_heads, config.head_dim)
-        return Decoder(config, sum(_PROMPT_LENS), context), context.attention
+        delta = gated_delta_shape(config, TensorParallel())
+        context = side.context(config.num_heads, config.num_kv_heads, config.head_dim, delta)
+        return Decoder(config, sum(_PROMPT_LENS), context), context
     head_dim = config.hidden_size // config.num_heads
     context = side.context(config.num_heads, config.num_heads, head_dim)
-    return VisionTower(config, context), context.attention
+    return VisionTower(config, context), context
 
 
 def _compute(config: ModelConfig | VisionConfig, side: _Side, folder: Path, dtype: torch.dtype) -> Tensor:
-    model, attention = _build(config, side)
+    model, context = _build(config, side)
     with CheckpointReader(folder) as reader:
         load_weights(model, reader)
     model.requires_grad_(False).eval()
     if isinstance(config, ModelConfig):
-        return _decode(config, model, attention, side, dtype)
+        return _decode(config, model, context, dtype)
     return _see(config, model, side, dtype)
 
 
-def _decode(config: ModelConfig, model: nn.Module, attention: AttentionBackend, side: _Side,
-            dtype: torch.dtype) -> Tensor:
+def _decode(config: ModelConfig, model: nn.Module, context: LayerContext, dtype: torch.dtype) -> Tensor:
     """What a prompt of each sequence and then one token of each become, (T + B, D)."""
     tables_BW, num_blocks = _block_tables()
-    sizes = (1, num_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    bind_kv_cache(model, *(torch.zeros(math.prod(sizes), dtype=side.dtype, device=side.device).view(sizes)
-                           for _ in range(2)))
+    sizes = (len(config.attention_layers), num_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    if config.attention_layers:
+        bind_kv_cache(model, *(_zeros(sizes, context.dtype, context.device) for _ in range(2)))
+    if context.gated_delta is not None:
+        delta = gated_delta_shape(config, TensorParallel())
+        assert delta is not None, "there is a backend for it"
+        counts = (len(config.state_layers), len(_PROMPT_LENS) + 1)
+        bind_states(model, _zeros((*counts, *delta.conv_state_shape), context.dtype, context.device),
+                    _zeros((*counts, *delta.state_shape), torch.float32, context.device))
     generator = torch.Generator().manual_seed(_SEED + 1)
     outputs = []
     for done_lens, new_lens in (((0,) * len(_PROMPT_LENS), _PROMPT_LENS), (_PROMPT_LENS, (1,) * len(_PROMPT_LENS))):
         x_TD = torch.randn(sum(new_lens), config.hidden_size, generator=generator).to(dtype)
-        positions, metadata = _step(attention, side.device, tables_BW, done_lens, new_lens)
-        outputs.append(model(x_TD.to(side.device, side.dtype), positions, metadata))
+        positions, metadata = _step(context, tables_BW, done_lens, new_lens)
+        outputs.append(model(x_TD.to(context.device, context.dtype), positions, metadata))
     return torch.cat(outputs)
+
+
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Flat first, as runner/model_runner.py allocates caches."""
+    return torch.zeros(math.prod(sizes), dtype=dtype, device=device).view(sizes)
 
 
 def _block_tables() -> tuple[np.ndarray, int]:
@@ -132,9 +163,10 @@ def _block_tables() -> tuple[np.ndarray, int]:
     return tables_BW, 1 + sum(counts)
 
 
-def _step(attention: AttentionBackend, device: torch.device, tables_BW: np.ndarray, done_lens: Sequence[int],
+def _step(context: LayerContext, tables_BW: np.ndarray, done_lens: Sequence[int],
           new_lens: Sequence[int]) -> tuple[Tensor, AttentionMetadata]:
     """Positions (T,) and metadata of a step that adds `new_lens` tokens to contexts of `done_lens`."""
+    attention, device = context.attention, context.device
     is_prefill = max(new_lens) > 1
     context_lens = [done + new for done, new in zip(done_lens, new_lens, strict=True)]
     places = [np.arange(done, length) for done, length in zip(done_lens, context_lens, strict=True)]
@@ -142,10 +174,14 @@ def _step(attention: AttentionBackend, device: torch.device, tables_BW: np.ndarr
                             for row, place in enumerate(places)])
     plan = (attention.plan_prefill(list(new_lens), context_lens, tables_BW, device) if is_prefill
             else attention.plan_decode(context_lens, tables_BW, device))
-    slots_T, lens_B, tables, positions_T = (
+    state_plan = None
+    if is_prefill and context.gated_delta is not None:
+        state_plan = context.gated_delta.plan_prefill(list(new_lens), context_lens, [], device)
+    slots_T, lens_B, tables, positions_T, state_slots_B = (
         torch.from_numpy(array.astype(np.int32)).to(device)
-        for array in (slots, np.asarray(context_lens), tables_BW, np.concatenate(places)))
-    return positions_T, AttentionMetadata(is_prefill, slots_T, lens_B, tables, plan)
+        for array in (slots, np.asarray(context_lens), tables_BW, np.concatenate(places),
+                      np.arange(len(new_lens), 0, -1)))
+    return positions_T, AttentionMetadata(is_prefill, slots_T, lens_B, tables, plan, state_slots_B, state_plan)
 
 
 def _see(config: VisionConfig, model: nn.Module, side: _Side, dtype: torch.dtype) -> Tensor:
@@ -157,12 +193,13 @@ def _see(config: VisionConfig, model: nn.Module, side: _Side, dtype: torch.dtype
     return output
 
 
-def _decoder_config(num_heads: int, num_kv_heads: int) -> ModelConfig:
+def _decoder_config(name: str) -> ModelConfig:
+    num_heads, num_kv_heads = _HEADS.get(name, (16, 8))
     return ModelConfig(
-        model_type="qwen3", vocab_size=8, hidden_size=_HIDDEN_SIZE, intermediate_size=_MLP_WIDTH, num_layers=1,
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=_HEAD_DIM, max_position_embeddings=4096,
-        rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=True, qkv_bias=False, o_bias=False, mlp_bias=False,
-        qk_norm=True, rope=RopeConfig(theta=5e6), dtype="bfloat16",
+        model_type="qwen3", vocab_size=8, hidden_size=_HIDDEN_SIZE, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        head_dim=_HEAD_DIM, max_position_embeddings=4096, rms_norm_eps=1e-6, tie_word_embeddings=True,
+        rope=RopeConfig(theta=5e6), dtype="bfloat16",
+        layers=(LayerConfig(mixer=_MIXERS[name], channel=MLPConfig(intermediate_size=_MLP_WIDTH)),),
     )  # fmt: skip
 
 

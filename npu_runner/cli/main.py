@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from npu_runner import __version__
-from npu_runner.assets import SHAPES_VL
+from npu_runner.assets import EMBEDDED, SHAPES_VL
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.doctor_options import add_doctor_arguments
 from npu_runner.cli.generate import answer_question
@@ -124,7 +124,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", default=str(SHAPES_VL), metavar="PATH",
-        help="folder of a checkpoint, or a hub id (default: the embedded shapes-vl, which knows drawn shapes only)",
+        help=f"folder of a checkpoint, a hub id, or an embedded model: {', '.join(EMBEDDED)} (default: the embedded "
+        "shapes-vl, which knows drawn shapes only)",
     )  # fmt: skip
     add_options(group, RunnerConfig, without=("model",))
 

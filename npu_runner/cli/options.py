@@ -9,12 +9,15 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from npu_runner.limits import shown
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -64,6 +67,8 @@ def _add_option(parser: argparse._ActionsContainer, field: dataclasses.Field[Any
     options["required"] = is_needed
     if typing.get_origin(kind) is tuple:
         parser.add_argument(flag, type=_integers, metavar="N,N,...", **options)
+    elif typing.get_origin(kind) is Mapping:
+        parser.add_argument(flag, type=_json_object, metavar="JSON", **options)
     elif kind is int and field.name.endswith("_bytes"):
         parser.add_argument(flag, type=_size, metavar="SIZE", **options)
     else:
@@ -93,6 +98,16 @@ def _size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 1073741824, 1024M or 1G")
     return int(match[1]) * _SIZES[match[2]]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{shown(text)} is not a JSON object like {{"enable_thinking": false}}')
+    return value
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -60,6 +60,10 @@ class ScheduledBatch:
     images: list[ImageInput] = field(default_factory=list)
     """Distinct pictures that this step's tokens touch."""
     image_slices: list[ImageSlice] = field(default_factory=list)
+    state_loads: list[tuple[int, int]] = field(default_factory=list)
+    """(snapshot slot, slot) of the state pool: copied before the step's forward."""
+    state_saves: list[tuple[int, int, int]] = field(default_factory=list)
+    """(row, tokens, snapshot slot): the state after that many tokens of the row is to be kept in that slot as well."""
 
     @property
     def batch_size(self) -> int:
@@ -78,13 +82,15 @@ class ScheduledBatch:
 class RunningTable:
     """Blocks of everything that runs, kept across steps so that a decode step copies only what is new.
 
-    A row is a slot; `max_blocks` is the longest block table a sequence may have.
+    A row is a slot; `max_blocks` is the longest block table a sequence may have. `loses_blocks`: those behind a window
+    become null entries while a sequence runs.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int):
+    def __init__(self, num_slots: int, max_blocks: int, *, loses_blocks: bool = False):
         self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.position_deltas = np.zeros(num_slots, dtype=np.int32)
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)
+        self._num_null_blocks = np.zeros(num_slots, dtype=np.int32) if loses_blocks else None
         self.reset()
 
     def reset(self) -> None:
@@ -101,6 +107,8 @@ class RunningTable:
         """Give `seq` a row."""
         seq.slot = self._free_slots.pop()
         self._num_blocks[seq.slot] = 0
+        if self._num_null_blocks is not None:
+            self._num_null_blocks[seq.slot] = 0
         self.position_deltas[seq.slot] = seq.prompt.position_delta
 
     def leave(self, seq: Sequence) -> None:
@@ -117,6 +125,15 @@ class RunningTable:
             blocks = running[row].block_table
             self.block_tables[slots_B[row], known_B[row] : len(blocks)] = blocks[known_B[row]:]
         self._num_blocks[slots_B] = num_blocks_B
+        if self._num_null_blocks is not None:
+            self._refresh_null_blocks(running, slots_B, self._num_null_blocks)
+
+    def _refresh_null_blocks(self, running: SequenceOf[Sequence], slots_B: np.ndarray, known: np.ndarray) -> None:
+        """Blocks that `running` gave up are somebody else's: nobody may find them here."""
+        num_null_B = _per_sequence(seq.num_null_blocks for seq in running)
+        for row in np.flatnonzero(num_null_B != known[slots_B]).tolist():
+            self.block_tables[slots_B[row], : num_null_B[row]] = 0
+        known[slots_B] = num_null_B
 
     def take_freed_slots(self) -> list[int]:
         freed, self._freed = self._freed, []
@@ -147,7 +164,8 @@ def _per_sequence(values: Iterable[int | None]) -> np.ndarray:
     return np.fromiter(values, dtype=np.int32)
 
 
-def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable, *, uses_mrope: bool) -> ScheduledBatch:
+def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
+                  state_saves: list[tuple[int, int, int]], *, uses_mrope: bool) -> ScheduledBatch:
     """The next `num_tokens` uncomputed tokens of each (sequence, num_tokens), blocks already allocated."""
     context_lens = [seq.num_computed_tokens + num for seq, num in chunks]
     width = max(len(seq.block_table) for seq, _ in chunks)
@@ -176,7 +194,15 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         freed_slots=table.take_freed_slots(),
         images=list(images.values()),
         image_slices=slices,
+        state_loads=[_state_load(seq) for seq, _ in chunks if seq.state_source is not None and seq.is_at_its_start],
+        state_saves=state_saves,
     )
+
+
+def _state_load(seq: Sequence) -> tuple[int, int]:
+    assert seq.state_source is not None, f"sequence {seq.seq_id} has no state to go on from"
+    assert seq.slot is not None, f"sequence {seq.seq_id} has no slot to go on in"
+    return seq.state_source, seq.slot
 
 
 def probe_batch(*, uses_mrope: bool) -> ScheduledBatch:

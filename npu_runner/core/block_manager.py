@@ -2,7 +2,9 @@
 
 Block 0 is the null block that padded rows write to; it is never handed out. A full block is keyed by a chain hash over
 its tokens, the pictures that overlap it and the key of the block before it, so two prompts share a block only if
-everything up to its end agrees. Freed blocks keep their content until they are needed, oldest first.
+everything up to its end agrees. Freed blocks keep their content until they are needed, oldest first. Where the model
+has state beside the KV cache, a prefix can be used up to the last of its snapshots only. Where every layer slides,
+blocks behind the window are freed while their sequence runs (sliding.py).
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_runner.core.sequence import Sequence
+from npu_runner.core.sliding import longest_usable, take_those_behind
+from npu_runner.core.state_snapshots import StateSnapshots
 
 _ROOT = b"npu_runner prefix cache"
 
@@ -30,14 +34,21 @@ class PrefixCacheCounters:
 class BlockManager:
     """Hands out fixed-size KV blocks by id, with reference counts and a prefix cache.
 
-    `num_blocks` counts the null block; `block_size` is in tokens.
+    `num_blocks` counts the null block; `block_size` is in tokens. A model with state has a prefix cache only with
+    `snapshots` of it. `sliding_window`: no layer sees more tokens, itself included; None: some layer sees all.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True,
+                 snapshots: StateSnapshots | None = None, sliding_window: int | None = None):
         assert num_blocks >= 2, f"{num_blocks} blocks leave none beside the null block"
+        assert snapshots is None or enable_prefix_caching, "snapshots are for the prefix cache"
+        assert snapshots is None or snapshots.alignment % block_size == 0, "a snapshot lies at the end of a block"
+        assert snapshots is None or sliding_window is None, "a snapshot's prefix has all of its blocks"
+        self.snapshots = snapshots
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
+        self.sliding_window = sliding_window
         self.counters = PrefixCacheCounters()
         self.peak_used = 0
         self.reset()
@@ -48,6 +59,8 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, self.num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: dict[int, bytes] = {}
+        if self.snapshots is not None:
+            self.snapshots.reset()
 
     @property
     def num_free(self) -> int:
@@ -75,22 +88,73 @@ class BlockManager:
         seq.num_computed_tokens = seq.num_cached_tokens = 0
         if not self.enable_prefix_caching:
             return
-        num_full = (seq.num_tokens - 1) // self.block_size
-        for index in range(num_full):
-            block = self._block_of_hash.get(self._hash(seq, index))
-            if block is None:
-                break
+        blocks = self._cached_blocks(seq)
+        if self.snapshots is not None:
+            blocks = blocks[: self._match_state(seq, self.snapshots, len(blocks) * self.block_size) // self.block_size]
+        seq.num_null_blocks = blocks.count(0)
+        for block in blocks[seq.num_null_blocks:]:
             self._take(block)
-            seq.block_table.append(block)
+        seq.block_table.extend(blocks)
         seq.num_computed_tokens = seq.num_cached_tokens = len(seq.block_table) * self.block_size
         seq.num_committed_blocks = len(seq.block_table)
         self._note_peak()
+
+    def _cached_blocks(self, seq: Sequence) -> list[int]:
+        """Those that `seq` starts with; null behind the sliding window of what comes after them."""
+        window = self.sliding_window
+        blocks: list[int] = []
+        for index in range((seq.num_tokens - 1) // self.block_size):
+            block = self._block_of_hash.get(self._hash(seq, index), 0)
+            if not block and window is None:
+                break
+            blocks.append(block)
+        return blocks if window is None else longest_usable(blocks, window, self.block_size)
+
+    def _match_state(self, seq: Sequence, snapshots: StateSnapshots, num_cached: int) -> int:
+        """Tokens, at most `num_cached`, after which `seq`'s state is known; says where to take snapshots beyond.
+
+        That is where prompts part (others have come further on this prefix than any snapshot), and the last place that
+        the same prompt could use, should it come again.
+        """
+        step = snapshots.alignment
+        parting, last = num_cached // step * step, (seq.num_tokens - 1) // step * step
+        found = next((end for end in range(parting, 0, -step) if self._key_at(seq, end) in snapshots), 0)
+        seq.state_source = snapshots.load(self._key_at(seq, found)) if found else None
+        seq.snapshot_positions = tuple(sorted({end for end in (parting, last) if end > found}))
+        return found
+
+    def save_states(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        """(tokens of the chunk, snapshot slot): states to be kept while `seq` computes its next `num_tokens` tokens."""
+        if self.snapshots is None:
+            return []
+        start = seq.num_computed_tokens
+        slots = [(end - start, self.snapshots.save(self._key_at(seq, end))) for end in seq.snapshot_positions
+                 if start < end <= start + num_tokens]
+        return [(offset, slot) for offset, slot in slots if slot is not None]
+
+    def is_saving_for(self, seq: Sequence) -> bool:
+        """Whether the step that is being put together will take a snapshot that `seq`, which starts, can use."""
+        snapshots = self.snapshots
+        if snapshots is None or not snapshots.is_saving_any:
+            return False
+        return any(snapshots.is_saving(self._key_at(seq, end)) for end in
+                   range(seq.num_cached_tokens + snapshots.alignment, seq.num_tokens, snapshots.alignment))
+
+    def step_ended(self, *, is_complete: bool) -> None:
+        """The step that was to take snapshots has run, or was given up."""
+        if self.snapshots is not None:
+            if is_complete:
+                self.snapshots.complete()
+            else:
+                self.snapshots.abandon()
 
     def count_prefix_use(self, seq: Sequence) -> None:
         """Book what `match_prefix` found, once the sequence really starts."""
         if self.enable_prefix_caching:
             self.counters.queries += seq.num_tokens
             self.counters.hits += seq.num_cached_tokens
+        if self.snapshots is not None and seq.state_source is not None:
+            self.snapshots.counters.used += 1
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Extend `seq` to hold `num_tokens` tokens. False, and nothing changed, when too few blocks are free."""
@@ -102,6 +166,8 @@ class BlockManager:
             stale = self._hash_of_block.pop(block, None)
             if stale is not None:
                 del self._block_of_hash[stale]
+                if self.snapshots is not None:
+                    self.snapshots.forget(stale)
             self._ref_counts[block] = 1
             seq.block_table.append(block)
         self._note_peak()
@@ -120,20 +186,42 @@ class BlockManager:
         for index in range(seq.num_committed_blocks, num_full):
             block = seq.block_table[index]
             key = self._hash(seq, index)
-            if key not in self._block_of_hash:  # else an equal block was computed at the same time: keep the first
+            if key not in self._block_of_hash or self._replaces(key):
                 self._block_of_hash[key] = block
                 self._hash_of_block[block] = key
         seq.num_committed_blocks = num_full
 
+    def _replaces(self, key: bytes) -> bool:
+        """Whether an equal block, just computed, takes the place of the one that is known by `key`.
+
+        As a rule the first is kept. With state a prefix whose blocks are cached may have to be computed again; were the
+        first copies kept, they would grow old and go while the new ones are in use.
+        """
+        first = self._block_of_hash[key]
+        if self.snapshots is None or self._ref_counts[first]:
+            return False
+        del self._hash_of_block[first]
+        self._free.move_to_end(first, last=False)
+        return True
+
+    def free_behind_window(self, seq: Sequence) -> None:
+        """Give back the blocks of `seq` that no token to come will see; they stay in the prefix cache until reused."""
+        if self.sliding_window is not None:
+            self._give_back(take_those_behind(seq, self.sliding_window, self.block_size))
+
     def free(self, seq: Sequence) -> None:
         """Give back all blocks of `seq`; the tail becomes reusable before the head, which more prompts share."""
-        for block in reversed(seq.block_table):
+        self._give_back(reversed(seq.block_table[seq.num_null_blocks:]))
+        seq.block_table.clear()
+        seq.num_null_blocks = 0
+        seq.num_computed_tokens = seq.num_committed_blocks = 0
+
+    def _give_back(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
             self._ref_counts[block] -= 1
             assert self._ref_counts[block] >= 0, f"block {block} freed twice"
             if self._ref_counts[block] == 0:
                 self._free[block] = None
-        seq.block_table.clear()
-        seq.num_computed_tokens = seq.num_committed_blocks = 0
 
     def _take(self, block: int) -> None:
         if self._ref_counts[block] == 0:
@@ -142,6 +230,9 @@ class BlockManager:
 
     def _note_peak(self) -> None:
         self.peak_used = max(self.peak_used, self.num_used)
+
+    def _key_at(self, seq: Sequence, end: int) -> bytes:
+        return self._hash(seq, end // self.block_size - 1)
 
     def _hash(self, seq: Sequence, index: int) -> bytes:
         """Key of full block `index`; every key before it is computed, and kept, first."""

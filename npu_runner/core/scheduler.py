@@ -4,6 +4,10 @@ A step is either a prefill of one or more prompts (or a chunk of one), or one to
 come, first served: only the head of the queue may be cut into chunks, and the latest arrival is preempted first, by
 recompute. Prefills are gathered: while sequences decode, new ones wait until several can join together, since a
 prefill of one costs nearly as much as a prefill of many.
+
+Where the model has state beside the KV cache, a prefill step also says which snapshots of states it goes on from and
+which it takes, and every chunk begins at a multiple of `state_alignment`, so that a prompt is cut alike whatever was
+cached.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, prefill_batch
 from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.chunks import chunk_length
 from npu_runner.core.sequence import Sequence, SequenceStatus
 
 # With sequences decoding, this share of max_num_seqs must be able to join before a prefill interrupts them ...
@@ -24,13 +29,25 @@ _MAX_WAIT_STEPS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """`max_image_tokens`: pictures that one prefill step may send through the vision tower, in merged tokens."""
+    """`max_image_tokens`: pictures that one prefill step may send through the vision tower, in merged tokens.
+    `state_alignment`: None for a model without state beside the KV cache.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     max_image_tokens: int
     uses_mrope: bool = False
+    state_alignment: int | None = None
+
+    def __post_init__(self) -> None:
+        least = self.least_batched_tokens
+        assert self.max_num_batched_tokens >= least, f"{self.max_num_batched_tokens} tokens, no chunk is below {least}"
+
+    @property
+    def least_batched_tokens(self) -> int:
+        """What a prefill step must be able to take, so that every prompt gets on."""
+        return self.state_alignment or 1
 
 
 class Scheduler:
@@ -42,7 +59,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._table = RunningTable(limits.max_num_seqs, -(-limits.max_model_len // block_manager.block_size))
+        self._table = RunningTable(limits.max_num_seqs, -(-limits.max_model_len // block_manager.block_size),
+                                   loses_blocks=block_manager.sliding_window is not None)
         self._steps_since_prefill = 0
         self._scheduled: list[tuple[Sequence, int]] = []
         self._alone: frozenset[int] | None = None
@@ -73,19 +91,25 @@ class Scheduler:
         """The next step, or None when nothing is left to run."""
         assert not self._scheduled, "schedule() called twice without complete() or abandon()"
         self._requeue_those_behind()
-        if self._prefill_is_due():
-            chunks = self._choose_prefill()
-            if chunks:
-                self._steps_since_prefill = 0
-                self._scheduled = chunks
-                return prefill_batch(chunks, self._table, uses_mrope=self.limits.uses_mrope)
+        if self._prefill_is_due() and (batch := self._prefill()):
+            return batch
         running = self._choose_decode()
         if not running:
-            assert not self.has_unfinished(), "unfinished sequences, and none can run"
-            return None
+            # The last one that ran may have been preempted for a head of the queue that holds blocks already.
+            batch = self._prefill()
+            assert batch is not None or not self.has_unfinished(), "unfinished sequences, and none can run"
+            return batch
         self._steps_since_prefill += 1
         self._scheduled = [(seq, 1) for seq in running]
         return decode_batch(running, self._table, self.block_manager.block_size)
+
+    def _prefill(self) -> ScheduledBatch | None:
+        chunks, state_saves = self._choose_prefill()
+        if not chunks:
+            return None
+        self._steps_since_prefill = 0
+        self._scheduled = chunks
+        return prefill_batch(chunks, self._table, state_saves, uses_mrope=self.limits.uses_mrope)
 
     def complete(self) -> list[Sequence]:
         """Book the step that just ran; returns its sequences in batch order."""
@@ -93,6 +117,8 @@ class Scheduler:
         for seq, num in scheduled:
             seq.num_computed_tokens += num
             self.block_manager.commit(seq)
+            self.block_manager.free_behind_window(seq)
+        self.block_manager.step_ended(is_complete=True)
         return [seq for seq, _ in scheduled]
 
     # -- steps that do not end -------------------------------------------------------------------------------------
@@ -104,6 +130,7 @@ class Scheduler:
         tokens it has: what the step has left in the cache and in the sampler is nobody's.
         """
         scheduled, self._scheduled = self._scheduled, []
+        self.block_manager.step_ended(is_complete=False)
         everybody = {seq.seq_id: seq for seq in (*self.waiting, *self.running, *(seq for seq, _ in scheduled))}
         for seq in everybody.values():
             self.block_manager.free(seq)
@@ -134,7 +161,7 @@ class Scheduler:
     def lower_limits(self, *, is_prefill: bool, num_tokens: int, num_seqs: int) -> None:
         """From now on prefill steps have no more than `num_tokens` tokens, or decode steps `num_seqs` sequences."""
         if is_prefill:
-            lower = min(self.limits.max_num_batched_tokens, max(1, num_tokens))
+            lower = min(self.limits.max_num_batched_tokens, max(self.limits.least_batched_tokens, num_tokens))
             self.limits = replace(self.limits, max_num_batched_tokens=lower)
         else:
             self.limits = replace(self.limits, max_num_seqs=min(self.limits.max_num_seqs, max(1, num_seqs)))
@@ -154,21 +181,24 @@ class Scheduler:
         can_join = min(len(self.waiting), free_slots)
         return can_join > 0 and can_join * _JOIN_SHARE >= self.limits.max_num_seqs
 
-    def _choose_prefill(self) -> list[tuple[Sequence, int]]:
+    def _choose_prefill(self) -> tuple[list[tuple[Sequence, int]], list[tuple[int, int, int]]]:
+        """(sequence, number of tokens) of each row, and the states to keep: (row, tokens, snapshot slot)."""
         chunks: list[tuple[Sequence, int]] = []
+        state_saves: list[tuple[int, int, int]] = []
         budget = self.limits.max_num_batched_tokens
         seen_images: dict[bytes, int] = {}
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             if not self._admit(seq):
                 break
-            num = self._cut_at_image_budget(seq, min(seq.num_uncomputed_tokens, budget), seen_images)
+            num = self._chunk_length(seq, budget, seen_images)
             if num == 0 or not self._allocate_prefill(seq, num):
-                if not seq.block_table or seq.num_computed_tokens == seq.num_cached_tokens:
+                if not seq.block_table or seq.is_at_its_start:
                     self._release(seq)  # never started: it may not sit on blocks that others wait for
                 break
-            if seq.num_computed_tokens == seq.num_cached_tokens:
+            if seq.is_at_its_start:
                 self.block_manager.count_prefix_use(seq)
+            state_saves += [(len(chunks), *save) for save in self.block_manager.save_states(seq, num)]
             chunks.append((seq, num))
             budget -= num
             if num < seq.num_uncomputed_tokens:
@@ -176,7 +206,13 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
-        return chunks
+        return chunks, state_saves
+
+    def _chunk_length(self, seq: Sequence, budget: int, seen_images: dict[bytes, int]) -> int:
+        if seq.num_uncomputed_tokens > budget and seq.is_at_its_start and self.block_manager.is_saving_for(seq):
+            return 0  # it would be cut anyway: with the next step it goes on from the snapshot that this one takes
+        return chunk_length(seq, budget, seen_images, max_image_tokens=self.limits.max_image_tokens,
+                            alignment=self.limits.state_alignment)
 
     def _admit(self, seq: Sequence) -> bool:
         """A slot, and what the prefix cache has, for a sequence that starts or restarts."""
@@ -195,22 +231,6 @@ class Scheduler:
         if self.running and self.block_manager.num_free - missing < len(self.running):
             return False
         return self.block_manager.allocate(seq, end)
-
-    def _cut_at_image_budget(self, seq: Sequence, num: int, seen: dict[bytes, int]) -> int:
-        """Shorten the chunk so that the step's distinct pictures stay within max_image_tokens (one always may)."""
-        start = seq.num_computed_tokens
-        for span in seq.prompt.spans:
-            if span.start + span.num_tokens <= start:
-                continue
-            if span.start >= start + num:
-                break
-            content_hash = seq.prompt.images[span.image_index].content_hash
-            if content_hash in seen:
-                continue
-            if seen and sum(seen.values()) + span.num_tokens > self.limits.max_image_tokens:
-                return max(0, span.start - start)
-            seen[content_hash] = span.num_tokens
-        return num
 
     # -- decode ----------------------------------------------------------------------------------------------------
 

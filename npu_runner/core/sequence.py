@@ -34,6 +34,8 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     block_table: list[int] = field(default_factory=list)
+    num_null_blocks: int = 0
+    """Leading entries of the table that are the null block: they lie behind every layer's sliding window."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Keys of the full blocks hashed so far, in order; they outlive preemption."""
     num_computed_tokens: int = 0
@@ -41,6 +43,10 @@ class Sequence:
     """Leading blocks already offered to the prefix cache."""
     num_cached_tokens: int = 0
     """Tokens of the last prefill that came from the prefix cache."""
+    state_source: int | None = None
+    """Snapshot that the last prefill went on from, where the model has state."""
+    snapshot_positions: tuple[int, ...] = ()
+    """Where the last prefill is to leave snapshots of the state, in tokens."""
     slot: int | None = None
     """Row in the running batch's tables and in the sampler's state."""
     num_preemptions: int = 0
@@ -59,7 +65,9 @@ class Sequence:
         """Hold nothing and have nothing computed, whatever stood here; the tokens stay."""
         self.status, self.slot = SequenceStatus.WAITING, None
         self.block_table = []
+        self.num_null_blocks = 0
         self.num_computed_tokens = self.num_committed_blocks = self.num_cached_tokens = 0
+        self.state_source, self.snapshot_positions = None, ()
         self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
         self.last_token_id = self.tokens(self.num_tokens - 1, self.num_tokens)[0]
 
@@ -84,6 +92,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_at_its_start(self) -> bool:
+        """Nothing is computed beyond what the prefix cache had."""
+        return self.num_computed_tokens == self.num_cached_tokens
 
     @property
     def is_finished(self) -> bool:

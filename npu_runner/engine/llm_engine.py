@@ -18,10 +18,12 @@ from npu_runner.core.batch import ScheduledBatch, probe_batch
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
+from npu_runner.core.state_snapshots import SnapshotCounters, StateSnapshots, state_alignment
 from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.logprobs import LogprobsRecord
 from npu_runner.engine.quarantine import Quarantine
+from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
@@ -31,7 +33,7 @@ from npu_runner.outputs import (
     FinishReason,
     RequestOutput,
 )
-from npu_runner.runner.base import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
+from npu_runner.runner.base import NO_TOKEN, ModelRunnerOutput, RunnerInfo
 from npu_runner.sampling_params import SamplingParams
 from strategies import pick_strategy
 
@@ -53,6 +55,20 @@ class _Generation:
     finished: CompletionOutput | None = None
 
 
+def _make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> BlockManager:
+    snapshots = None
+    if info.state is not None and enable_prefix_caching:
+        if info.state.num_snapshots:
+            snapshots = StateSnapshots(info.state.num_snapshots, info.state.first_snapshot,
+                                       state_alignment(info.block_size))
+        else:
+            logger.warning("no snapshot of states is kept, so there is no prefix cache: prompts that begin alike are "
+                           "computed anew; max_state_snapshots and the memory ledger say why")
+            enable_prefix_caching = False
+    return BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=enable_prefix_caching,
+                        snapshots=snapshots, sliding_window=info.sliding_window)
+
+
 @dataclass(eq=False)
 class _Request:
     request_id: str
@@ -65,9 +81,9 @@ class LLMEngine:
 
     def __init__(self, config: RunnerConfig, *, processor: ChatProcessor | None = None):
         """`processor`: the one that the checkpoint's strategy makes for `config`, if the caller has it already."""
-        self.config = config
         self.model_path = resolve_checkpoint(config.model, config.revision)
         strategy = pick_strategy(self.model_path)
+        self.config = config = strategy.settle(config)
         self.model_config = strategy.read_config()
         self.processor = processor or strategy.processor(config)
         self._eos_token_ids = self.processor.end_token_ids(self.model_config)
@@ -78,13 +94,12 @@ class LLMEngine:
         self._executor = make_executor(config, self.model_path)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
-        self.block_manager = BlockManager(
-            info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching
-        )
+        self.block_manager = _make_block_manager(info, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
                 max_model_len=info.max_model_len, max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
+                state_alignment=None if info.state is None else state_alignment(info.block_size),
             ),
             self.block_manager,
         )
@@ -182,7 +197,7 @@ class LLMEngine:
         for token in tokens:
             if sequence.is_finished:
                 return  # what a step brings beyond the end is dropped
-            self._append(sequence, token, output.logprobs[row] if output.logprobs else None)
+            self._append(sequence, token, output, row)
 
     # -- steps that fail -------------------------------------------------------------------------------------------
 
@@ -232,15 +247,15 @@ class LLMEngine:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_cached_tokens
 
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _append(self, sequence: Sequence, token: int, output: ModelRunnerOutput, row: int) -> None:
         generation = self._generation_of[sequence.seq_id]
         if token == NO_TOKEN:
             self._finish(generation, "error", error=_NOT_A_NUMBER)
             return
         sequence.append(token)
         params = sequence.params
-        if generation.logprobs is not None and logprobs is not None:
-            generation.logprobs.append(logprobs)
+        if generation.logprobs is not None and output.logprobs is not None:
+            generation.logprobs.append(output.logprobs, row)
         may_stop = not params.min_tokens or sequence.num_output_tokens >= params.min_tokens
         if may_stop and token in generation.end_tokens:
             self._finish(generation, "stop", stop_reason=token if token in params.stop_token_ids else None)
@@ -254,11 +269,12 @@ class LLMEngine:
         sequence = generation.sequence
         sequence.finish(reason)
         self.scheduler.finish(sequence)
-        generation.detokenizer.finish()
         token_ids, record = sequence.output_token_ids, generation.logprobs
+        answer = self._split(generation.detokenizer.finish(), sequence)
         generation.finished = CompletionOutput(
-            index=sequence.index, text=generation.detokenizer.text, token_ids=token_ids, finish_reason=reason,
-            stop_reason=stop_reason, error=error, error_code=code,
+            index=sequence.index, text=answer.content, token_ids=token_ids, finish_reason=reason,
+            stop_reason=stop_reason, error=error, error_code=code, reasoning_content=answer.reasoning,
+            num_reasoning_tokens=answer.num_reasoning_tokens,
             logprobs=None if record is None else record.finish(token_ids, self._token_text),
         )
         del self._generation_of[sequence.seq_id]
@@ -269,6 +285,14 @@ class LLMEngine:
             self._ready.append(RequestOutput(
                 request.request_id, completions, sequence.num_prompt_tokens, request.num_cached_tokens or 0
             ))
+
+    def _split(self, text: str, sequence: Sequence) -> SplitAnswer:
+        thinking, tokens = sequence.prompt.thinking, self.processor.reasoning_tokens
+        if thinking is None or tokens is None:
+            return SplitAnswer(None, text, 0)
+        return split_answer(
+            text, sequence.output_token_ids, thinking=thinking, tokens=tokens, tokenizer=self.processor.tokenizer
+        )
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
 
@@ -312,7 +336,8 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """A copy of the counters, with the gauges of this moment."""
-        prefix = self.block_manager.counters
+        prefix, snapshots = self.block_manager.counters, self.block_manager.snapshots
+        states = SnapshotCounters() if snapshots is None else snapshots.counters
         return replace(
             self._stats,
             num_preemptions=self.scheduler.num_preemptions,
@@ -320,6 +345,9 @@ class LLMEngine:
             num_waiting=self.scheduler.num_waiting,
             prefix_cache_queries=prefix.queries,
             prefix_cache_hits=prefix.hits,
+            state_snapshots_taken=states.taken,
+            state_snapshots_used=states.used,
+            state_snapshots_evicted=states.evicted,
             kv_blocks_used=self.block_manager.num_used,
             kv_blocks_peak=self.block_manager.peak_used,
             **asdict(self._executor.counters()),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from npu_runner.outputs import CompactLogprobs
-from npu_runner.runner.base import TokenLogprobs
+from npu_runner.runner.base import StepLogprobs
 
 
 class LogprobsRecord:
@@ -17,8 +17,8 @@ class LogprobsRecord:
         self._num_top = num_top
         self._packed = bytearray()
 
-    def append(self, logprobs: TokenLogprobs) -> None:
-        self._packed += logprobs.packed(self._num_top)
+    def append(self, step: StepLogprobs, row: int) -> None:
+        self._packed += step.packed(row, self._num_top)
 
     def finish(self, token_ids: Sequence[int], describe: Callable[[int], tuple[str, bytes]]) -> CompactLogprobs:
         """All of it, with the sampled tokens. describe: (text, bytes) of a token id."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.platforms.base import AttentionMetadata
+from npu_runner.platforms.step_inputs import AttentionMetadata
 
 # T tokens in the step, N query heads, K kv heads, H head dim, NB blocks, S block size
 
@@ -17,18 +17,23 @@ class PagedAttention(nn.Module):
     k_cache: Tensor
     v_cache: Tensor
 
-    def __init__(self, layer_index: int, num_kv_heads: int, head_dim: int, context: LayerContext):
-        """num_kv_heads: this rank's."""
+    def __init__(self, layer_index: int, num_kv_heads: int, head_dim: int, context: LayerContext, *,
+                 scale: float | None = None, window: int | None = None):
+        """num_kv_heads: this rank's. scale: of the scores; None: head_dim ** -0.5.
+
+        window: a token sees this many tokens, itself included; None: all.
+        """
         super().__init__()
         self.layer_index = layer_index
         self.heads = (num_kv_heads, head_dim)
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.window = window
         self.backend = context.attention
 
     def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, metadata: AttentionMetadata) -> Tensor:
         self.backend.write_kv(k_TKH, v_TKH, self.k_cache, self.v_cache, metadata.slot_mapping_T)
         attend = self.backend.prefill if metadata.is_prefill else self.backend.decode
-        return attend(q_TNH, self.k_cache, self.v_cache, metadata, self.scale)
+        return attend(q_TNH, self.k_cache, self.v_cache, metadata, self.scale, window=self.window)
 
 
 def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
@@ -37,7 +42,7 @@ def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
     Raises ConfigError for another layout: kernels take the memory for what they expect, and some of them write it wrong
     without a word.
     """
-    layers = {module.layer_index: module for module in model.modules() if isinstance(module, PagedAttention)}
+    layers = _attention_layers(model)
     assert sorted(layers) == list(range(len(keys))), f"layers {sorted(layers)} against a cache {tuple(keys.shape)}"
     heads = {layer.heads for layer in layers.values()}
     for name, cache in (("keys", keys), ("values", values)):
@@ -49,3 +54,22 @@ def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
             )
     for index, layer in layers.items():
         layer.k_cache, layer.v_cache = keys[index], values[index]
+
+
+def settle_windows(model: nn.Module, max_model_len: int) -> list[int | None]:
+    """The sliding window of each layer, in the cache's order; the layers' backend will plan for these.
+
+    A window that no sequence of `max_model_len` tokens outgrows is none.
+    """
+    layers = [layer for _, layer in sorted(_attention_layers(model).items())]
+    for layer in layers:
+        if layer.window is not None and layer.window >= max_model_len:
+            layer.window = None
+    windows = [layer.window for layer in layers]
+    for layer in layers:
+        layer.backend.windows = tuple(dict.fromkeys(windows))
+    return windows
+
+
+def _attention_layers(model: nn.Module) -> dict[int, PagedAttention]:
+    return {module.layer_index: module for module in model.modules() if isinstance(module, PagedAttention)}

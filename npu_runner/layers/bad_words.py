@@ -18,6 +18,7 @@ class BadWords:
     def __init__(self, words: Sequence[tuple[int, ...]]):
         self._root = _Node(words, 0)
         self.longest_prefix = max(map(len, words)) - 1
+        self.last_of_prefixes = frozenset(word[-2] for word in words)
         self.largest_token = max(map(max, words))
 
     def completing(self, recent: Sequence[int]) -> list[int]:
@@ -76,4 +77,5 @@ class Watch:
         self._recent.append(token)
         if len(self._recent) > 2 * self._words.longest_prefix + 64:
             del self._recent[: -self._words.longest_prefix]
-        self.banned = self._words.completing(self._recent)
+        # Behind most tokens no word can end, and a request may have many sequences.
+        self.banned = self._words.completing(self._recent) if token in self._words.last_of_prefixes else []

@@ -80,13 +80,15 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Input features cut over the ranks; the outputs are summed."""
+    """Input features cut over the ranks; the outputs are summed, or left to the caller to sum without `reduces`."""
 
     def __init__(self, name: str, in_features: int, out_features: int, *, bias: bool, context: LayerContext,
-                 padding: Padding = _NO_PADDING):
+                 padding: Padding = _NO_PADDING, reduces: bool = True):
         super().__init__()
+        assert reduces or not bias, "each rank would add the bias"
         self.ops = context.ops
         self.tp = context.tp
+        self.reduces = reduces
         start, length = context.tp.share(in_features, f"{name} input features")
         self.weight = context.parameter(out_features, padding.padded(length))
         self.bias = context.parameter(out_features) if bias else None
@@ -100,7 +102,7 @@ class RowParallelLinear(nn.Module):
         }
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        if self.tp.size == 1:
+        if self.tp.size == 1 or not self.reduces:
             return self.ops.linear(x_TI, self.weight, self.bias)
         out_TO = self.tp.all_reduce(self.ops.linear(x_TI, self.weight, None))
         return out_TO if self.bias is None else out_TO + self.bias

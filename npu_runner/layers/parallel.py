@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import AttentionBackend, Ops
+from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.gated_delta import GatedDeltaBackend
+from npu_runner.platforms.ops import Ops
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,21 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Operators, attention, parallel group, dtype and device that a model is built for."""
+    """Operators, attention, parallel group, dtype and device that a model is built for.
+
+    `gated_delta` is there where the model has Gated DeltaNet layers.
+    """
 
     ops: Ops
     attention: AttentionBackend
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    gated_delta: GatedDeltaBackend | None = None
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """An uninitialised parameter; the weights loader fills it."""
-        return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An uninitialised parameter, of the model's dtype unless said otherwise; the weights loader fills it."""
+        return nn.Parameter(torch.empty(*shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ class WeightPart:
 
     `name` is relative to the parent of the module that owns the parameter. Along `dim`, elements
     [start, start + length) of the checkpoint tensor go to the parameter from `target_start` on; with `dim` None the
-    whole tensor fills the whole parameter.
+    whole tensor fills the whole parameter. `index` is the place in the parameter's first dim that it goes to, where the
+    checkpoint has a tensor for each; with `is_transposed` its last two dims change places.
     """
 
     name: str
@@ -101,3 +108,14 @@ class WeightPart:
     start: int = 0
     length: int = 0
     target_start: int = 0
+    index: int | None = None
+    is_transposed: bool = False
+    offset: float = 0.0
+    """Added to each value, in the parameter's dtype: norms are stored less 1 by some."""
+
+    def place(self, parameter: Tensor) -> Tensor:
+        """The part of `parameter` that this tensor fills, seen as the checkpoint has it."""
+        target = parameter if self.index is None else parameter[self.index]
+        if self.is_transposed:
+            target = target.transpose(-1, -2)
+        return target if self.dim is None else target.narrow(self.dim, self.target_start, self.length)

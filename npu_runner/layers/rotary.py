@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from npu_runner.errors import ConfigError, ModelError
 from npu_runner.model_config import ModelConfig, RopeConfig
 
-# T tokens, P positions in the table, H head dim, F = H / 2 frequencies
+# T tokens, P positions in the table, H head dims that turn, F = H / 2 frequencies
 
 
 class RotaryTable(nn.Module):
@@ -32,7 +32,8 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin_PH", (angles_PH.sin() * attention_factor).to(device, dtype), persistent=False)
         self.is_mrope = config.rope.mrope_section is not None
         if config.rope.mrope_section is not None:
-            axis_F = interleaved_axes(config.rope.mrope_section, len(inverse_F))
+            make_axes = interleaved_axes if config.rope.mrope_is_interleaved else sectioned_axes
+            axis_F = make_axes(config.rope.mrope_section, len(inverse_F))
             axis_H = torch.cat((axis_F, axis_F)).to(device)
             self.register_buffer("is_height_H", axis_H == 1, persistent=False)
             self.register_buffer("is_width_H", axis_H == 2, persistent=False)
@@ -48,18 +49,28 @@ class RotaryTable(nn.Module):
 
 def interleaved_axes(section: tuple[int, int, int], num_frequencies: int) -> Tensor:
     """(F,) 0, 1 or 2: whether time, height or width turns each frequency. Qwen3-VL interleaves them T H W T H W ..."""
-    if sum(section) != num_frequencies:
-        raise ModelError(f"mrope_section {section} does not sum to head_dim / 2 = {num_frequencies}")
+    _check_section(section, num_frequencies)
     axis_F = torch.zeros(num_frequencies, dtype=torch.int64)
     for axis in (1, 2):
         axis_F[axis : section[axis] * 3 : 3] = axis
     return axis_F
 
 
+def sectioned_axes(section: tuple[int, int, int], num_frequencies: int) -> Tensor:
+    """(F,) likewise; Qwen2-VL puts one axis after the other."""
+    _check_section(section, num_frequencies)
+    return torch.arange(3).repeat_interleave(torch.tensor(section))
+
+
+def _check_section(section: tuple[int, int, int], num_frequencies: int) -> None:
+    if sum(section) != num_frequencies:
+        raise ModelError(f"mrope_section {section} does not sum to half of the dims that turn, {num_frequencies}")
+
+
 def inverse_frequencies(config: ModelConfig, num_positions: int) -> tuple[Tensor, float]:
     """((F,) float32 inverse frequencies, factor on cos and sin). `num_positions` bounds the positions in use."""
-    rope = config.rope
-    powers_F = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    rope, num_dims = config.rope, _num_dims(config)
+    powers_F = torch.arange(0, num_dims, 2, dtype=torch.int64).float() / num_dims
     base_F = 1.0 / (rope.theta**powers_F)
     try:
         if rope.kind == "default":
@@ -90,6 +101,10 @@ def _refuse_growth(kind: str, num_positions: int, limit: int) -> None:
         )
 
 
+def _num_dims(config: ModelConfig) -> int:
+    return config.rope.rotary_dim or config.head_dim
+
+
 def _original_length(rope: RopeConfig, config: ModelConfig) -> int:
     return int(rope.parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
 
@@ -104,7 +119,7 @@ def _llama3(base_F: Tensor, parameters: dict[str, Any], config: ModelConfig) -> 
 
 
 def _yarn(base_F: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
-    parameters, dim = config.rope.parameters, config.head_dim
+    parameters, dim = config.rope.parameters, _num_dims(config)
     original = _original_length(config.rope, config)
     factor = float(parameters.get("factor") or config.max_position_embeddings / original)
 

@@ -141,9 +141,9 @@ class Sampler:
     def _tell_tokens(self) -> None:
         """Tell rows with bad words what was chosen last. Whoever ran that step has brought its tokens to the host."""
         for output, watches in self._untold:
-            tokens = output.to_host().token_ids_B
+            tokens = output.to_host().token_ids_B.tolist()
             for row, watch in watches:
-                watch.observe(int(tokens[row]))
+                watch.observe(tokens[row])
         self._untold.clear()
 
     def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor,

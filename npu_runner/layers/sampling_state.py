@@ -67,6 +67,7 @@ class SamplingState:
         self._num_generated_S = np.zeros(max_num_seqs, dtype=np.int64)
         self._fields_FS = np.zeros((len(Field), max_num_seqs), dtype=np.float32)
         self._watches: dict[int, Watch] = {}
+        self._last_watches: tuple[bytes, list[tuple[int, Watch]]] | None = None
         self._newcomers: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         self._device_fields_FS: Tensor
         self._last_rules: tuple[SamplingParams, LogitRules] | None = None
@@ -84,6 +85,7 @@ class SamplingState:
         self._rules.add(slot, rules)
         if rules.bad_words is not None:
             self._watches[slot] = Watch(rules.bad_words, output_token_ids)
+            self._last_watches = None
         self._is_biased_S[slot] = len(rules.tokens) > 0
         self._banned_until_S[slot] = rules.banned_until
         self._features_S[slot] = _features(params)
@@ -102,7 +104,8 @@ class SamplingState:
         self._is_biased_S[slot] = False
         self._banned_until_S[slot] = 0
         self._newcomers.pop(slot, None)
-        self._watches.pop(slot, None)
+        if self._watches.pop(slot, None) is not None:
+            self._last_watches = None
         self._rules.remove(slot)
 
     def _rules_of(self, params: SamplingParams) -> LogitRules:
@@ -126,7 +129,11 @@ class SamplingState:
         """(row, watch) of the rows that must be told their token."""
         if not self._watches:
             return []
-        return [(row, self._watches[slot]) for row, slot in enumerate(host_slots.tolist()) if slot in self._watches]
+        key = host_slots.tobytes()
+        if self._last_watches is None or self._last_watches[0] != key:
+            self._last_watches = key, [(row, self._watches[slot]) for row, slot in enumerate(host_slots.tolist())
+                                       if slot in self._watches]
+        return self._last_watches[1]
 
     def plan(self, host_slots: np.ndarray) -> StepPlan:
         """What the next step of these slots must do, with what it needs on the device: newcomers too, in one copy."""

@@ -6,14 +6,15 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from npu_runner.platforms.base import AttentionMetadata
+from npu_runner.platforms.step_inputs import AttentionMetadata
 
 # T tokens in the step, M picture tokens, B rows that want logits, D hidden size, V vocabulary
 
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """An nn.Module with one `layers.attention.PagedAttention` for each of `ModelConfig.num_layers`."""
+    """An nn.Module with one `layers.attention.PagedAttention` for each of `ModelConfig.attention_layers`, and one
+    `layers.gated_delta.GatedDelta` for each of its `state_layers`."""
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """(T, D)."""

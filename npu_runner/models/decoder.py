@@ -1,79 +1,64 @@
-"""The decoder that Llama, Qwen2, Qwen3 and Qwen3-VL share; ModelConfig's flags tell them apart. Knows no pictures.
+"""The decoder that all families share, put together by layer from mixers as ModelConfig.layers says. Knows no pictures.
 
-T tokens in the step, D hidden size, N query heads, K kv heads, H head dim, I MLP width; all of this rank.
+T tokens in the step, D hidden size, R dims of a head that turn.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from npu_runner.layers.attention import PagedAttention
 from npu_runner.layers.embedding import OutputHead, TokenEmbedding
-from npu_runner.layers.linear import ColumnParallelLinear, RowParallelLinear, qkv_parts, split_parts
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.rotary import RotaryTable
-from npu_runner.model_config import ModelConfig
-from npu_runner.platforms.base import AttentionMetadata
-
-
-class DecoderAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, context: LayerContext):
-        super().__init__()
-        self.ops = context.ops
-        self.head_dim = config.head_dim
-        parts = qkv_parts(config.num_heads, config.num_kv_heads, config.head_dim, context)
-        self.sizes = [part.length for part in parts]
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, bias=config.qkv_bias, context=context)
-        self.o_proj = RowParallelLinear(
-            "o_proj", config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias, context=context
-        )
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context) if config.qk_norm else None
-        self.attention = PagedAttention(layer_index, self.sizes[1] // config.head_dim, config.head_dim, context)
-
-    def forward(self, x_TD: Tensor, cos_TH: Tensor, sin_TH: Tensor, metadata: AttentionMetadata) -> Tensor:
-        q, k, v = self.qkv_proj(x_TD).split(self.sizes, dim=-1)
-        q_TNH, k_TKH, v_TKH = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        q_TNH, k_TKH = self.ops.rotary(q_TNH, k_TKH, cos_TH, sin_TH)
-        return self.o_proj(self.attention(q_TNH, k_TKH, v_TKH, metadata).flatten(-2))
-
-
-class DecoderMLP(nn.Module):
-    def __init__(self, config: ModelConfig, context: LayerContext):
-        super().__init__()
-        self.ops = context.ops
-        parts = split_parts(("gate_proj", "up_proj"), config.intermediate_size, context)
-        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=config.mlp_bias, context=context)
-        self.down_proj = RowParallelLinear(
-            "down_proj", config.intermediate_size, config.hidden_size, bias=config.mlp_bias, context=context
-        )
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x_TD)))
+from npu_runner.model_config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from npu_runner.models.mixers.attention import DecoderAttention
+from npu_runner.models.mixers.experts import SparseMoE
+from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
+from npu_runner.models.mixers.mlp import DecoderMLP
+from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, context: LayerContext):
-        super().__init__()
-        self.self_attn = DecoderAttention(config, layer_index, context)
-        self.mlp = DecoderMLP(config, context)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+    """`cache_layer` counts the layers of this layer's kind before it: its place in the KV cache or state pool."""
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, cos_TH: Tensor, sin_TH: Tensor,
+    def __init__(self, config: ModelConfig, layer: LayerConfig, cache_layer: int, context: LayerContext):
+        super().__init__()
+        self.self_attn = self.linear_attn = None
+        if isinstance(layer.mixer, AttentionConfig):
+            self.self_attn = DecoderAttention(config, layer.mixer, cache_layer, context)
+        else:
+            self.linear_attn = GatedDeltaNet("linear_attn", config, layer.mixer, cache_layer, context)
+        self.mlp = _channel_mixer(config, layer, context)
+        self.input_layernorm = decoder_norm(config, context)
+        self.post_attention_layernorm = decoder_norm(config, context)
+
+    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, cos_TR: Tensor, sin_TR: Tensor,
                 metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """(output of the MLP, residual to add to it); the next norm adds the two."""
+        """(output of the channel mixer, residual to add to it); the next norm adds the two."""
         if residual_TD is None:
             x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
         else:
             x_TD, residual_TD = self.input_layernorm.add_forward(x_TD, residual_TD)
-        x_TD = self.self_attn(x_TD, cos_TH, sin_TH, metadata)
+        if self.self_attn is not None:
+            x_TD = self.self_attn(x_TD, cos_TR, sin_TR, metadata)
+        elif self.linear_attn is not None:
+            x_TD = self.linear_attn(x_TD, metadata)
         x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
+
+
+def _channel_mixer(config: ModelConfig, layer: LayerConfig, context: LayerContext) -> nn.Module:
+    if isinstance(layer.channel, MoEConfig):
+        return SparseMoE(config.hidden_size, layer.channel, context)
+    return DecoderMLP(config.hidden_size, layer.channel, context)
+
+
+def decoder_norm(config: ModelConfig, context: LayerContext) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, context, is_zero_centred=config.norm_is_zero_centred)
 
 
 class Decoder(nn.Module):
@@ -82,8 +67,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext):
         super().__init__()
         self.embed_tokens = TokenEmbedding("embed_tokens", config.vocab_size, config.hidden_size, context)
-        self.layers = nn.ModuleList(DecoderLayer(config, index, context) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.layers = nn.ModuleList()
+        counts: Counter[type] = Counter()
+        for layer in config.layers:
+            self.layers.append(DecoderLayer(config, layer, counts[type(layer.mixer)], context))
+            counts[type(layer.mixer)] += 1
+        self.norm = decoder_norm(config, context)
         self.rotary = RotaryTable(config, num_positions, dtype=context.dtype, device=context.device)
 
     def forward(self, x_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
@@ -93,11 +82,11 @@ class Decoder(nn.Module):
         `deepstack`: (T,) int32 rows of the levels, and for each of the first layers a level (M + 1, D): after that
         layer every token adds its row. The last row is zeros, for tokens of no picture; DeepStack, arXiv 2406.04334.
         """
-        cos_TH, sin_TH = self.rotary(positions)
+        cos_TR, sin_TR = self.rotary(positions)
         residual_TD = None
         rows_T, levels = deepstack if deepstack is not None else (None, [])
         for index, layer in enumerate(self.layers):
-            x_TD, residual_TD = layer(x_TD, residual_TD, cos_TH, sin_TH, metadata)
+            x_TD, residual_TD = layer(x_TD, residual_TD, cos_TR, sin_TR, metadata)
             if index < len(levels):
                 # Gathered and added to all rows: scattering adds sorts its indices on some devices.
                 x_TD = x_TD + F.embedding(rows_T, levels[index])
@@ -105,7 +94,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A text-only checkpoint: llama, qwen2, qwen3."""
+    """A text-only checkpoint: decoder and output head."""
 
     def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext):
         super().__init__()

@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
@@ -28,6 +29,10 @@ _TEMPLATE_FAULTS = (
 )  # fmt: skip
 
 
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""What makes a prompt of a conversation, and is not for a request to set."""
+
+
 class ChatTemplate:
     """One compiled template. A template that does not compile is a ModelError."""
 
@@ -38,18 +43,35 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self._syntax_tree = environment.parse(source)
+            read = jinja2.meta.find_undeclared_variables(self._syntax_tree)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template does not compile, line {error.lineno}: {error.message}") from error
+        self.variables = frozenset(read - _OURS - self.token_variables.keys())
+        """What it reads beside the conversation: names that `chat_template_kwargs` may have."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt text, ending where the assistant's answer begins. A template that refuses is a RequestError."""
+    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises RequestError for a name that the template never reads: whoever gives it expects it to do something."""
+        for name in kwargs:
+            where = f"chat_template_kwargs.{name[:60]}"
+            if name in _OURS or name in self.token_variables:
+                raise RequestError(f"{where}: is not for a request to set", "unsupported_parameter", where)
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables)) or "no others"
+                message = f"{where}: the model's chat template reads no such name; it reads {known}"
+                raise RequestError(message, "unknown_parameter", where)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None) -> str:
+        """The prompt text, ending where the assistant's answer begins. A template that refuses is a RequestError.
+
+        kwargs: `chat_template_kwargs`, checked.
+        """
+        ours = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self.token_variables
-            )
+            return self._template.render({**(kwargs or {}), **self.token_variables, **ours})
         except _TEMPLATE_FAULTS as error:
             raise RequestError(
-                f"the model's chat template refuses these messages: {error or type(error).__name__}",
+                f"the model's chat template refuses these messages{' with these chat_template_kwargs' * bool(kwargs)}: "
+                f"{error or type(error).__name__}",
                 code="chat_template_error",
                 param="messages",
             ) from error

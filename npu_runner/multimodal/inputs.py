@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from npu_runner.multimodal.reasoning import Thinking
+
 # H, W pixels of the resized picture; T prompt tokens
 
 
@@ -39,6 +41,7 @@ class PromptInputs:
 
     `positions_3T`: int32 (3, T) temporal, height and width positions of M-RoPE models; None: 0..T-1.
     `position_delta`: position of token i after the prompt is i + position_delta.
+    `thinking`: where it leaves a model that thinks; None: the answer is not split into reasoning and content.
     """
 
     token_ids: list[int]
@@ -46,3 +49,4 @@ class PromptInputs:
     spans: list[ImageSpan] = field(default_factory=list)
     positions_3T: np.ndarray | None = None
     position_delta: int = 0
+    thinking: Thinking | None = None

@@ -15,10 +15,8 @@ from npu_runner.multimodal.inputs import ImageSpan
 # T prompt tokens
 
 
-def uses_mrope(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's config.json asks for M-RoPE: an `mrope_section` in its rope settings, or Qwen3-VL."""
-    if str(config.get("model_type", "")).startswith("qwen3_vl"):
-        return True  # where the section may be left to its default
+def asks_for_mrope(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's config.json names an `mrope_section`; families that have a default know it themselves."""
     text_config = config.get("text_config") or config
     for name in ("rope_parameters", "rope_scaling"):
         rope = text_config.get(name)

@@ -7,8 +7,8 @@ worker process seconds. Its results equal those of transformers' processors, whi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -20,17 +20,18 @@ from tokenizers import Tokenizer
 
 from npu_runner.checkpoint_files import model_folder, require_json
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN
-from npu_runner.errors import ModelError, RequestError
-from npu_runner.limits import LIMITS, check_logprobs
+from npu_runner.errors import ConfigError, ModelError, RequestError
+from npu_runner.limits import LIMITS, check_logprobs, plain_template_kwargs
 from npu_runner.model_config import ModelConfig
-from npu_runner.multimodal.chat_template import read_chat_template
+from npu_runner.multimodal.chat_template import ChatTemplate, read_chat_template
 from npu_runner.multimodal.control_tokens import ControlTokens, unused_fences
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.images import image_input, prepare_image
 from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
 from npu_runner.multimodal.media import Media
 from npu_runner.multimodal.messages import Conversation, checked_text, parse_messages
-from npu_runner.multimodal.mrope import mrope_positions, uses_mrope
+from npu_runner.multimodal.mrope import asks_for_mrope, mrope_positions
+from npu_runner.multimodal.reasoning import find_reasoning_tokens, thinking_after
 from npu_runner.multimodal.sampling_ids import resolve_sampling
 from npu_runner.multimodal.text_length import TextLength
 from npu_runner.multimodal.tokenizer import read_special_tokens, read_tokenizer
@@ -53,10 +54,14 @@ class ChatProcessor:
         max_source_pixels: int = LIMITS.max_source_pixels,
         max_model_len: int | None = None,
         max_logprobs: int = LIMITS.max_logprobs_per_request,
+        uses_mrope: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_parser: str = "auto",
     ):
         """`image_*_pixels` bound the resized picture (None: as the checkpoint says), `max_source_pixels` the file.
 
-        A prompt that cannot be shorter than `max_model_len` is refused before it is tokenized.
+        A prompt that cannot be shorter than `max_model_len` is refused before it is tokenized. `chat_template_kwargs`
+        count for conversations that do not set the same name themselves.
         """
         self._settings = {
             "image_min_pixels": image_min_pixels,
@@ -65,6 +70,9 @@ class ChatProcessor:
             "max_source_pixels": max_source_pixels,
             "max_model_len": max_model_len,
             "max_logprobs": max_logprobs,
+            "uses_mrope": uses_mrope,
+            "chat_template_kwargs": chat_template_kwargs,
+            "reasoning_parser": reasoning_parser,
         }
         self.model_path = str(model_path)
         self.max_images_per_prompt = max_images_per_prompt
@@ -81,7 +89,7 @@ class ChatProcessor:
         """The engine's may be shorter, where memory is."""
         self._text_length = TextLength(self.tokenizer, self.max_model_len)
         self.has_vision = isinstance(config.get("vision_config"), dict)
-        self.uses_mrope = uses_mrope(config)
+        self.uses_mrope = asks_for_mrope(config) if uses_mrope is None else uses_mrope
         self.image_token_id: int | None = None
         self.image_token: str | None = None
         self.video_token_id: int | None = config.get("video_token_id")
@@ -92,9 +100,15 @@ class ChatProcessor:
                 folder, config, min_pixels=image_min_pixels, max_pixels=image_max_pixels
             )
         self._template = read_chat_template(folder, has_vision=self.has_vision)
+        self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if reasoning_parser == "auto" else None
+        """Answers to conversations are split at them; None: they stay as they are."""
         self._control = ControlTokens(
             self.tokenizer, self._template.literals() if self._template else (), _vision_tokens(config, self.tokenizer)
         )
+        try:
+            self._template_kwargs = self._checked_kwargs(chat_template_kwargs or {})
+        except RequestError as error:  # nobody's request: a setting
+            raise ConfigError(error.message) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model_path": self.model_path, **self._settings}
@@ -107,17 +121,24 @@ class ChatProcessor:
         """Without one only `from_text` works."""
         return self._template is not None
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]]) -> PromptInputs:
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> PromptInputs:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
         `messages`: {"role", "content"}; content is text or parts {"type": "text", "text"} and {"type": "image",
         "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as ordinary characters.
+        `chat_template_kwargs`: what the template reads beside them, over the settings' own.
         """
+        kwargs = {**self._template_kwargs, **self._checked_kwargs(chat_template_kwargs or {})}
         conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt)
         self._text_length.check([text for _, text in conversation.texts()])
-        token_ids = self._chat_token_ids(conversation)
+        token_ids = self._chat_token_ids(conversation, kwargs)
         self._check_placeholders(token_ids, len(conversation.images))
-        return self._assemble(token_ids, self._prepare_images(conversation.images, len(token_ids)))
+        prompt = self._assemble(token_ids, self._prepare_images(conversation.images, len(token_ids)))
+        if self.reasoning_tokens is None:
+            return prompt
+        return replace(prompt, thinking=thinking_after(token_ids, self.reasoning_tokens, self.tokenizer))
 
     def from_text(self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = ()) -> PromptInputs:
         """A raw prompt, as text or token ids, with one image token where each picture stands.
@@ -179,22 +200,42 @@ class ChatProcessor:
             # Another resizing or another split into words is another prompt.
             "pillow": PIL.__version__,
             "tokenizers": tokenizers.__version__,
+            # Only where they say something: an output that was begun before they existed goes on with them unset.
+            **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
+            **({"reasoning_tokens": asdict(self.reasoning_tokens)} if self.reasoning_tokens else {}),
         }
 
-    def _chat_token_ids(self, conversation: Conversation) -> list[int]:
+    def _checked_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if not kwargs:
+            return {}
+        plain = plain_template_kwargs(kwargs)
+        self._needed_template().check_kwargs(plain)
+        if self._control.typed_in(("", text) for text in _strings(plain)):
+            raise RequestError(
+                "chat_template_kwargs: a control token of the model stands in it; only the template writes those",
+                "special_token_in_text",
+                "chat_template_kwargs",
+            )
+        return plain
+
+    def _chat_token_ids(self, conversation: Conversation, kwargs: Mapping[str, Any]) -> list[int]:
+        template = self._needed_template()
+        texts = conversation.texts()
+        if not self._control.typed_in(texts):
+            rendered = template.render(conversation.messages, kwargs)
+            return self._control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered))
+        fences = unused_fences([text for _, text in texts])
+        fenced = conversation.map_text(partial(self._control.fence, fences=fences))
+        rendered = template.render(fenced, kwargs)
+        return self._control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered), fences=fences)
+
+    def _needed_template(self) -> ChatTemplate:
         if self._template is None:
             raise RequestError(
                 f"the model in {self.model_path} has no chat template (chat_template.jinja); send a raw prompt instead",
                 code="model_has_no_chat_template",
             )
-        texts = conversation.texts()
-        if not self._control.typed_in(texts):
-            rendered = self._template.render(conversation.messages)
-            return self._control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered))
-        fences = unused_fences([text for _, text in texts])
-        fenced = conversation.map_text(partial(self._control.fence, fences=fences))
-        rendered = self._template.render(fenced)
-        return self._control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered), fences=fences)
+        return self._template
 
     def _adds_special_tokens(self, rendered: str) -> bool:
         """transformers' rule: tokenizers never add to a chat, processors do unless the template wrote BOS itself."""
@@ -306,6 +347,15 @@ def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
                 f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
             )
     return list(prompt)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every piece of text in plain JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _strings(item)
 
 
 def _digest(text: str) -> str:

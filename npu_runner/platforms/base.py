@@ -1,9 +1,10 @@
-"""What a vendor must provide: devices and memory, operators, attention over the paged cache, graph compilation.
+"""What a vendor must provide: devices and memory, attention over the paged cache, graph compilation.
 
-A platform knows nothing of models, schedulers or requests.
+Operators are in ops.py, Gated DeltaNet in gated_delta.py, what a step gives to both in step_inputs.py. A platform knows
+nothing of models, schedulers or requests.
 
-Shapes: T tokens of a step, B sequences of a step, N query heads, K kv heads, H head dim, D hidden size, I MLP width,
-W blocks per sequence, S block size, NB blocks of the cache.
+Shapes: T tokens of a step, B sequences of a step, N query heads, K kv heads, H head dim, W blocks per sequence, S block
+size, NB blocks of the cache.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from npu_runner.errors import ConfigError
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
+from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
 @dataclass(frozen=True)
@@ -43,83 +48,6 @@ class MemoryInfo:
     reserved_bytes: int
 
 
-class StepInputs(NamedTuple):
-    """What the forward of one step reads, int32 on the device. Whoever neither fills nor reads it passes it on whole.
-
-    Compiled code takes it as one argument (dynamo sees through it) or flat, in this order: `StepInputs(*tensors)`.
-    """
-
-    input_ids: Tensor
-    """(T,)"""
-    positions: Tensor
-    """(T,), or (3, T) for a prefill of an M-RoPE model."""
-    slot_mapping: Tensor
-    """(T,) flat slot (block * S + offset) of each token; padding points into block 0."""
-    context_lens: Tensor
-    """(B,) tokens of each sequence including this step's."""
-    block_tables: Tensor
-    """(B, W)"""
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
-        """Those of `tensors` that belong here, by name."""
-        return cls(*(tensors[name] for name in cls._fields))
-
-
-@dataclass
-class AttentionMetadata:
-    """Where this step's tokens lie, as in StepInputs; `plan` belongs to the attention backend that made it."""
-
-    is_prefill: bool
-    slot_mapping_T: Tensor
-    context_lens_B: Tensor
-    block_tables_BW: Tensor
-    plan: Any = None
-
-    @classmethod
-    def of(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool) -> AttentionMetadata:
-        return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan)
-
-
-class Ops(ABC):
-    """Operators of a dense decoder layer, fused where the vendor has them. All shapes are this rank's."""
-
-    @abstractmethod
-    def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + b, (T, O)."""
-
-    @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm over the last dim, computed in float32 (arXiv 1910.07467)."""
-
-    @abstractmethod
-    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
-
-    @abstractmethod
-    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate halves: x * cos + (-x2, x1) * sin. May work in place on q and k."""
-
-    @abstractmethod
-    def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """`rotary` of q and k side by side, computed in float32 and rounded once. May work in place; cos, sin float32.
-
-        What vision towers do, whatever the model's dtype.
-        """
-
-    @abstractmethod
-    def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
-        """silu(first half) * second half, (T, I)."""
-
-    def gelu(self, x: Tensor, approximate: str) -> Tensor:
-        """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
-        return F.gelu(x, approximate=approximate)
-
-    def sort_ascending(self, x: Tensor) -> Tensor:
-        """The values of each row (the last dim), smallest first; a fresh tensor."""
-        return x.sort(dim=-1).values
-
-
 class AttentionBackend(ABC):
     """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""
 
@@ -128,6 +56,8 @@ class AttentionBackend(ABC):
     pads_with_real_rows: bool = False
     """Padded rows of a decode graph are to read what a real row reads: short ones would slow down a kernel that looks
     at the shortest context. Each still writes to a slot of its own in the null block."""
+    windows: tuple[int | None, ...] = (None,)
+    """The sliding windows of the model's layers, each once; None: some layer sees all. Steps are planned for these."""
 
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
@@ -147,14 +77,21 @@ class AttentionBackend(ABC):
         """Store one step's keys and values."""
 
     @abstractmethod
-    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-                scale: float) -> Tensor:
-        """Causal attention of each sequence's new tokens over its whole context, (T, N, H)."""
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                window: int | None = None) -> Tensor:
+        """Causal attention of each sequence's new tokens over its whole context, (T, N, H).
+
+        `window`, one of `windows`: a token sees the last `window` tokens, itself included. What lies before counts for
+        nothing, whatever stands there: its blocks may be the null block in the table, or somebody else's in the cache.
+        """
 
     @abstractmethod
-    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-               scale: float) -> Tensor:
-        """Attention of one new token per sequence over its context, (B, N, H). Must be capturable in a graph."""
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               window: int | None = None) -> Tensor:
+        """Attention of one new token per sequence over its context, (B, N, H). Must be capturable in a graph.
+
+        `window` as in `prefill`.
+        """
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> Any:
         """Preparation of `vision` for consecutive pictures of these numbers of rows, once for all layers."""
@@ -280,6 +217,10 @@ class Platform(ABC):
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
         """The backend called `name` ("auto": the best here), for this rank's head counts."""
+
+    def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
+        """What computes Gated DeltaNet layers of this rank's shape. Raises ConfigError for one it cannot do."""
+        raise ConfigError(f"platform {self.name} has no Gated DeltaNet; run this model on another one")
 
     @abstractmethod
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:

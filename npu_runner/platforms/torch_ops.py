@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runner.platforms.base import Ops
+from npu_runner.platforms.ops import Ops
 
 
 class TorchOps(Ops):
@@ -18,15 +18,19 @@ class TorchOps(Ops):
             return F.rms_norm(x, (x.shape[-1],), weight, eps)
         x_f32 = x.float()
         normed = x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
+        return (weight * normed.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total_TD = x_TD + residual_TD
         return self.rms_norm(total_TD, weight_D, eps), total_TD
 
-    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = cos_TH[:, None, :], sin_TH[:, None, :]
-        return rotate_half(q_TNH, cos, sin), rotate_half(k_TKH, cos, sin)
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps)
+        return ((weight * normed.to(weight.dtype)) * F.silu(gate.float())).to(x.dtype)
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos_TR[:, None, :], sin_TR[:, None, :]
+        return rotate_leading(q_TNH, cos, sin), rotate_leading(k_TKH, cos, sin)
 
     def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
         return rotate_half_in_float32(qk_T2NH, cos_TH, sin_TH)
@@ -34,6 +38,24 @@ class TorchOps(Ops):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
         return F.silu(gate_TI) * up_TI
+
+    def route(self, logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        probabilities_TE = F.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        weights_TK, experts_TK = probabilities_TE.topk(top_k, dim=-1)
+        if renormalise:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return weights_TK.to(logits_TE.dtype), experts_TK.int()
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return experts_one_by_one(x_TD, weights_TK, experts_TK, gate_up, down)
+
+
+def rotate_leading(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate_half` of as many leading dims as cos and sin have; the others stay."""
+    num_dims = cos.shape[-1]
+    if num_dims == x.shape[-1]:
+        return rotate_half(x, cos, sin)
+    return torch.cat((rotate_half(x[..., :num_dims], cos, sin), x[..., num_dims:]), dim=-1)
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -44,6 +66,21 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left = torch.addcmul(first * cos_first, second, sin_first, value=-1)
     right = torch.addcmul(second * cos_second, first, sin_second)
     return torch.cat((left, right), dim=-1)
+
+
+def experts_one_by_one(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor,
+                       down_EDI: Tensor) -> Tensor:
+    """`Ops.experts` where the host may look at the choice: one product for each expert that anybody chose."""
+    out_TD = torch.zeros_like(x_TD)
+    order = experts_TK.flatten().argsort(stable=True)
+    counts = torch.bincount(experts_TK.flatten(), minlength=len(gate_up_E2ID)).tolist()
+    for expert, places in enumerate(order.split(counts)):
+        if len(places):
+            tokens = places // experts_TK.shape[1]
+            gate, up = F.linear(x_TD[tokens], gate_up_E2ID[expert]).chunk(2, dim=-1)
+            hidden = F.linear(F.silu(gate) * up, down_EDI[expert])
+            out_TD.index_add_(0, tokens, hidden * weights_TK.flatten()[places, None])
+    return out_TD
 
 
 def rotate_half_in_float32(qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
@@ -14,33 +15,32 @@ NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
-class TokenLogprobs:
-    """Of one generated position: the sampled token's log probability, and the most probable tokens, best first.
+class StepLogprobs:
+    """Log probabilities of a step's rows, one generated position each.
 
-    record: int32 (1 + 2 * K,): the log probability's bits, K token ids, the bits of their log probabilities.
+    records: int32 (L, 1 + 2 * K): the sampled token's log probability as bits, the K most probable token ids, best
+    first, the bits of their log probabilities. places: where each row's record lies, -1 for a row that did not ask.
     """
 
-    record: np.ndarray
-
-    def packed(self, num_top: int) -> bytes:
-        """The record with only the first `num_top` tokens."""
-        most = len(self.record) // 2
-        if num_top == most:
-            return self.record.tobytes()
-        return self.record[: 1 + num_top].tobytes() + self.record[1 + most: 1 + most + num_top].tobytes()
-
-
-@dataclass(frozen=True)
-class StepLogprobs:
-    """Log probabilities of a step's rows. records: int32 (L, 1 + 2 * K) as in TokenLogprobs; places: int32 (B,), where
-    each row's record lies, -1 for a row that did not ask."""
-
-    places: np.ndarray
+    places: list[int]
     records: np.ndarray
 
-    def __getitem__(self, row: int) -> TokenLogprobs | None:
-        place = self.places[row]
-        return None if place < 0 else TokenLogprobs(self.records[place])
+    def packed(self, row: int, num_top: int) -> bytes:
+        """The row's record with only the first `num_top` tokens; nothing where it did not ask."""
+        place, most = self.places[row], self.records.shape[1] // 2
+        if place < 0:
+            return b""
+        size = self.records.itemsize
+        start, end = size * place * (1 + 2 * most), size * (place + 1) * (1 + 2 * most)
+        if num_top == most:
+            return self._bytes[start:end]
+        top, values = start + size * (1 + num_top), start + size * (1 + most)
+        return self._bytes[start:top] + self._bytes[values: values + size * num_top]
+
+    @functools.cached_property
+    def _bytes(self) -> bytes:
+        """All of them at once: row by row numpy takes longer than the copy."""
+        return np.ascontiguousarray(self.records).tobytes()
 
 
 @dataclass
@@ -72,6 +72,14 @@ class MemoryProfile:
 
 
 @dataclass(frozen=True)
+class StateInfo:
+    """Slots of the state pool that hold snapshots for the prefix cache."""
+
+    first_snapshot: int
+    num_snapshots: int
+
+
+@dataclass(frozen=True)
 class RunnerInfo:
     """What the engine must know of a runner that is ready."""
 
@@ -85,8 +93,12 @@ class RunnerInfo:
     max_num_batched_tokens: int
     max_image_tokens: int
     uses_mrope: bool
+    sliding_window: int | None
+    """The most tokens that any layer sees; None where one sees all. Blocks behind it may be given back."""
     ledger: str
     graphs: str
+    state: StateInfo | None = None
+    """None: the model has no state beside the KV cache."""
     description: dict[str, str] = field(default_factory=dict)
 
 

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, Platform, StepInputs
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, Platform
+from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.runner.dummy import dummy_decode
 from npu_runner.runner.inputs import float_names, plan_layout, views
 from npu_runner.runner.step_arrays import padding, step_arrays
 from npu_runner.runner.votes import Votes
 
 logger = logging.getLogger(__name__)
+
+
+def most_padding(sizes: Sequence[int]) -> int:
+    """The rows that a batch is padded with at most, where all buckets are there."""
+    return max((size - below - 1 for below, size in pairwise((0, *sorted(sizes)))), default=0)
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -49,12 +56,14 @@ class DecodeBuckets:
     """All buckets that could be compiled. `find` gives None for a batch that must run eagerly."""
 
     def __init__(self, sizes: tuple[int, ...], compiler: GraphCompiler, *, max_model_len: int, block_size: int,
-                 device: torch.device):
+                 device: torch.device, max_padding: int | None = None):
+        """max_padding: batches that would be padded with more rows run eagerly."""
         self.sizes = sizes
         self.compiler = compiler
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.device = device
+        self.max_padding = max_padding
         self._buckets: dict[int, Bucket] = {}
         self._refused: tuple[int, str] | None = None
         self._told: set[int] = set()
@@ -98,11 +107,14 @@ class DecodeBuckets:
         compiled = sorted(self._buckets)
         index = bisect.bisect_left(compiled, batch_size)
         if index < len(compiled):
-            return self._buckets[compiled[index]]
+            if self.max_padding is None or compiled[index] - batch_size <= self.max_padding:
+                return self._buckets[compiled[index]]
+            reason = f"has no states to be padded to the smallest graph ({compiled[index]}) with"
+        else:
+            reason = f"is above the largest graph ({compiled[-1] if compiled else 0})"
         if batch_size not in self._told:
             self._told.add(batch_size)
-            largest = compiled[-1] if compiled else 0
-            logger.warning("a decode batch of %d is above the largest graph (%d) and runs eagerly", batch_size, largest)
+            logger.warning("a decode batch of %d %s and runs eagerly", batch_size, reason)
         return None
 
     def describe(self) -> str:
@@ -125,7 +137,7 @@ class DecodeBuckets:
 
 
 def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform, block_size: int, *,
-             repeats_a_row: bool = False) -> dict[str, np.ndarray]:
+             max_num_seqs: int, repeats_a_row: bool = False) -> dict[str, np.ndarray]:
     """Fill the bucket's buffers with a smaller batch, and return what they hold now, until the next call.
 
     With `repeats_a_row` padded rows read what the shortest real one reads (`AttentionBackend.pads_with_real_rows`).
@@ -137,7 +149,7 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform, 
     for name, source in arrays.items():
         target = bucket.host[name]
         target[(slice(0, count), *(slice(0, extent) for extent in source.shape[1:]))] = source
-        target[count:] = padding(name, padded_rows, block_size)
+        target[count:] = padding(name, padded_rows, block_size, max_num_seqs)
     if repeats_a_row:
         shortest = int(arrays["context_lens"].argmin())
         for name in ("context_lens", "block_tables"):

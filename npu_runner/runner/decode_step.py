@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from npu_runner.models.contract import LanguageModel
-from npu_runner.platforms.base import AttentionMetadata, StepInputs
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 
 class DecodeStep(nn.Module):

@@ -40,23 +40,29 @@ def source_fingerprint(model: nn.Module) -> str:
 
 
 def agrees_with_eager(bucket: Bucket, eager: DecodeForward, attention: AttentionBackend,
-                      fill: Callable[[ScheduledBatch], dict[str, np.ndarray]], *, num_blocks: int, block_size: int,
-                      vocab_size: int, dtype: torch.dtype) -> bool:
+                      fill: Callable[[ScheduledBatch], dict[str, np.ndarray]], reset_states: Callable[[], None], *,
+                      num_blocks: int, block_size: int, vocab_size: int, dtype: torch.dtype) -> bool:
     """Whether the bucket's graph gives the logits of `eager` for a few made-up tokens; both write the same keys.
 
-    Only while the cache is nobody's: blocks 1 and up are written, one for each sequence as far as they go. `fill` puts
-    a step into the bucket's buffers, padded, and returns what they hold.
+    Only while cache and states are nobody's: blocks 1 and up are written, one for each sequence as far as they go.
+    `fill` puts a step into the bucket's buffers, padded, and returns what they hold; `reset_states` makes all zeros.
     """
     num_rows = min(bucket.batch_size, num_blocks - 1)
+    made_up = [dummy_decode(num_rows, place + 1, block_size=block_size) for place in range(_NUM_TOKENS)]
     rng = np.random.default_rng(0)
-    logits = [torch.zeros(0), torch.zeros(0)]
-    for place in range(_NUM_TOKENS):
-        made_up = dummy_decode(num_rows, place + 1, block_size=block_size)
-        made_up.token_ids_T[:] = rng.integers(0, vocab_size, num_rows)
-        made_up.block_tables_BW[:, 0] = np.arange(num_rows) + 1
-        padded = fill(made_up)
-        plan = attention.plan_decode(padded["context_lens"].tolist(), padded["block_tables"], bucket.buffer.device)
-        logits[0] = eager(bucket.inputs, plan)[:num_rows].float()
-        logits[1] = bucket.forward(bucket.inputs)[:num_rows].float()
-    spread = float(logits[0].std())
-    return bool(((logits[0] - logits[1]).abs().max() <= _TOLERANCE[dtype] * max(spread, 1e-6)).item())
+    for step in made_up:
+        step.token_ids_T[:] = rng.integers(0, vocab_size, num_rows)
+        step.block_tables_BW[:, 0] = np.arange(num_rows) + 1
+    device = bucket.buffer.device
+    # One after the other: each must begin with the same states.
+    reset_states()
+    for step in made_up:
+        padded = fill(step)
+        plan = attention.plan_decode(padded["context_lens"].tolist(), padded["block_tables"], device)
+        expected = eager(bucket.inputs, plan)[:num_rows].float()
+    reset_states()
+    for step in made_up:
+        fill(step)
+        logits = bucket.forward(bucket.inputs)[:num_rows].float()
+    spread = float(expected.std())
+    return bool(((logits - expected).abs().max() <= _TOLERANCE[dtype] * max(spread, 1e-6)).item())

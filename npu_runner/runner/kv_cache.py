@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from npu_runner.config import GIB, MIB
+from npu_runner.core.sliding import most_blocks
 from npu_runner.errors import OutOfMemoryError
 from npu_runner.runner.base import MemoryProfile
+from npu_runner.runner.state_plan import StatePlan, StateShape, plan_states, size
+from npu_runner.runner.windows import about_windows, cache_window
 
 CPU_DEFAULT_KV_BYTES = GIB
 # Kept free on a device for what cannot be measured beforehand: fragmentation, graph pools, the vendor's workspaces.
@@ -40,59 +44,89 @@ class KVCachePlan:
 def plan_kv_cache(
     shape: KVCacheShape, profile: MemoryProfile, *, is_measured: bool, kv_cache_bytes: int | None,
     memory_utilization: float, reserved_bytes: int, max_model_len: int, max_model_len_is_given: bool,
-    max_num_seqs: int,
+    max_num_seqs: int, max_num_batched_tokens: int, windows: Sequence[int | None] = (),
+    states: StatePlan | None = None,
 ) -> KVCachePlan:
     """Number of blocks (the null block included) and the longest sequence they hold.
 
-    `reserved_bytes` is what the vision cache may take. Raises OutOfMemoryError, with the ledger and the setting that
-    would help, when not even one sequence of `max_model_len` fits (a length nobody asked for is cut instead).
+    `reserved_bytes` is what the vision cache may take, `states` what stands beside the KV cache, `windows` the layers'
+    sliding windows. Raises OutOfMemoryError, with the ledger and the setting that would help, when not even one
+    sequence of `max_model_len` fits (a length nobody asked for is cut instead).
     """
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes
     elif not is_measured:
         budget = CPU_DEFAULT_KV_BYTES
     else:
-        budget = _measured_budget(profile, memory_utilization, reserved_bytes)
-    blocks_per_sequence = -(-max_model_len // shape.block_size)
+        budget = memory_left(profile, memory_utilization, reserved_bytes) - (states.num_bytes if states else 0)
+    window = None if states else cache_window(windows)
+    blocks_per_sequence = most_blocks(max_model_len, window, max_num_batched_tokens, shape.block_size)
     # More than every sequence at full length needs is never used.
     num_blocks = min(budget // shape.bytes_per_block, max_num_seqs * blocks_per_sequence + 1)
-    ledger = _ledger(shape, profile, is_measured, reserved_bytes, max(num_blocks, 0))
+    ledger = memory_ledger(profile, is_measured, reserved_bytes, states=states,
+                           kv_bytes=max(num_blocks, 0) * shape.bytes_per_block)
+    ledger += f"\n  {max(num_blocks, 0)} blocks of {shape.block_size} tokens, {size(shape.bytes_per_block)} each"
+    ledger += about_windows(windows, frees_blocks=window is not None, blocks_per_sequence=blocks_per_sequence)
     if num_blocks - 1 < blocks_per_sequence:
         if max_model_len_is_given or num_blocks < 2:
             need = (blocks_per_sequence + 1) * shape.bytes_per_block
             raise OutOfMemoryError(
-                f"one sequence of {max_model_len} tokens needs {_size(need)} of KV cache, {_size(max(0, budget))} is "
+                f"one sequence of {max_model_len} tokens needs {size(need)} of KV cache, {size(max(0, budget))} is "
                 f"there; raise kv_cache_bytes{' or memory_utilization' if is_measured else ''}, or lower "
                 f"max_model_len\n{ledger}"
             )
+        # Where windows slide, no length needs less than this one does as a whole.
         max_model_len = (num_blocks - 1) * shape.block_size
         ledger += f"\n  max_model_len cut to {max_model_len}: what the KV cache holds"
     return KVCachePlan(num_blocks, max_model_len, ledger)
 
 
-def _measured_budget(profile: MemoryProfile, memory_utilization: float, reserved_bytes: int) -> int:
+def fit_states(shape: StateShape, profile: MemoryProfile, *, is_measured: bool, memory_utilization: float,
+               reserved_bytes: int, max_num_seqs: int, is_given: bool, padding_of: Callable[[int], int],
+               max_snapshots: int | None) -> StatePlan:
+    """`plan_states` over half of what weights and activations leave; the other half is for the KV cache.
+
+    Raises OutOfMemoryError, with the ledger, when not even one sequence's states fit, or not as many as were asked for.
+    """
+    left = memory_left(profile, memory_utilization, reserved_bytes) // 2 if is_measured else None
+    plan = plan_states(shape, budget=left, max_num_seqs=max_num_seqs, is_given=is_given, padding_of=padding_of,
+                       max_snapshots=max_snapshots)
+    if plan.max_num_seqs:
+        return plan
+    possible = plan_states(shape, budget=left, max_num_seqs=max_num_seqs, is_given=False, padding_of=padding_of,
+                           max_snapshots=0).max_num_seqs
+    remedy = f"lower max_num_seqs to {possible} or less" if possible else "take more or larger devices"
+    wanted = max_num_seqs if is_given else 1
+    padding = padding_of(wanted)
+    need = (wanted + padding) * shape.bytes_per_slot
+    raise OutOfMemoryError(
+        f"the states of {wanted} sequences and {padding} padded rows of decode graphs take {size(need)}; "
+        f"{size(max(0, left or 0))}, half of what weights and activations leave, is there for them; {remedy}, or raise "
+        f"memory_utilization\n{memory_ledger(profile, is_measured, reserved_bytes, kv_bytes=0)}"
+    )
+
+
+def memory_left(profile: MemoryProfile, memory_utilization: float, reserved_bytes: int) -> int:
+    """What weights and activations leave of a measured device for caches and states."""
     allowed = int(profile.total_bytes * memory_utilization)
     taken = profile.weights_bytes + profile.activation_peak_bytes + profile.outside_bytes + profile.other_bytes
     return allowed - taken - reserved_bytes - HEADROOM_BYTES
 
 
-def _ledger(shape: KVCacheShape, profile: MemoryProfile, is_measured: bool, reserved_bytes: int,
-            num_blocks: int) -> str:
-    kv_bytes = num_blocks * shape.bytes_per_block
+def memory_ledger(profile: MemoryProfile, is_measured: bool, reserved_bytes: int, *, kv_bytes: int,
+                  states: StatePlan | None = None) -> str:
     rows = [("weights", profile.weights_bytes)]
     if is_measured:
         rows += [("activations, worst step", profile.activation_peak_bytes),
                  ("outside the allocator", profile.outside_bytes), ("in use by others", profile.other_bytes),
                  ("headroom", HEADROOM_BYTES)]
-    rows += [("vision cache, at most", reserved_bytes), ("KV cache", kv_bytes)]
-    lines = [f"  {name:<28}{_size(value):>12}" for name, value in rows]
+    rows += [("vision cache, at most", reserved_bytes)]
+    if states is not None:
+        rows += [("states of sequences", states.num_bytes)]
+    rows += [("KV cache", kv_bytes)]
+    lines = [f"  {name:<28}{size(value):>12}" for name, value in rows]
     if is_measured:
-        lines.append(f"  {'device memory':<28}{_size(profile.total_bytes):>12}")
-    lines.append(f"  {num_blocks} blocks of {shape.block_size} tokens, {_size(shape.bytes_per_block)} each")
+        lines.append(f"  {'device memory':<28}{size(profile.total_bytes):>12}")
+    if states is not None:
+        lines += [f"  {line}" for line in states.describe()]
     return "memory ledger\n" + "\n".join(lines)
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / MIB:.1f} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:.1f} KiB"

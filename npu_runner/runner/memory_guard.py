@@ -45,11 +45,11 @@ class MemoryGuard:
         finally:
             self._is_starting = False
 
-    def step(self, run: Callable[[], T], what: Callable[[], str]) -> T:
-        """`run()`, which changes nothing that a second call would not do again in the same way.
+    def step(self, run: Callable[[], T], what: Callable[[], str], *, is_repeatable: bool = True) -> T:
+        """`run()`, which changes nothing that a second call would not do again in the same way, if it `is_repeatable`.
 
         Raises OutOfMemoryError when memory runs out in the second try, too. While starting there is none: what does not
-        fit then does not fit.
+        fit then does not fit. What cannot be repeated fails at once, but leaves the caches given back.
         """
         if self._is_starting:
             return run()
@@ -60,6 +60,10 @@ class MemoryGuard:
                 raise
             if not self._can_retry:
                 raise OutOfMemoryError(self._message(f"in a {what()}", error)) from error
+            if not is_repeatable:
+                self._release()
+                raise OutOfMemoryError(self._message(f"in a {what()}, which has changed states by then", error)) \
+                    from error
             logger.warning("device memory ran out in a %s; trying again without cached pictures", what())
         # Outside of the handler: the exception holds on to the failed step's tensors.
         self.num_retries += 1

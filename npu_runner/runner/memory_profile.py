@@ -20,6 +20,11 @@ class MemoryMeter:
         self._platform.empty_cache()
         self._platform.reset_peak_memory()
 
+    def settled_profile(self, weights_bytes: int) -> MemoryProfile:
+        """Before any step: what stands, and no activations."""
+        self.start_step()
+        return self.profile(weights_bytes=weights_bytes, cache_bytes=0)
+
     def profile(self, *, weights_bytes: int, cache_bytes: int) -> MemoryProfile:
         """All that has been taken beside a KV cache of `cache_bytes`.
 

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -22,26 +22,30 @@ from torch import nn
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import ModelError
-from npu_runner.layers.attention import bind_kv_cache
+from npu_runner.layers.attention import bind_kv_cache, settle_windows
+from npu_runner.layers.gated_delta import gated_delta_shape, unbind_states
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.sampler import Sampler
 from npu_runner.models.contract import LanguageModel
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.base import GraphResourceError, GraphSettings
-from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo
-from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes
+from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
+from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes, most_padding
 from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
 from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
-from npu_runner.runner.kv_cache import KVCacheShape, plan_kv_cache
+from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
 from npu_runner.runner.memory_guard import MemoryGuard
 from npu_runner.runner.memory_profile import MemoryMeter
 from npu_runner.runner.pictures import Pictures
 from npu_runner.runner.settings import resolve_settings
+from npu_runner.runner.state_plan import StateShape
+from npu_runner.runner.state_pool import StatePool
 from npu_runner.runner.step import StepRunner
 from npu_runner.runner.step_arrays import step_arrays
 from npu_runner.runner.step_clock import StepClock
 from npu_runner.runner.votes import Votes
+from npu_runner.runner.windows import cache_window
 from npu_runner.weights.loader import fill_with_random_weights
 from npu_runner.weights.reader import CheckpointReader
 from strategies import VisionEmbeddings, pick_strategy
@@ -65,9 +69,10 @@ class ModelRunner(ModelRunnerBase):
         self.device = self.platform.set_device(self.tp.rank)
         self.strategy = pick_strategy(model_path)
         self.model_path = model_path
+        self.config = config = self.strategy.settle(config)
         self.model_config = self.strategy.read_config()
-        self.config = config
         self.settings = resolve_settings(config, self.model_config, self.platform)
+        self._wanted_num_seqs = self.settings.max_num_seqs
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self.processor = self.strategy.processor(self.config)
         self.largest_image = self.processor.largest_image() if self.strategy.is_multimodal else None
@@ -76,7 +81,9 @@ class ModelRunner(ModelRunnerBase):
         self._is_ready = False
         with torch.inference_mode(), self.guard.starting(lambda: self._phase):
             self.load_model()
+            self.allocate_states(self._meter.settled_profile(self._weights_bytes))
             profile = self.profile_run()
+            self.allocate_states(profile)
             self.allocate_kv_cache(profile)
             if self.settings.graph_mode != "eager":
                 self.compile_decode()
@@ -102,7 +109,12 @@ class ModelRunner(ModelRunnerBase):
         )
         logger.info("attention: %s", self.attention.name)
         self.ops = self.platform.make_ops()
-        context = LayerContext(self.ops, self.attention, self.tp, self.dtype, self.device)
+        self.delta_shape = gated_delta_shape(self.model_config, self.tp)
+        self.gated_delta = None
+        if self.delta_shape is not None:
+            self.gated_delta = self.platform.make_gated_delta(self.delta_shape, self.dtype)
+            logger.info("Gated DeltaNet: %s", self.gated_delta.name)
+        context = LayerContext(self.ops, self.attention, self.tp, self.dtype, self.device, self.gated_delta)
         self.model = self.strategy.build(self.model_config, self.settings.max_model_len, context)
         if self.config.load_format == "dummy":
             fill_with_random_weights(self.model, self.config.seed)
@@ -110,6 +122,8 @@ class ModelRunner(ModelRunnerBase):
             with CheckpointReader(self.model_path) as reader:
                 self.strategy.load_weights(self.model, reader, self.model_config)
         self.model.requires_grad_(False).eval()
+        self.windows = settle_windows(self.model, self.settings.max_model_len)
+        self.states: StatePool | None = None
         self.steps = self._make_steps()
         logger.info("weights loaded in %.1f s", time.perf_counter() - started)
 
@@ -128,9 +142,37 @@ class ModelRunner(ModelRunnerBase):
         batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
         longest = batch_size * (self.settings.max_model_len - 1)
         self.dummy_run(min(self.settings.max_num_batched_tokens, longest), batch_size)
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        return self._meter.profile(weights_bytes=sum(tensor.nbytes for tensor in tensors),
-                                   cache_bytes=self.k_cache.nbytes + self.v_cache.nbytes)
+        states_bytes = self.states.num_bytes if self.states else 0
+        return self._meter.profile(weights_bytes=self._weights_bytes,
+                                   cache_bytes=self.k_cache.nbytes + self.v_cache.nbytes + states_bytes)
+
+    def allocate_states(self, profile: MemoryProfile) -> None:
+        """Size the pool of states by the ledger, which may lower max_num_seqs, and bind it to the layers.
+
+        Called before the worst step is known, too: that step needs states, and no more of them than may be there.
+        """
+        if self.delta_shape is None:
+            return
+        self._progress("allocating states")
+        shape = StateShape(num_layers=len(self.model_config.state_layers), layer=self.delta_shape,
+                           element_bytes=self.dtype.itemsize)
+        plan = fit_states(
+            shape, profile, is_measured=self.platform.memory_info() is not None,
+            memory_utilization=self.config.memory_utilization, reserved_bytes=self._reserved_bytes,
+            max_num_seqs=self._wanted_num_seqs, is_given=self.config.max_num_seqs is not None,
+            padding_of=self._most_padding,
+            max_snapshots=self.config.max_state_snapshots if self.config.enable_prefix_caching else 0,
+        )
+        num_seqs = self.tp.minimum(plan.max_num_seqs, self.device)
+        plan = dataclasses.replace(plan, max_num_seqs=num_seqs, num_padding=self._most_padding(num_seqs),
+                                   num_snapshots=self.tp.minimum(plan.num_snapshots, self.device))
+        if self.states is None or self.states.plan != plan:
+            self.states = self.steps.states = None
+            unbind_states(self.model)
+            self.platform.empty_cache()
+            self.states = StatePool(plan, shape, self.model, self.dtype, self.device)
+        self.settings = dataclasses.replace(self.settings, max_num_seqs=num_seqs)
+        self.steps = self._make_steps()
 
     def allocate_kv_cache(self, profile: MemoryProfile) -> None:
         """Size the cache by the ledger, agree with the other ranks on the smallest, and bind it to the layers."""
@@ -139,9 +181,10 @@ class ModelRunner(ModelRunnerBase):
         plan = plan_kv_cache(
             self._kv_shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.kv_cache_bytes,
             memory_utilization=self.config.memory_utilization,
-            reserved_bytes=self.config.vision_cache_bytes if self.strategy.is_multimodal else 0,
+            reserved_bytes=self._reserved_bytes, states=self.states.plan if self.states else None,
             max_model_len=self.settings.max_model_len, max_model_len_is_given=self.settings.max_model_len_is_given,
-            max_num_seqs=self.settings.max_num_seqs,
+            max_num_seqs=self.settings.max_num_seqs, windows=self.windows,
+            max_num_batched_tokens=self.settings.max_num_batched_tokens,
         )
         self.num_blocks = self.tp.minimum(plan.num_blocks, self.device)
         self.max_model_len = self.tp.minimum(plan.max_model_len, self.device)
@@ -150,10 +193,11 @@ class ModelRunner(ModelRunnerBase):
 
     def compile_decode(self) -> None:
         """Compile the decode forward for every bucket, largest first."""
-        sizes = self.config.graph_batch_sizes or bucket_sizes(self.settings.max_num_seqs)
+        sizes = self._graph_sizes(self.settings.max_num_seqs)
         compiler = self.platform.make_graph_compiler(self._graph_settings())
         buckets = DecodeBuckets(sizes, compiler, max_model_len=self.max_model_len,
-                                block_size=self.settings.block_size, device=self.device)
+                                block_size=self.settings.block_size, device=self.device,
+                                max_padding=self.states.plan.num_padding if self.states else None)
         self.steps.buckets = buckets
         eager = self.steps.decode_step.forward
         votes = Votes(self.tp, self.config.step_timeout_seconds)
@@ -171,13 +215,15 @@ class ModelRunner(ModelRunnerBase):
         def agrees(bucket: Bucket) -> bool:
             self._progress(f"comparing the kept graph of bucket {bucket.batch_size}")
             return agrees_with_eager(
-                bucket, eager, self.attention, lambda batch: self._fill(bucket, batch), num_blocks=self.num_blocks,
-                block_size=self.settings.block_size, vocab_size=self.model_config.vocab_size, dtype=self.dtype,
+                bucket, eager, self.attention, lambda batch: self._fill(bucket, batch), self._reset_states,
+                num_blocks=self.num_blocks, block_size=self.settings.block_size,
+                vocab_size=self.model_config.vocab_size, dtype=self.dtype,
             )
 
         buckets.compile_all(eager, warm_up, agrees, votes)
         self.k_cache.zero_()
         self.v_cache.zero_()
+        self._reset_states()
         self.platform.synchronize()
 
     def _why_no_graph(self, batch_size: int) -> str | None:
@@ -204,7 +250,8 @@ class ModelRunner(ModelRunnerBase):
         settings = dataclasses.replace(self.settings, graph_cache_dir=None)
         identity = {
             "model_config": repr(self.model_config), "settings": repr(settings), "num_blocks": self.num_blocks,
-            "max_model_len": self.max_model_len, "rank": self.tp.rank, "num_ranks": self.tp.size,
+            "max_model_len": self.max_model_len, "states": repr(self.states.plan if self.states else None),
+            "rank": self.tp.rank, "num_ranks": self.tp.size,
             "source": source_fingerprint(self.model),
         }
         folder = self.settings.graph_cache_dir
@@ -227,12 +274,12 @@ class ModelRunner(ModelRunnerBase):
         for context_len in range(first_len, first_len + expected_decode_len):
             context_len = min(context_len, self.settings.max_model_len)
             steps.append(dummy_decode(batch_size, context_len, block_size=self.settings.block_size))
-        with torch.inference_mode(), self._serving_state_aside():
+        with torch.inference_mode(), self._serving_state_aside(batch_size):
             for step in steps:
                 self.steps.run(step)
 
     @contextmanager
-    def _serving_state_aside(self) -> Iterator[None]:
+    def _serving_state_aside(self, batch_size: int) -> Iterator[None]:
         """What serving has counted and kept is nobody's inside, and is back afterwards.
 
         Made-up steps take the slots of sequences that may run, and make the sampler count tokens: memory that many a
@@ -241,17 +288,19 @@ class ModelRunner(ModelRunnerBase):
         steps = self.steps
         kept = steps.sampler, steps.pictures, steps.clock
         steps.sampler, steps.clock = self._make_sampler(), StepClock()
-        steps.pictures = Pictures(self.strategy, self.model, VisionCache(self.config.vision_cache_bytes))
+        steps.pictures = self._make_pictures(VisionCache(self.config.vision_cache_bytes))
         try:
-            yield
+            with self.states.aside(batch_size) if self.states and self._is_ready else nullcontext():
+                yield
         finally:
             steps.sampler, steps.pictures, steps.clock = kept
 
     def info(self) -> RunnerInfo:
         """What the engine needs to know once the runner is ready."""
-        largest_image_tokens = self.largest_image.num_tokens if self.largest_image else 0
         description = {"dtype": self.settings.dtype, "graph_mode": self.settings.graph_mode,
                        "attention": self.attention.name}
+        if self.gated_delta is not None:
+            description["gated_delta"] = self.gated_delta.name
         return RunnerInfo(
             num_blocks=self.num_blocks,
             block_size=self.settings.block_size,
@@ -259,12 +308,19 @@ class ModelRunner(ModelRunnerBase):
             max_model_len_is_given=self.settings.max_model_len_is_given,
             max_num_seqs=self.settings.max_num_seqs,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            max_image_tokens=max(self.settings.max_num_batched_tokens, largest_image_tokens),
+            max_image_tokens=self.max_image_tokens,
             uses_mrope=self.uses_mrope,
+            sliding_window=None if self.states else cache_window(self.windows),
             ledger=self.ledger,
+            state=self._state_info(),
             graphs=self.steps.buckets.describe() if self.steps.buckets else "eager",
             description={**self.platform.describe(), **description},
         )
+
+    def _state_info(self) -> StateInfo | None:
+        if self.states is None:
+            return None
+        return StateInfo(self.states.plan.first_snapshot, self.states.plan.num_snapshots)
 
     def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         with torch.inference_mode():
@@ -281,7 +337,7 @@ class ModelRunner(ModelRunnerBase):
         self.vision_cache.release()
         if self.steps.buckets is not None:
             self.steps.buckets.compiler.release()
-        del self.steps, self.model, self.k_cache, self.v_cache, self.attention
+        del self.steps, self.model, self.k_cache, self.v_cache, self.states, self.attention
         gc.collect()  # modules, compiled callables and their frames hold each other
         try:
             self.platform.empty_cache()
@@ -291,6 +347,11 @@ class ModelRunner(ModelRunnerBase):
     @property
     def clock(self) -> StepClock:
         return self.steps.clock
+
+    @property
+    def max_image_tokens(self) -> int:
+        """Merged tokens that the tower takes at once."""
+        return max(self.settings.max_num_batched_tokens, self.largest_image.num_tokens if self.largest_image else 0)
 
     @property
     def num_images_encoded(self) -> int:
@@ -304,14 +365,38 @@ class ModelRunner(ModelRunnerBase):
                              "a network has embed, forward and compute_logits (npu_runner/models/contract.py)")
         return StepRunner(
             self.model, self.attention, self.platform, self.device, block_size=self.settings.block_size,
-            pictures=Pictures(self.strategy, self.model, self.vision_cache), sampler=self._make_sampler(),
-            guard=self.guard,
+            max_num_seqs=self.settings.max_num_seqs, guard=self.guard, sampler=self._make_sampler(),
+            pictures=self._make_pictures(self.vision_cache), gated_delta=self.gated_delta,
+            states=self.states,
         )
+
+    def _make_pictures(self, cache: VisionCache[VisionEmbeddings]) -> Pictures:
+        return Pictures(self.strategy, self.model, cache, self.max_image_tokens)
+
+    def _graph_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
+        given = self.config.graph_batch_sizes
+        return bucket_sizes(max_num_seqs) if given is None else tuple(size for size in given if size <= max_num_seqs)
+
+    def _most_padding(self, max_num_seqs: int) -> int:
+        is_eager = self.settings.graph_mode == "eager"
+        return 0 if is_eager else most_padding(self._graph_sizes(max_num_seqs))
+
+    def _reset_states(self) -> None:
+        if self.states is not None:
+            self.states.zero()
+
+    @property
+    def _weights_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+
+    @property
+    def _reserved_bytes(self) -> int:
+        return self.config.vision_cache_bytes if self.strategy.is_multimodal else 0
 
     def _bind_cache(self, num_blocks: int) -> None:
         # Keys and values are tensors of their own: graph compilers leave a write in place only where the arguments that
         # it writes do not share their memory.
-        sizes = (self.model_config.num_layers, num_blocks, self.settings.block_size, self._num_kv_heads,
+        sizes = (len(self.model_config.attention_layers), num_blocks, self.settings.block_size, self._num_kv_heads,
                  self.model_config.head_dim)
         # Flat first: a device may keep memory of five dimensions in a layout that no other view of it has.
         flat = (math.prod(sizes),)
@@ -337,7 +422,8 @@ class ModelRunner(ModelRunnerBase):
     @property
     def _kv_shape(self) -> KVCacheShape:
         width = self._num_kv_heads * self.model_config.head_dim
-        return KVCacheShape(self.model_config.num_layers, self.settings.block_size, width, self.dtype.itemsize)
+        num_layers = len(self.model_config.attention_layers)
+        return KVCacheShape(num_layers, self.settings.block_size, width, self.dtype.itemsize)
 
     @property
     def _num_kv_heads(self) -> int:

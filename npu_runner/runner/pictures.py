@@ -18,24 +18,40 @@ from strategies import LoadStrategy, VisionEmbeddings
 
 
 class Pictures:
-    """What a strategy's tower makes of pictures, kept in `cache` as far as that goes."""
+    """What a strategy's tower makes of pictures, kept in `cache` as far as that goes.
 
-    def __init__(self, strategy: LoadStrategy, model: nn.Module, cache: VisionCache[VisionEmbeddings]):
+    max_tokens: the tower takes no more merged tokens at once, unless it is one picture.
+    """
+
+    def __init__(self, strategy: LoadStrategy, model: nn.Module, cache: VisionCache[VisionEmbeddings], max_tokens: int):
         self._strategy = strategy
         self._model = model
         self.cache = cache
+        self.max_tokens = max_tokens
         self.num_encoded = 0
 
     def encode(self, images: Sequence[ImageInput]) -> dict[bytes, VisionEmbeddings]:
         """Embeddings by content hash; those not cached go through the tower together."""
         found = {image.content_hash: self.cache.get(image.content_hash) for image in images}
         missing = [image for image in images if found[image.content_hash] is None]
-        if missing:
-            for image, value in zip(missing, self._strategy.encode_images(self._model, missing), strict=True):
+        for together in self._groups(missing):
+            for image, value in zip(together, self._strategy.encode_images(self._model, together), strict=True):
                 self.cache.put(image.content_hash, value)
                 found[image.content_hash] = value
-            self.num_encoded += len(missing)
+            self.num_encoded += len(together)
         return {key: value for key, value in found.items() if value is not None}
+
+    def _groups(self, images: Sequence[ImageInput]) -> list[list[ImageInput]]:
+        """As a rule one: only a chunk that has to reach a boundary may touch more pictures than a step should."""
+        groups: list[list[ImageInput]] = []
+        room = 0
+        for image in images:
+            if not groups or image.num_tokens > room:
+                groups.append([])
+                room = self.max_tokens
+            groups[-1].append(image)
+            room -= image.num_tokens
+        return groups
 
     def show(self, batch: ScheduledBatch, x_TD: Tensor, rows_T: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         """Put the pictures' rows into the embeddings; returns those and what the first layers add.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, RunnerConfig
+from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
 from npu_runner.model_config import ModelConfig
 from npu_runner.platforms.base import Platform
@@ -34,12 +35,19 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     Raises ConfigError for combinations that this model or platform cannot do.
     """
     defaults = platform.defaults
+    if config.max_state_snapshots is not None and not model_config.state_layers:
+        raise ConfigError(f"max_state_snapshots {config.max_state_snapshots}: {model_config.model_type} has no layers "
+                          "with state; leave it out")
     max_num_seqs = _max_num_seqs(config, model_config, platform)
     block_size = config.block_size or defaults.block_size
     allowed = platform.supported_block_sizes
     if allowed is not None and block_size not in allowed:
         raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
     graph_mode = _graph_mode(config, platform, max_num_seqs)
+    max_num_batched_tokens = config.max_num_batched_tokens or defaults.max_num_batched_tokens
+    if model_config.state_layers and max_num_batched_tokens < state_alignment(block_size):
+        raise ConfigError(f"max_num_batched_tokens {max_num_batched_tokens}: chunks of this model's prompts begin at "
+                          f"multiples of {state_alignment(block_size)} tokens (64 and block_size); raise it to that")
     if config.attention_backend not in ("auto", *platform.attention_backends):
         raise ConfigError(f"attention_backend {config.attention_backend!r}: {platform.name} has "
                           f"{', '.join(platform.attention_backends)}")
@@ -49,7 +57,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         max_model_len=_max_model_len(config, model_config),
         max_model_len_is_given=config.max_model_len is not None,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or defaults.max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config, platform, graph_mode),
@@ -95,13 +103,4 @@ def _max_model_len(config: RunnerConfig, model_config: ModelConfig) -> int:
     limit = model_config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit and model_config.rope.kind == "default":
         raise ConfigError(f"max_model_len {config.max_model_len} is more than the checkpoint's {limit} positions")
-    length = config.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
-    window = model_config.sliding_window
-    if window is not None and length > window:
-        if config.max_model_len is not None:
-            raise ConfigError(
-                f"the checkpoint uses sliding-window attention of {window} tokens, which is not supported beyond the "
-                f"window; set max_model_len to at most {window}"
-            )
-        length = window
-    return length
+    return config.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)

@@ -19,13 +19,16 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.sampler import HostSample, Sampler, SamplerOutput
 from npu_runner.models.contract import LanguageModel
-from npu_runner.platforms.base import AttentionBackend, AttentionMetadata, Platform, StepInputs
+from npu_runner.platforms.base import AttentionBackend, Platform
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into
 from npu_runner.runner.decode_step import DecodeStep
 from npu_runner.runner.inputs import to_device
 from npu_runner.runner.memory_guard import MemoryGuard
 from npu_runner.runner.pictures import Pictures
+from npu_runner.runner.state_pool import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
 from npu_runner.runner.step_clock import StepClock
 
@@ -34,7 +37,8 @@ from npu_runner.runner.step_clock import StepClock
 class PreparedStep:
     """A step whose arrays are on their way to the device. `bucket` is the graph that runs it, None for an eager step.
 
-    `number` must come back with its tokens; `plan` is what the attention backend made for an eager step.
+    `number` must come back with its tokens; `plan` is what the attention backend made for an eager step, `state_plan`
+    what the Gated DeltaNet backend made for a prefill.
     """
 
     batch: ScheduledBatch
@@ -43,22 +47,30 @@ class PreparedStep:
     inputs: StepInputs
     bucket: Bucket | None
     plan: Any
+    state_plan: Any = None
 
 
 class StepRunner:
-    """Runs scheduled batches. `sampler` is None on ranks that do not sample; `buckets` are None until compiled."""
+    """Runs scheduled batches. `sampler` is None on ranks that do not sample; `buckets` are None until compiled.
+
+    `gated_delta` is None for a model without states, as is `states`; that comes with the pool.
+    """
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, platform: Platform, device: torch.device, *,
-                 block_size: int, pictures: Pictures, sampler: Sampler | None, guard: MemoryGuard):
+                 block_size: int, max_num_seqs: int, pictures: Pictures, sampler: Sampler | None, guard: MemoryGuard,
+                 gated_delta: GatedDeltaBackend | None = None, states: StatePool | None = None):
         self.model = model
         self.decode_step = DecodeStep(model)
         self.attention = attention
         self.platform = platform
         self.device = device
         self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
         self.pictures = pictures
         self.sampler = sampler
         self.guard = guard
+        self.gated_delta = gated_delta
+        self.states = states
         self.buckets: DecodeBuckets | None = None
         self.clock = StepClock()
         self._last_number = 0
@@ -68,10 +80,12 @@ class StepRunner:
         self.clock.start()
         self._last_number = number = (self._last_number + 1) % 2**31
         uniforms_B = self.admit(batch)
-        return self.guard.step(lambda: self._run(batch, number, uniforms_B), batch.describe)
+        return self.guard.step(lambda: self._run(batch, number, uniforms_B), batch.describe,
+                               is_repeatable=self.states is None)
 
     def _run(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> ModelRunnerOutput | None:
-        """The part of a step that may be run twice: it writes the same keys and values to the same places."""
+        """The part of a step that may be run twice, without states: it writes the same keys and values to the same
+        places."""
         step = self.prepare(batch, number, uniforms_B)
         self.clock.end_prepare()
         logits_BV = self.launch(step)
@@ -103,17 +117,19 @@ class StepRunner:
             return PreparedStep(batch, number, bucket.tensors, bucket.inputs, bucket, None)
         tensors = to_device(self.platform, arrays, self.device)
         context_lens = batch.context_lens_B.tolist()
-        if batch.is_prefill:
-            plan = self.attention.plan_prefill(batch.query_lens_B.tolist(), context_lens, batch.block_tables_BW,
-                                               self.device)
-        else:
+        if not batch.is_prefill:
             plan = self.attention.plan_decode(context_lens, batch.block_tables_BW, self.device)
-        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan)
+            return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan)
+        query_lens = batch.query_lens_B.tolist()
+        plan = self.attention.plan_prefill(query_lens, context_lens, batch.block_tables_BW, self.device)
+        saves = [StateSave(row=row, offset=offset, slot=slot) for row, offset, slot in batch.state_saves]
+        state_plan = self.gated_delta and self.gated_delta.plan_prefill(query_lens, context_lens, saves, self.device)
+        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan)
 
     def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Put a decode step's arrays into the bucket's static buffers, padded; returns what those hold."""
         assert self.buckets is not None, "a bucket is one of the buckets"
-        padded = pad_into(bucket, arrays, self.platform, self.block_size,
+        padded = pad_into(bucket, arrays, self.platform, self.block_size, max_num_seqs=self.max_num_seqs,
                           repeats_a_row=self.attention.pads_with_real_rows)
         self.attention.plan_replay(padded["context_lens"], padded["block_tables"])
         self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
@@ -155,7 +171,7 @@ class StepRunner:
             if on_host.records_LC is not None:
                 places_B = np.full(batch.batch_size, -1, dtype=np.int32)
                 places_B[rows[on_host.logprob_rows]] = np.arange(len(on_host.logprob_rows), dtype=np.int32)
-                logprobs = StepLogprobs(places_B, on_host.records_LC)
+                logprobs = StepLogprobs(places_B.tolist(), on_host.records_LC)
         request_ids = batch.request_ids
         return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs)
 
@@ -163,11 +179,13 @@ class StepRunner:
 
     def _prefill(self, step: PreparedStep) -> Tensor:
         inputs, batch = step.inputs, step.batch
+        if self.states is not None:
+            self.states.load(batch.state_loads)
         x_TD = self.model.embed(inputs.input_ids)
         deepstack = None
         if batch.image_slices:
             x_TD, deepstack = self.pictures.show(batch, x_TD, step.tensors["image_rows"])
-        metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True)
+        metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]

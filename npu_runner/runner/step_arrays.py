@@ -24,6 +24,7 @@ def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, bloc
         "slot_mapping": _slot_mapping(batch, block_size),
         "context_lens": batch.context_lens_B,
         "block_tables": np.ascontiguousarray(batch.block_tables_BW),
+        "state_slots": batch.slots_B,
         "slots": batch.slots_B[batch.samples_B],
         "uniforms": uniforms_B,
         "receipts": np.full(len(uniforms_B), number, dtype=np.int32),
@@ -35,8 +36,13 @@ def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, bloc
     return arrays
 
 
-def padding(name: str, rows: np.ndarray, block_size: int) -> np.ndarray | int:
-    """What the decode rows `rows`, which hold no sequence, have in array `name`: one token in the null block."""
+def padding(name: str, rows: np.ndarray, block_size: int, max_num_seqs: int) -> np.ndarray | int:
+    """What the decode rows `rows`, which hold no sequence, have in array `name`: one token in the null block.
+
+    Their states lie behind those of the `max_num_seqs` sequences that may run.
+    """
+    if name == "state_slots":
+        return max_num_seqs + np.arange(len(rows), dtype=np.int32)
     if name == "slot_mapping":
         return rows % block_size  # not all the same: kernels promise nothing for a slot that is written twice
     return 1 if name == "context_lens" else 0

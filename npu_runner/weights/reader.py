@@ -32,6 +32,10 @@ class CheckpointReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it: "BF16", "F32", "I8", ..."""
+        return str(self._file_of[name].get_slice(name).get_dtype())
+
     def read(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
         """The tensor, or elements [start, start + length) of it along `dim`, on the CPU in its stored dtype."""
         file = self._file_of[name]

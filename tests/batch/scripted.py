@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +40,9 @@ class ScriptedProcessor:
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
         return params
 
-    def __call__(self, messages: list[dict[str, Any]]) -> PromptInputs:
+    def __call__(
+        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> PromptInputs:
         content = messages[-1]["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         if self.flag:

@@ -57,6 +57,8 @@ COUNTED: list[tuple[str, Any, int]] = [
     ("logit_bias", lambda n: {str(token): 1 for token in range(n)}, LIMITS.max_logit_bias),
     ("metadata", lambda n: {str(number): 1 for number in range(n)}, LIMITS.max_metadata_entries),
     ("metadata", metadata_of, LIMITS.max_metadata_chars),
+    ("chat_template_kwargs", lambda n: {str(number): 1 for number in range(n)}, LIMITS.max_template_kwargs),
+    ("chat_template_kwargs", lambda n: {"a": "x" * (n - len('{"a": ""}'))}, LIMITS.max_template_kwargs_chars),
     ("model", lambda n: "x" * n, LIMITS.max_name_chars),
     ("user", lambda n: "x" * n, LIMITS.max_name_chars),
     ("messages", lambda n: [{"role": "user", "content": "x"}] * n, LIMITS.max_messages),

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.npu
 emulated = pytest.mark.skipif(has_real_cann(), reason="a device takes what it takes, or hangs")
 
 
-def run_ranks(size: int, mode: str, **options: object) -> list[str]:
+def run_ranks(size: int, mode: str, *, program: str = "tests.cann.programs.hccl_rank", **options: object) -> list[str]:
     """Starts `size` ranks and returns what each printed; a rank that fails fails the test with its output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = environment(num_devices=size, memory_bytes=256 << 20, **options)  # type: ignore[arg-type]
     env |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.cann.programs.hccl_rank", mode]
+    command = [sys.executable, "-m", program, mode]
     ranks = [
         subprocess.Popen(
             command, env=env | {"RANK": str(rank)}, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[2]
 # Packages and modules, lowest first; those of one line do not import each other.
 LAYERS = [
     {"errors", "threads"}, {"limits"}, {"sampling_params", "outputs"}, {"config"}, {"checkpoint_files"},
-    {"generation_config"}, {"model_config", "checkpoint", "assets"}, {"multimodal"}, {"core", "platforms"}, {"layers"},
-    {"weights"}, {"models"}, {"strategies"}, {"runner"}, {"engine", "workers"}, {"llm"}, {"batch"}, {"cli"},
+    {"generation_config", "model_config", "assets"}, {"config_reading", "checkpoint"}, {"multimodal"},
+    {"core", "platforms"}, {"layers"}, {"weights"}, {"models"}, {"strategies"}, {"runner"}, {"engine", "workers"},
+    {"llm"}, {"batch"}, {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

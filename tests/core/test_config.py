@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from npu_runner import LLM, RunnerConfig, SamplingParams
+from npu_runner.assets import EMBEDDED, SHAPES_VL
+from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
-from npu_runner.model_config import SUPPORTED_MODEL_TYPES
+from strategies import strategies_by_model_type
 
 SMALL: dict[str, Any] = {"platform": "cpu", "max_model_len": 64, "max_num_seqs": 2}
 
@@ -36,6 +38,8 @@ SMALL: dict[str, Any] = {"platform": "cpu", "max_model_len": 64, "max_num_seqs":
         ({"enforce_eager": True, "graph_mode": "max-autotune"}, "enforce_eager contradicts graph_mode"),
         ({"graph_batch_sizes": ()}, "graph_batch_sizes"),
         ({"graph_batch_sizes": (0, 4)}, "graph_batch_sizes"),
+        ({"max_state_snapshots": -1}, "max_state_snapshots: -1 is not a number of snapshots; 0 keeps none"),
+        ({"max_state_snapshots": 2, "enable_prefix_caching": False}, "max_state_snapshots 2: snapshots are for"),
         ({"step_timeout_seconds": 0}, "step_timeout_seconds: 0 is not positive"),
     ],
     ids=lambda value: str(value)[:50],
@@ -64,13 +68,13 @@ def spoiled(checkpoint: Any, folder: Path, base: str = "qwen3", **config: Any) -
     return path
 
 
-@pytest.mark.parametrize("model_type", ["mamba", None])
+@pytest.mark.parametrize("model_type", ["unheard_of", None])
 def test_an_unknown_model_type_gets_the_list_of_known_ones(model_type: str | None, checkpoint: Any,
                                                           tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         LLM(spoiled(checkpoint, tmp_path, model_type=model_type), **SMALL)
     assert f"model_type {model_type!r} is not supported; supported are" in str(caught.value)
-    assert all(name in str(caught.value) for name in SUPPORTED_MODEL_TYPES)
+    assert all(name in str(caught.value) for name in strategies_by_model_type())
 
 
 @pytest.mark.parametrize(
@@ -82,6 +86,11 @@ def test_an_unknown_model_type_gets_the_list_of_known_ones(model_type: str | Non
         ({"dtype": "int4"}, "dtype 'int4' is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
+        ({"use_sliding_window": True, "sliding_window": "wide"}, "sliding_window 'wide' is not a number of tokens"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window 0 is not a number of tokens"),
+        ({"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is False and sliding_window None; both are"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types names 'chunked_attention', which is not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -158,6 +167,17 @@ def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path) -> None:
     assert "the hub cannot be reached" in offline
 
 
+def test_an_embedded_model_has_a_short_name_which_a_folder_goes_before(tmp_path: Path, monkeypatch: Any) -> None:
+    assert resolve_checkpoint("shapes-vl") == EMBEDDED["shapes-vl"] == SHAPES_VL
+    with pytest.raises(ModelError, match=r"nor embedded .*shapes-vl"):
+        resolve_checkpoint("shapes")
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "shapes-vl"
+    mine.mkdir()
+    (mine / "config.json").write_text("{}")
+    assert resolve_checkpoint("shapes-vl") == mine
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [("no/such/folder", "there is no such folder"), ("/no/folder", "there is no such folder"),
@@ -174,21 +194,10 @@ def test_a_revision_of_a_folder_is_refused(checkpoint: Any) -> None:
 
 
 PLUGIN = """
-import json
-import tempfile
-from pathlib import Path
-from npu_runner.model_config import read_model_config
-from strategies import LoadStrategy
-from strategies.causal_lm import CausalLMStrategy
+from strategies.qwen3 import Qwen3Strategy
 
-class RenamedStrategy(CausalLMStrategy):
+class RenamedStrategy(Qwen3Strategy):
     model_types = ("renamed",)
-
-    def read_config(self):
-        with tempfile.TemporaryDirectory() as folder:
-            config = json.loads((self.path / "config.json").read_text())
-            Path(folder, "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
-            return read_model_config(Path(folder))
 
 not_a_strategy = 3
 """
@@ -231,7 +240,8 @@ def test_a_strategy_of_another_package_serves_its_model_type(checkpoint: Any, tm
         (ours,) = llm.generate(["which"], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     install(site, "RenamedStrategy")
     assert run(GENERATE, model, PYTHONPATH=paths) == f"RenamedStrategy {ours.token_ids}\n"
-    other = str(spoiled(checkpoint, tmp_path / "other", model_type="mamba"))
-    assert "supported are llama, qwen2, qwen3, qwen3_vl, renamed" in run(PICK, other, PYTHONPATH=paths)
+    other = str(spoiled(checkpoint, tmp_path / "other", model_type="unheard_of"))
+    refusal = run(PICK, other, PYTHONPATH=paths)
+    assert all(name in refusal for name in (*strategies_by_model_type(), "renamed"))
     install(site, "not_a_strategy")
     assert "their_models:not_a_strategy) is not a LoadStrategy subclass" in run(PICK, model, PYTHONPATH=paths)

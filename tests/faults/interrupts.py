@@ -20,6 +20,7 @@ from npu_runner import LLM, SamplingParams
 PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]
 DRAWN = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, max_tokens=24, ignore_eos=True)
 PARAMS = [DRAWN, DRAWN.replace(temperature=0.0), DRAWN.replace(n=3), DRAWN.replace(bad_words=("a",))]
+MOST_LOST = 2
 SETTINGS = {"platform": "cpu", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64,
             "kv_cache_bytes": 1 << 20}
 
@@ -29,7 +30,7 @@ def answers(llm: LLM) -> list[list[list[int]]]:
 
 
 def interrupted(llm: LLM, delay: float) -> bool:
-    """Whether the interrupt came before the answers."""
+    """Whether the interrupt came: C code that was just asking an object for an attribute drops what that raises."""
     timer = threading.Timer(delay, os.killpg, (os.getpgid(0), signal.SIGINT))
     try:
         timer.start()
@@ -37,8 +38,8 @@ def interrupted(llm: LLM, delay: float) -> bool:
         timer.join()
         time.sleep(1)
     except KeyboardInterrupt:
-        return timer.finished.is_set()
-    raise AssertionError("no interrupt came")
+        return True
+    return False
 
 
 def main(model: str, size: str, num_interrupts: str) -> None:
@@ -49,9 +50,13 @@ def main(model: str, size: str, num_interrupts: str) -> None:
         started = time.monotonic()
         assert answers(llm) == expected
         seconds = time.monotonic() - started
-        same = []
-        for _ in range(int(num_interrupts)):
-            interrupted(llm, rng.uniform(0, seconds))
+        same: list[bool] = []
+        lost = 0
+        while len(same) < int(num_interrupts):
+            if not interrupted(llm, rng.uniform(0, seconds)):
+                lost += 1
+                assert lost <= MOST_LOST, "interrupts are swallowed"
+                continue
             same.append(answers(llm) == expected and llm.stats().kv_blocks_used == 0)
     print(json.dumps(same))
 

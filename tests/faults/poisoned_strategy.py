@@ -9,15 +9,13 @@ import ctypes
 import json
 import os
 import signal
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
 
-from npu_runner.model_config import ModelConfig, read_model_config
-from strategies.causal_lm import CausalLMStrategy
+from strategies.qwen3 import Qwen3Strategy
 
 MODEL_TYPE = "poisoned"
 GIL_SECONDS = 4
@@ -43,14 +41,8 @@ def poisoned_copy(model: Path, folder: Path) -> Path:
     return folder
 
 
-class PoisonedStrategy(CausalLMStrategy):
+class PoisonedStrategy(Qwen3Strategy):
     model_types = (MODEL_TYPE,)
-
-    def read_config(self) -> ModelConfig:
-        with tempfile.TemporaryDirectory() as folder:
-            config = json.loads((self.path / "config.json").read_text())
-            Path(folder, "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
-            return read_model_config(Path(folder))
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:
         model = super().build(*arguments, **keywords)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npu_runner.multimodal.inputs import ImageSpan
-from npu_runner.multimodal.mrope import mrope_positions, uses_mrope
+from npu_runner.multimodal.mrope import asks_for_mrope, mrope_positions
 from npu_runner.multimodal.processor import ChatProcessor
 
 MERGE = 2
@@ -87,7 +87,6 @@ def test_models_without_mrope_have_no_positions(llama: ChatProcessor) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"model_type": "qwen3_vl", "text_config": {}}, True),
         ({"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, True),
         ({"model_type": "x", "text_config": {"rope_parameters": {"mrope_section": [1, 1, 1]}}}, True),
         ({"model_type": "qwen3", "rope_scaling": None}, False),
@@ -96,4 +95,4 @@ def test_models_without_mrope_have_no_positions(llama: ChatProcessor) -> None:
     ],
 )
 def test_which_checkpoints_use_mrope(config: dict[str, Any], expected: bool) -> None:
-    assert uses_mrope(config) is expected
+    assert asks_for_mrope(config) is expected

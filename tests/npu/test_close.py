@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cann.environment import run_python
+from tests.cann.environment import has_real_cann, run_python
 
 pytestmark = pytest.mark.npu
 
@@ -40,3 +40,34 @@ def test_a_closed_engine_leaves_nothing_on_the_device(graph_mode: str, checkpoin
     assert after["allocated_bytes"] == 0
     assert after["reserved_bytes"] == 0
     assert after["free_bytes"] > before["free_bytes"]
+
+
+BROKEN = """
+import sys
+import torch, torch_npu
+from npu_runner import LLM, SamplingParams
+from npu_runner.errors import EngineDeadError
+from tests.cann.programs.emulation import set_failures
+
+llm = LLM(sys.argv[1], platform="npu", dtype="bfloat16", graph_mode="eager", max_model_len=512, max_num_seqs=2)
+set_failures(",".join(f"aclrt{name}:1+:507015" for name in sys.argv[2:]))
+try:
+    llm.generate(["which picture"], SamplingParams(temperature=0, max_tokens=4))
+except EngineDeadError as end:
+    print("DIED", str(end).partition("\\n")[0])
+llm.close()
+llm.close()
+print("CLOSED")
+"""
+
+
+@pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN fails on demand")
+def test_an_engine_whose_device_broke_is_closed_and_says_what_it_could_not_give_back(checkpoint: Any) -> None:
+    model: Path = checkpoint("qwen3", num_hidden_layers=1)
+    waits = ("SynchronizeStream", "SynchronizeDevice", "SynchronizeStreamWithTimeout", "SynchronizeDeviceWithTimeout")
+    done = run_python(["-c", BROKEN, str(model), *waits])
+    assert done.returncode == 0, done.stderr[-4000:]
+    died, closed = done.stdout.splitlines()[-2:]
+    assert died.startswith("DIED"), done.stdout
+    assert closed == "CLOSED"
+    assert "the device did not take its memory back" in done.stderr

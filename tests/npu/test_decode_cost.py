@@ -1,4 +1,4 @@
-"""What a decode step costs on the emulated device, counted: thirteen launches a layer, one copy in, one copy out."""
+"""What a decode step costs on the emulated device, counted: launches of a layer of each kind, one copy in, one out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from tests.cann.environment import has_real_cann, run_python
+from tests.npu.layer_kinds import KINDS, LAYERS, LayerKind
 
 pytestmark = [
     pytest.mark.npu,
     pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN counts"),
 ]
 
-MOST_LAUNCHES = 13
+MODES = ["eager", "reduce-overhead", "max-autotune"]
 # GE operators that are no kernels of their own: views, and transposes of weights, which go into the product.
 VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
 BATCH_SIZE = 4
@@ -28,9 +29,8 @@ OF_THE_HOST = {
 }
 
 
-def measured(mode: str, checkpoint: Any, folder: Path, **emulation: str) -> dict[str, Any]:
-    shapes = {"head_dim": 128, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    models = {str(count): str(checkpoint("qwen3", num_hidden_layers=count, **shapes)) for count in (2, 4)}
+def measured(kind: LayerKind, mode: str, checkpoint: Any, folder: Path, **emulation: str) -> dict[str, Any]:
+    models = {str(count): str(checkpoint(kind.model_type, **kind.config(count))) for count in LAYERS}
     settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0}
     if mode != "eager":
         settings["graph_batch_sizes"] = [BATCH_SIZE]
@@ -39,26 +39,32 @@ def measured(mode: str, checkpoint: Any, folder: Path, **emulation: str) -> dict
     spec = {"models": models, "batch_size": BATCH_SIZE, "settings": settings}
     (folder / "spec.json").write_text(json.dumps(spec))
     done = run_python(["-m", "tests.npu.programs.decode_cost", str(folder / "spec.json"), str(folder / "out.json")],
-                      **emulation)
+                      **kind.emulation, **emulation)
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return found
 
 
-@pytest.mark.parametrize("mode", ["eager", "reduce-overhead", "max-autotune"])
-def test_thirteen_launches_a_layer_and_one_copy_each_way(mode: str, checkpoint: Any, tmp_path: Path) -> None:
-    cost = measured(mode, checkpoint, tmp_path)
-    launches = {name: count for name, count in cost["per_layer"].items() if name not in VIEWS}
-    assert sum(launches.values()) == MOST_LAUNCHES, launches
+def launches_of(cost: dict[str, Any]) -> dict[str, float]:
+    return {name: count for name, count in cost["per_layer"].items() if name not in VIEWS}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_launches_of_a_layer_and_one_copy_each_way(kind: LayerKind, mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    cost = measured(kind, mode, checkpoint, tmp_path)
+    launches = launches_of(cost)
+    assert sum(launches.values()) == kind.launches[mode], launches
     assert all(count > 0 for count in launches.values()), launches
     assert cost["copies"]["h2d"]["calls"] == 1
     assert cost["copies"]["d2h"]["calls"] == 1
     assert sum(entry["calls"] for entry in cost["syncs"].values()) == 1, "the sampled tokens are waited for, once"
     on_device = sum(entry["bytes"] for name, entry in cost["copies"].items() if name.startswith("d2d"))
-    assert on_device < cost["cache_bytes"] / 100, "the KV cache is never copied"
+    assert on_device < cost["cache_bytes"] / 100, "neither the KV cache nor the states are copied"
     assert mode == "eager" or "graphs" in cost["groups"], "the step went through a graph"
     assert cost["fallbacks"] == {}, "nothing leaves the AI core"
-    assert cost["host_per_layer"] == OF_THE_HOST[mode]
+    # A layer without attention needs nothing of the host.
+    assert cost["host_per_layer"] == (OF_THE_HOST[mode] if kind.has_attention else {})
 
 
 @pytest.mark.parametrize(
@@ -74,6 +80,6 @@ def test_what_the_host_does_for_each_layer_can_be_left_out(
     if (version := setting.get("ASCEND_TOOLKIT_HOME")) is not None:
         (tmp_path / "version.cfg").write_text(f"toolkit_running_version=[{version}:{version}]\n")
         setting = {"ASCEND_TOOLKIT_HOME": str(tmp_path)}
-    cost = measured(mode, checkpoint, tmp_path, **setting)
+    cost = measured(KINDS["dense"], mode, checkpoint, tmp_path, **setting)
     assert cost["host_per_layer"] == {}
-    assert sum(count for name, count in cost["per_layer"].items() if name not in VIEWS) == MOST_LAUNCHES
+    assert sum(launches_of(cost).values()) == KINDS["dense"].launches[mode]

@@ -105,5 +105,6 @@ def test_a_job_without_the_launcher_is_as_safe(soc: str) -> None:
     (eager, graphs), variables = found
     assert eager == {}
     assert graphs.get("hccl_op_expansion_mode") == (_AIV if soc.startswith("Ascend910") else None)
+    assert graphs["hccl_buffer_size"] <= 100, "the second one is small"
     assert variables == {"HCCL_CONNECT_TIMEOUT": "1200", "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
                          "HCCL_OP_EXPANSION_MODE": None, "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}

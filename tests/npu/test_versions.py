@@ -11,6 +11,7 @@ from npu_runner.platforms.npu.preflight import software
 from npu_runner.platforms.npu.versions import OLD_WHEELS, PAIRINGS, old_cann, old_wheel, release, wheel_for
 from tests.cann.environment import ROOT, has_real_cann, run_python
 from tests.npu.test_doctor import toolkit
+from tests.npu.test_operator_table import fact
 
 HEADER = "| CANN | torch_npu, each for the torch of its first three numbers |"
 
@@ -65,6 +66,35 @@ def test_the_platform_refuses_an_old_cann_by_name(tmp_path: Path) -> None:
     # Nor does "auto" quietly take the processor of a host with devices.
     done = run_python(["-m", "npu_runner", "generate", "Hello?"], timeout=120, **variables)
     assert (done.returncode, "CANN 8.5.0" in done.stderr) == (2, True), done.stderr
+
+
+OLD_WHEEL = """
+import sys
+import torch, torch_npu
+from npu_runner.errors import ConfigError
+from npu_runner.platforms import pick_platform
+
+library = torch.library.Library("old_wheel", "DEF")
+library.define("npu_scatter_pa_kv_cache" + sys.argv[2])
+torch.ops.npu.npu_scatter_pa_kv_cache = torch.ops.old_wheel.npu_scatter_pa_kv_cache
+torch_npu.__version__ = sys.argv[1]
+try:
+    pick_platform("npu")
+except ConfigError as refusal:
+    print(refusal)
+"""
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize("wheel", OLD_WHEELS[:1])
+def test_the_platform_refuses_a_wheel_with_the_operator_of_an_old_one(wheel: str) -> None:
+    """The wheel's own schema of the operator, as the table has it, in the place of the one that is installed."""
+    schema = fact(wheel, "torch.ops.npu.npu_scatter_pa_kv_cache")
+    assert schema is not None
+    done = run_python(["-c", OLD_WHEEL, wheel, schema])
+    assert done.returncode == 0, done.stderr
+    assert f"torch_npu {wheel}: its npu_scatter_pa_kv_cache has no cache_mode" in done.stdout
+    assert "take a torch_npu for CANN 9" in done.stdout
 
 
 @pytest.mark.npu

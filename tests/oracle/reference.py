@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from PIL import Image
 
+from tests.oracle.tiny_checkpoints import VISION_OF
+
 
 @lru_cache(maxsize=8)
 def load_model(path: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    is_vision = AutoConfig.from_pretrained(path).model_type == "qwen3_vl"
-    model_class = Qwen3VLForConditionalGeneration if is_vision else AutoModelForCausalLM
+    sees_pictures = AutoConfig.from_pretrained(path).model_type in VISION_OF
+    model_class = AutoModelForImageTextToText if sees_pictures else AutoModelForCausalLM
     return model_class.from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -33,7 +35,7 @@ def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Image.Im
     config = load_model(path).config
     ids = torch.tensor([list(token_ids)])
     inputs = {"input_ids": ids}
-    if config.model_type == "qwen3_vl":
+    if config.model_type in VISION_OF:
         inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
         if images:
             features = load_image_processor(path)(list(images), return_tensors="pt")

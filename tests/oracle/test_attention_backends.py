@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import pick_platform, platform_class
-from npu_runner.platforms.base import AttentionBackend, AttentionMetadata, GraphSettings, Platform, StepInputs
+from npu_runner.platforms.base import AttentionBackend, GraphSettings, Platform
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 # B sequences, T tokens of the step, N query heads, K kv heads, H head dim, L context, Q new tokens, S block size
 
@@ -21,14 +22,18 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 128, 64
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def attention(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(H)) v in float64; the last Q tokens of the context ask, none sees what comes after it."""
+def attention(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, window: int | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(H)) v in float64; the last Q tokens of the context ask, none sees what comes after it.
+
+    window: each sees as many tokens, itself included.
+    """
     group = q_QNH.shape[1] // k_LKH.shape[1]
     k_LNH, v_LNH = (x.double().repeat_interleave(group, dim=1) for x in (k_LKH, v_LKH))
     scores_NQL = torch.einsum("qnh,lnh->nql", q_QNH.double(), k_LNH) * q_QNH.shape[-1] ** -0.5
     num_new, length = scores_NQL.shape[1:]
-    is_later_QL = torch.arange(length) > torch.arange(length - num_new, length)[:, None]
-    weights_NQL = scores_NQL.masked_fill(is_later_QL, -torch.inf).softmax(-1)
+    distance_QL = torch.arange(length - num_new, length)[:, None] - torch.arange(length)
+    is_unseen_QL = (distance_QL < 0) | (distance_QL >= (window or length))
+    weights_NQL = scores_NQL.masked_fill(is_unseen_QL, -torch.inf).softmax(-1)
     return torch.einsum("nql,lnh->qnh", weights_NQL, v_LNH)
 
 
@@ -39,8 +44,10 @@ class Cache:
     backend: AttentionBackend
     device: torch.device
     dtype: torch.dtype
+    window: int | None = None
 
     def __post_init__(self) -> None:
+        self.backend.windows = (self.window,)
         rng = np.random.default_rng(0)
         counts = [-(-length // BLOCK_SIZE) + 1 for length in CONTEXT_LENS]  # one to grow into
         blocks = rng.permutation(np.arange(1, 1 + sum(counts))).astype(np.int32)
@@ -72,6 +79,18 @@ class Cache:
             self.values[row] = torch.cat([self.values[row], self._random(1, NUM_KV_HEADS)])
         self._write(range(len(starts)), starts)
 
+    def forget_behind_window(self, query_lens: list[int]) -> None:
+        """Blocks that no query sees become the null block in the table, and NaN in the cache: they are others' now."""
+        if self.window is None:
+            return
+        for row, (num_new, length) in enumerate(zip(query_lens, self.context_lens, strict=True)):
+            num_behind = max(0, length - num_new - self.window + 1) // BLOCK_SIZE
+            for block in self.block_tables_BW[row, :num_behind].tolist():
+                self.k_cache[block], self.v_cache[block] = torch.nan, torch.nan
+            self.block_tables_BW[row, :num_behind] = 0
+        # Kernels may read the null block behind a window, and weigh it with zero.
+        self.k_cache[0], self.v_cache[0] = 7.0, 7.0
+
     @property
     def context_lens(self) -> list[int]:
         return [len(context) for context in self.keys]
@@ -81,7 +100,7 @@ class Cache:
 
     def expected(self, q_TNH: Tensor, query_lens: list[int]) -> Tensor:
         parts = zip(q_TNH.split(query_lens), self.keys, self.values, strict=True)
-        return torch.cat([attention(q, k, v) for q, k, v in parts])
+        return torch.cat([attention(q, k, v, self.window) for q, k, v in parts])
 
     def assert_close(self, out_TNH: Tensor, q_TNH: Tensor, query_lens: list[int]) -> None:
         tolerance = TOLERANCE[self.dtype]
@@ -100,7 +119,8 @@ class OneLayer(nn.Module):
     def forward(self, inputs: StepInputs, plan: object = None) -> Tensor:
         metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
         cache = self.cache
-        return cache.backend.decode(self.q_BNH, cache.k_cache, cache.v_cache, metadata, HEAD_DIM**-0.5)
+        return cache.backend.decode(self.q_BNH, cache.k_cache, cache.v_cache, metadata, HEAD_DIM**-0.5,
+                                    window=cache.window)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -108,7 +128,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("backend_name", platform_class(name).attention_backends)
 
 
-def make_cache(platform: Platform, name: str, dtype: torch.dtype) -> Cache:
+def make_cache(platform: Platform, name: str, dtype: torch.dtype, window: int | None = None) -> Cache:
     torch.manual_seed(0)
     device = platform.set_device(0)
     try:
@@ -117,13 +137,27 @@ def make_cache(platform: Platform, name: str, dtype: torch.dtype) -> Cache:
     except ConfigError as reason:
         pytest.skip(str(reason))
     assert backend.name == name
-    return Cache(backend, device, dtype)
+    return Cache(backend, device, dtype, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_prefill_and_eager_decode(dtype: torch.dtype, backend_name: str, platform_name: str) -> None:
     cache = make_cache(pick_platform(platform_name), backend_name, dtype)
-    for query_lens, is_prefill in ((QUERY_LENS, True), ([1] * len(CONTEXT_LENS), False)):
+    assert_steps_equal_definition(cache)
+
+
+@pytest.mark.parametrize("window", [1, 2, 50, 64, 128, 150, 299, 300, 1000])
+def test_windows_of_every_length(window: int, backend_name: str, platform_name: str) -> None:
+    """Shorter than a block, whole blocks, between two, and longer than all contexts."""
+    dtype = torch.bfloat16 if backend_name == "flashinfer" else torch.float32
+    cache = make_cache(pick_platform(platform_name), backend_name, dtype, window)
+    assert_steps_equal_definition(cache)
+
+
+def assert_steps_equal_definition(cache: Cache) -> None:
+    for query_lens, is_prefill in ((QUERY_LENS, True), ([1] * len(CONTEXT_LENS), True),
+                                   ([1] * len(CONTEXT_LENS), False)):
+        cache.forget_behind_window(query_lens)
         q_TNH = cache.queries(query_lens)
         backend, tables_BW = cache.backend, cache.block_tables_BW
         plan = (backend.plan_prefill(query_lens, CONTEXT_LENS, tables_BW, cache.device) if is_prefill
@@ -132,26 +166,32 @@ def test_prefill_and_eager_decode(dtype: torch.dtype, backend_name: str, platfor
                                                                               device=cache.device),
                                      torch.from_numpy(tables_BW).to(cache.device), plan)
         attend = backend.prefill if is_prefill else backend.decode
-        out_TNH = attend(q_TNH.to(cache.device), cache.k_cache, cache.v_cache, metadata, HEAD_DIM**-0.5)
+        out_TNH = attend(q_TNH.to(cache.device), cache.k_cache, cache.v_cache, metadata, HEAD_DIM**-0.5,
+                         window=cache.window)
         cache.assert_close(out_TNH, q_TNH, query_lens)
 
 
-@pytest.mark.parametrize("graph_mode", ["reduce-overhead", "max-autotune"])
-def test_one_decode_graph_serves_contexts_that_grow(graph_mode: str, backend_name: str, platform_name: str) -> None:
+@pytest.mark.parametrize(("graph_mode", "window"), [("reduce-overhead", None), ("max-autotune", None),
+                                                    ("reduce-overhead", 66)])
+def test_one_decode_graph_serves_contexts_that_grow(graph_mode: str, window: int | None, backend_name: str,
+                                                    platform_name: str) -> None:
     """Over a block's border, too; only a graph of its own is given the pages of each step."""
     if platform_name == "npu":
         pytest.skip("graphs on npu take their lengths from the runner's own step (tests/npu)")
     platform = pick_platform(platform_name)
-    cache = make_cache(platform, backend_name, torch.float32 if platform_name == "cpu" else torch.bfloat16)
+    cache = make_cache(platform, backend_name, torch.float32 if platform_name == "cpu" else torch.bfloat16,
+                       window)
     ones = [1] * len(CONTEXT_LENS)
     q_BNH = cache.queries(ones)
     layer = OneLayer(cache, q_BNH.to(cache.device))
     forward = platform.make_graph_compiler(GraphSettings(mode=graph_mode)).compile(layer.forward, len(ones))
     numbers = {name: torch.zeros(len(ones), dtype=torch.int32, device=cache.device)
-               for name in ("input_ids", "positions", "slot_mapping", "context_lens")}
+               for name in ("input_ids", "positions", "slot_mapping", "context_lens", "state_slots")}
     tables_BW = torch.from_numpy(cache.block_tables_BW).to(cache.device)
     with torch.inference_mode():
         for _ in range(3):
+            cache.forget_behind_window(ones)
+            tables_BW.copy_(torch.from_numpy(cache.block_tables_BW))
             lens_B = np.array(cache.context_lens, dtype=np.int32)
             numbers["context_lens"].copy_(torch.from_numpy(lens_B))
             cache.backend.plan_replay(lens_B, cache.block_tables_BW)

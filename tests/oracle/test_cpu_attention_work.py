@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npu_runner.platforms.base import AttentionMetadata
 from npu_runner.platforms.cpu import attention as cpu_attention
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.platforms.step_inputs import AttentionMetadata
 from tests.oracle.test_attention_backends import attention
 
 # B sequences, N query heads, K kv heads, H head dim, Q new tokens, L context, S block size
@@ -63,7 +63,8 @@ class Step:
         self.q_TNH = torch.randn(sum(query_lens), NUM_HEADS, HEAD_DIM)
         self.backend = CpuAttention(block_size=BLOCK_SIZE, bytes_per_token=BYTES_PER_TOKEN, **changes)
 
-    def run(self, *, is_prefill: bool) -> tuple[Tensor, Work]:
+    def run(self, *, is_prefill: bool, window: int | None = None) -> tuple[Tensor, Work]:
+        self.backend.windows = (window,)
         backend, cpu = self.backend, torch.device("cpu")
         plan = (backend.plan_prefill(self.query_lens, self.context_lens, self.tables_BW, cpu) if is_prefill
                 else backend.plan_decode(self.context_lens, self.tables_BW, cpu))
@@ -71,12 +72,12 @@ class Step:
                                      torch.from_numpy(self.tables_BW), plan)
         attend = backend.prefill if is_prefill else backend.decode
         with Work() as work:
-            out_TNH = attend(self.q_TNH, self.k_cache, self.v_cache, metadata, HEAD_DIM**-0.5)
+            out_TNH = attend(self.q_TNH, self.k_cache, self.v_cache, metadata, HEAD_DIM**-0.5, window=window)
         return out_TNH, work
 
-    def assert_equals_definition(self, out_TNH: Tensor) -> None:
+    def assert_equals_definition(self, out_TNH: Tensor, window: int | None = None) -> None:
         parts = zip(self.q_TNH.split(self.query_lens), self.contexts, strict=True)
-        expected = torch.cat([attention(q_QNH, *context) for q_QNH, context in parts])
+        expected = torch.cat([attention(q_QNH, *context, window) for q_QNH, context in parts])
         torch.testing.assert_close(out_TNH.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -113,6 +114,27 @@ def test_what_a_decode_step_gathers_at_once_is_bounded() -> None:
     step.assert_equals_definition(out_BNH)
     assert work.largest * 4 <= piece_bytes / 2  # keys and values are a tensor each
     assert work.tokens_read <= 1.3 * 2 * sum(context_lens)
+
+
+@pytest.mark.parametrize("window", [1, 40, 100])
+def test_a_window_costs_what_it_sees_and_not_its_context(window: int) -> None:
+    context_lens = [3000, 2000, 99, 100, 101, 5]
+    step = Step([1] * len(context_lens), context_lens)
+    out_BNH, work = step.run(is_prefill=False, window=window)
+    step.assert_equals_definition(out_BNH, window)
+    assert work.tokens_read <= 1.3 * 2 * sum(min(length, window) for length in context_lens)
+    step = Step([200, 7, 30, 1], [3000, 7, 90, 500])
+    out_TNH, work = step.run(is_prefill=True, window=window)
+    step.assert_equals_definition(out_TNH, window)
+    assert work.tokens_read <= 2 * (200 + 7 + 30 + 1 + 4 * (window - 1))
+
+
+def test_a_long_prompt_over_a_window_makes_no_mask_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "MASK_ELEMENTS", 200_000)
+    step = Step([3000], [3000])
+    out_TNH, work = step.run(is_prefill=True, window=300)
+    step.assert_equals_definition(out_TNH, 300)
+    assert work.largest <= max(3000 * NUM_HEADS * HEAD_DIM, 200_000)
 
 
 def test_a_row_with_a_long_context_in_spans_in_16_bits() -> None:

@@ -32,7 +32,7 @@ def prompts_of(llm: LLM, seed: int) -> list[PromptInputs]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_vl", "qwen3_5_moe"])
 def test_no_kernel_is_compiled_after_the_start(model_type: str, settings: dict[str, Any], checkpoint: Any,
                                                platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if platform_name != "cuda":

@@ -13,6 +13,7 @@ from npu_runner.platforms.base import DecodeForward, GraphCompiler
 from npu_runner.runner.buckets import bucket_sizes
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, runner_of
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
+from tests.oracle.tiny_checkpoints import VISION_OF
 
 TEXTS = [f"{word} {'which of the pictures ' * count}" for count, word in enumerate(["a", "b", "c", "d", "e", "f", "g"])]
 
@@ -21,9 +22,9 @@ def text_prompts(llm: LLM) -> list[Any]:
     return [llm.engine.processor.from_text(text) for text in TEXTS]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 33])
-def test_chunked_prefill_equals_whole(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
-    path: Path = checkpoint("qwen3")
+@pytest.mark.parametrize(("num_tokens", "model_type"), [(1, "qwen3"), (7, "qwen3"), (33, "qwen3"), (7, "qwen3_moe")])
+def test_chunked_prefill_equals_whole(num_tokens: int, model_type: str, checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
         assert_equals_reference(path, llm, text_prompts(llm))
 
@@ -35,8 +36,9 @@ def test_any_block_size(block_size: int, checkpoint: Any, platform_name: str) ->
         assert_equals_reference(path, llm, *make_prompts(llm, LAYOUTS[:6]))
 
 
-def test_a_warm_prefix_cache_equals_a_cold_one(checkpoint: Any, platform_name: str) -> None:
-    path: Path = checkpoint("qwen3_vl")
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"])
+def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, block_size=4, **SMALL) as llm:
         prompts, images = make_prompts(llm, LAYOUTS)
         cold = llm.generate(prompts, greedy())
@@ -64,17 +66,17 @@ def test_pictures_that_differ_never_share_blocks(checkpoint: Any, platform_name:
 
 
 # Enough for the longest sequence, too few for all of them together.
-LONGEST = {"qwen3": 72, "qwen3_vl": 140}
-NUM_BLOCKS = {"qwen3": 24, "qwen3_vl": 40}
+LONGEST = {"qwen3": 72, "qwen3_moe": 72, "qwen3_vl": 140, "qwen2_5_vl": 160}
+NUM_BLOCKS = {"qwen3": 24, "qwen3_moe": 24, "qwen3_vl": 40, "qwen2_5_vl": 41}
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", LONGEST)
 def test_preempted_sequences_end_as_if_undisturbed(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
     with LLM(path, platform=platform_name, block_size=4, kv_cache_bytes=NUM_BLOCKS[model_type] * per_block,
              max_num_seqs=8, max_model_len=LONGEST[model_type], dtype="float32", enable_prefix_caching=False) as llm:
-        prompts, images = make_prompts(llm, LAYOUTS[:7]) if model_type == "qwen3_vl" else (text_prompts(llm), None)
+        prompts, images = make_prompts(llm, LAYOUTS[:7]) if model_type in VISION_OF else (text_prompts(llm), None)
         assert_equals_reference(path, llm, prompts, images)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
         assert llm.stats().kv_blocks_used == 0
@@ -104,9 +106,10 @@ def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monk
 
 @pytest.mark.slow
 @pytest.mark.full("inductor compiles for a minute a mode; test_attention_backends compiles attention alone in both")
-@pytest.mark.parametrize("graph_mode", ["reduce-overhead", "max-autotune"])
-def test_compiled_equals_eager(graph_mode: str, checkpoint: Any, platform_name: str) -> None:
-    path: Path = checkpoint("qwen3_vl", num_hidden_layers=1, vision={"depth": 1, "deepstack_visual_indexes": [0]})
+@pytest.mark.parametrize(("graph_mode", "model_type"), [
+    ("reduce-overhead", "qwen3_vl"), ("max-autotune", "qwen3_vl"), ("reduce-overhead", "qwen3_vl_moe")])
+def test_compiled_equals_eager(graph_mode: str, model_type: str, checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint(model_type, num_hidden_layers=1, vision={"depth": 1, "deepstack_visual_indexes": [0]})
     with LLM(path, platform=platform_name, graph_mode=graph_mode, graph_batch_sizes=(4,), **SMALL) as llm:
         prompts, images = make_prompts(llm, LAYOUTS[:4])
         import torch._dynamo

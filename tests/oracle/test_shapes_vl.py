@@ -1,11 +1,13 @@
-"""The embedded checkpoint against transformers' generate on freshly drawn pictures, token for token."""
+"""The embedded checkpoints against transformers' generate on freshly drawn pictures, token for token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
+
 from npu_runner import LLM, SamplingParams
-from npu_runner.assets import SHAPES_VL
+from npu_runner.assets import EMBEDDED
 from npu_runner.assets.drawing import TEST_SEEDS, Example, draw_example
 from tests.oracle import reference
 
@@ -24,16 +26,17 @@ def drawn() -> Iterator[Example]:
         yield example
 
 
-def test_every_token_equals_transformers_generate(platform_name: str) -> None:
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_every_token_equals_transformers_generate(name: str, platform_name: str) -> None:
     examples = list(drawn())
-    with LLM(SHAPES_VL, platform=platform_name, dtype="float32") as llm:
+    with LLM(name, platform=platform_name, dtype="float32") as llm:
         prompts = [llm.engine.processor(example.conversation()) for example in examples]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
         end = llm.engine.model_config.eos_token_ids
-    model = reference.load_model(SHAPES_VL)
+    model = reference.load_model(EMBEDDED[name])
     right = 0
     for example, prompt, output in zip(examples, prompts, outputs, strict=True):
-        inputs = reference.model_inputs(SHAPES_VL, prompt.token_ids, example.images)
+        inputs = reference.model_inputs(EMBEDDED[name], prompt.token_ids, example.images)
         sequence = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)[0]
         assert output.token_ids == sequence[len(prompt.token_ids):].tolist(), example.question
         assert output.finish_reason == "stop"

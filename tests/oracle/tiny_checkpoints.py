@@ -22,59 +22,94 @@ VOCAB_SIZE = 320
 IMAGE_SIZES = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
 
 
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+"""Of the families with Gated DeltaNet: three of four layers."""
+DELTA_MROPE = {**DELTA, "rope_parameters": {**DELTA["rope_parameters"], "mrope_section": [2, 1, 1]}}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 24}
+TEXT_OF: dict[str, dict[str, Any]] = {
+    "qwen2": {"head_dim": None},
+    "qwen2_5_vl": {"head_dim": None, "rope_parameters": MROPE},
+    "qwen3_5": DELTA_MROPE,
+    "qwen3_5_text": DELTA_MROPE,
+    "qwen3_5_moe": {**DELTA_MROPE, **SHARED},
+    "qwen3_5_moe_text": {**DELTA_MROPE, **SHARED},
+    "qwen3_next": {**DELTA, **SHARED},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "qwen3_vl": {"rope_parameters": MROPE},
+    "qwen3_vl_moe": {"rope_parameters": MROPE, **EXPERTS},
+}
+"""What a family's text config has beside or instead of TEXT; None: nothing of that name."""
+VISION: dict[str, Any] = {"depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+                          "num_position_embeddings": 64, "patch_size": 16}
+VISION_OF: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"num_position_embeddings": None, "window_size": 64, "fullatt_block_indexes": [1, 3],
+                   "patch_size": 14},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "qwen3_vl": {"deepstack_visual_indexes": [1, 2]},
+    "qwen3_vl_moe": {"deepstack_visual_indexes": [1, 2]},
+}
+"""Of the families that see pictures."""
+
+
 def make_checkpoint(path: Path, model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32,
                     max_shard_size: str = "5GB", **changes: Any) -> Path:
     """A random checkpoint of `model_type` in `path`. `changes` go into the text config; `vision=...` into the tower's.
 
     Weights are scaled up so that greedy tokens vary and errors show.
     """
-    from transformers import (
-        AutoModelForCausalLM,
-        LlamaConfig,
-        Qwen2Config,
-        Qwen3Config,
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-    )
-
     tokenizer_ids = write_tokenizer(path)
-    text: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    }
     vision = changes.pop("vision", {})
-    text.update(changes)
+    text = {**TEXT, **TEXT_OF.get(model_type, {}), **changes}
+    text = {name: value for name, value in text.items() if value is not None}
     torch.manual_seed(seed)
     eos = tokenizer_ids["<|im_end|>"]
-    if model_type == "qwen3_vl":
-        tie = text.pop("tie_word_embeddings")
-        text.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]})
-        tower = {"depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
-                 "num_position_embeddings": 64, "deepstack_visual_indexes": [1, 2], "patch_size": 16, **vision}
-        tower["out_hidden_size"] = text["hidden_size"]
-        config = Qwen3VLConfig(
-            text_config=text, vision_config=tower, tie_word_embeddings=tie, eos_token_id=eos,
-            image_token_id=tokenizer_ids["<|image_pad|>"], video_token_id=tokenizer_ids["<|video_pad|>"],
-            vision_start_token_id=tokenizer_ids["<|vision_start|>"],
-            vision_end_token_id=tokenizer_ids["<|vision_end|>"],
-        )
-        model = Qwen3VLForConditionalGeneration(config)
-        write_preprocessor(path)
+    if model_type in VISION_OF:
+        model = _vision_model(model_type, text, vision, tokenizer_ids, eos)
+        write_preprocessor(path, patch_size=model.config.vision_config.patch_size)
     else:
-        config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[model_type]
-        if model_type == "qwen2":
-            text.pop("head_dim")
-        model = AutoModelForCausalLM.from_config(config_class(**text, eos_token_id=eos))
+        model = _text_model(model_type, text, eos)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-5.0, 1.0)  # some heads remember long
             else:
                 parameter.normal_(0.0, 0.15)
     model.generation_config.eos_token_id = eos
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     return path
+
+
+def _text_model(model_type: str, text: dict[str, Any], eos: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **text, eos_token_id=eos))
+
+
+def _vision_model(model_type: str, text: dict[str, Any], vision: dict[str, Any], ids: dict[str, int], eos: int) -> Any:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tie = text.pop("tie_word_embeddings")
+    tower = {**VISION, **VISION_OF[model_type], **vision, "out_hidden_size": text["hidden_size"]}
+    tower = {name: value for name, value in tower.items() if value is not None}
+    return AutoModelForImageTextToText.from_config(AutoConfig.for_model(
+        model_type, text_config=text, vision_config=tower, tie_word_embeddings=tie, eos_token_id=eos,
+        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+    ))
 
 
 def write_tokenizer(path: Path) -> dict[str, int]:
@@ -94,7 +129,7 @@ def write_tokenizer(path: Path) -> dict[str, int]:
     return {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
 
 
-def write_preprocessor(path: Path) -> None:
-    settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "temporal_patch_size": 2,
+def write_preprocessor(path: Path, patch_size: int = 16) -> None:
+    settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch_size, "temporal_patch_size": 2,
                 "merge_size": 2, "size": IMAGE_SIZES, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     (path / "preprocessor_config.json").write_text(json.dumps(settings))

@@ -20,6 +20,7 @@ GRAPHS = {"graph_mode": "reduce-overhead", "max_num_seqs": 4}
     ({**GRAPHS, "graph_batch_sizes": (1, 8)}, r"graph_batch_sizes \(1, 8\): no step has more than max_num_seqs 4"),
     ({"max_model_len": 1 << 30}, "max_model_len 1073741824 is more than the checkpoint's"),
     ({"max_num_seqs": 4_000_000}, r"max_num_seqs 4000000 is more than 3728270: .* lower it to at most 3728270"),
+    ({"max_state_snapshots": 0}, "max_state_snapshots 0: qwen3_vl has no layers with state; leave it out"),
     ({"use_graph_cache": True}, "use_graph_cache: platform cpu keeps no graphs in graph_mode eager"),
 ])
 def test_refused(settings: dict[str, Any], message: str) -> None:

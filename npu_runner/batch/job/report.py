@@ -43,7 +43,8 @@ class Card:
     turns: list[tuple[str, str]] = field(default_factory=list)
     pictures: list[str | None] = field(default_factory=list)
     num_more_pictures: int = 0
-    answers: list[str] = field(default_factory=list)
+    answers: list[tuple[str, str]] = field(default_factory=list)
+    """(reasoning, content) of each completion."""
     expected: str | None = None
     error: str | None = None
     note: str = ""
@@ -215,7 +216,11 @@ def _metadata(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(answer: dict[str, Any]) -> list[str]:
-    return [choice["message"]["content"] for choice in answer["response"]["body"]["choices"]]
+    return [choice["message"]["content"] or "" for choice in answer["response"]["body"]["choices"]]
+
+
+def _reasonings(answer: dict[str, Any]) -> list[str]:
+    return [choice["message"].get("reasoning_content") or "" for choice in answer["response"]["body"]["choices"]]
 
 
 def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[str]]:
@@ -231,7 +236,8 @@ def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[s
         card.error = f"{error['code']}: {error['message']}"[:_MAX_TEXT]
     else:
         body = answer["response"]["body"]
-        card.answers = [text[:_MAX_TEXT] for text in _texts(answer)]
+        pairs = zip(_reasonings(answer), _texts(answer), strict=True)
+        card.answers = [(reasoning[:_MAX_TEXT], text[:_MAX_TEXT]) for reasoning, text in pairs]
         reasons = {choice["finish_reason"] for choice in body["choices"]} - {"stop"}
         card.note = f"{body['usage']['completion_tokens']} tokens" + (", cut off at the limit" if reasons else "")
     messages = request.get("body", {}).get("messages") if isinstance(request.get("body"), dict) else None

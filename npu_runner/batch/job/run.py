@@ -229,6 +229,7 @@ class _Job:
             created=manifest.created,
             system_fingerprint=manifest.system_fingerprint,
             model_name=manifest.model_name,
+            splits_reasoning="prompts.reasoning_tokens" in manifest.settings,
             with_cached_tokens=self._options.cached_tokens,
         )
 

@@ -19,6 +19,7 @@ class Outcome:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
     is_as_expected: bool | None = None
     """None: nobody said what to expect."""
 
@@ -28,6 +29,7 @@ def answered(output: RequestOutput, expected: str | None) -> Outcome:
         num_prompt_tokens=output.num_prompt_tokens,
         num_cached_tokens=output.num_cached_tokens,
         num_completion_tokens=sum(len(completion.token_ids) for completion in output.completions),
+        num_reasoning_tokens=sum(completion.num_reasoning_tokens for completion in output.completions),
         is_as_expected=None if expected is None else is_as_expected(output.text, expected),
     )
 
@@ -42,6 +44,8 @@ class Tally:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    """Those of the completion tokens that are reasoning."""
     num_expected: int = 0
     """Answered rows whose metadata holds the expected answer."""
     num_as_expected: int = 0
@@ -61,6 +65,7 @@ class Tally:
         self.num_prompt_tokens += outcome.num_prompt_tokens
         self.num_cached_tokens += outcome.num_cached_tokens
         self.num_completion_tokens += outcome.num_completion_tokens
+        self.num_reasoning_tokens += outcome.num_reasoning_tokens
         if outcome.is_as_expected is not None:
             self.num_expected += 1
             self.num_as_expected += outcome.is_as_expected
@@ -124,6 +129,7 @@ class JobSummary:
                 "prompt": tally.num_prompt_tokens,
                 "cached": tally.num_cached_tokens,
                 "completion": tally.num_completion_tokens,
+                "reasoning": tally.num_reasoning_tokens,
                 "prefill_computed": stats.num_prefill_tokens,
                 "decode_computed": stats.num_decode_tokens,
             },
@@ -152,6 +158,11 @@ class JobSummary:
                 "hit_tokens": stats.prefix_cache_hits,
                 "hit_rate": _share(stats.prefix_cache_hits, stats.prefix_cache_queries),
             },
+            "state_snapshots": {
+                "taken": stats.state_snapshots_taken,
+                "used": stats.state_snapshots_used,
+                "evicted": stats.state_snapshots_evicted,
+            },
             "preemptions": stats.num_preemptions,
             "kv_cache": {
                 "blocks": stats.kv_blocks_total,
@@ -178,9 +189,10 @@ class JobSummary:
         lines = [f"rows      {rows}"]
         num_pictures = stats.vision_cache_hits + stats.vision_cache_misses
         if tally.num_done:
+            of_reasoning = f" ({tally.num_reasoning_tokens} of reasoning)" if tally.num_reasoning_tokens else ""
             lines += [
                 f"tokens    {tally.num_prompt_tokens} prompt ({tally.num_cached_tokens} from the prefix cache), "
-                f"{tally.num_completion_tokens} completion",
+                f"{tally.num_completion_tokens} completion{of_reasoning}",
                 f"time      {self.start_seconds:.1f} s to start, {self.serve_seconds:.1f} s to serve: "
                 f"{self._per_second(tally.num_done):.2f} rows/s, "
                 f"{self._per_second(tally.num_completion_tokens):.1f} completion tokens/s; "
@@ -191,6 +203,9 @@ class JobSummary:
                 f"KV cache  peak {stats.kv_blocks_peak} of {stats.kv_blocks_total} blocks, "
                 f"{stats.num_preemptions} preemptions",
             ]
+        if stats.state_snapshots_taken:
+            lines.append(f"states    {stats.state_snapshots_taken} snapshots taken for the prefix cache, used "
+                         f"{stats.state_snapshots_used} times, {stats.state_snapshots_evicted} evicted")
         if tally.num_expected:
             share = _share(tally.num_as_expected, tally.num_expected)
             lines.append(f"expected  {tally.num_as_expected} of {tally.num_expected} answers as expected ({share:.1%})")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from npu_runner.batch.rows.shape import check_shape
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS, check_count, shown
+from npu_runner.limits import LIMITS, check_count, plain_template_kwargs, shown
 from npu_runner.sampling_params import SamplingParams
 
 ENDPOINT = "/v1/chat/completions"
@@ -42,6 +42,7 @@ _UNSERVED_FIELDS: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+_INSTEAD = {"reasoning_effort": "; where the model's chat template reads one, it goes into chat_template_kwargs"}
 _UNSERVED_ROLES = ("tool", "function")
 # What a field can have too much of, when it is of the type that it should be.
 _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
@@ -141,6 +142,7 @@ class ChatBody(_Strict):
     top_logprobs: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("metadata")
     @classmethod
@@ -261,6 +263,8 @@ def _check_counts(row: dict[str, Any]) -> None:
     if isinstance(metadata := body.get("metadata"), dict):
         num_chars = sum(len(key) + (len(value) if isinstance(value, str) else 0) for key, value in metadata.items())
         check_count("metadata", "characters", num_chars, LIMITS.max_metadata_chars)
+    if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
+        plain_template_kwargs(kwargs)
     if isinstance(messages := body.get("messages"), list):
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         num_parts = sum(len(content) for content in contents if isinstance(content, list))
@@ -277,7 +281,8 @@ def _refuse_unserved(row: dict[str, Any]) -> None:
         if value is None or any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             body.pop(name, None)
         else:
-            raise RequestError(f"{name}={shown(value)} is not supported", "unsupported_parameter", name)
+            hint = _INSTEAD.get(name, "")
+            raise RequestError(f"{name}={shown(value)} is not supported{hint}", "unsupported_parameter", name)
     messages = body.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         if isinstance(message, dict) and message.get("role") in _UNSERVED_ROLES:

@@ -26,6 +26,8 @@ class JobStamp:
     system_fingerprint: str
     model_name: str
     """Stands in for rows that name no model."""
+    splits_reasoning: bool = False
+    """What a model thinks first is a field of its own, and counted."""
     with_cached_tokens: bool = False
     """Report prefix-cache hits per row. They depend on what ran before, so rows no longer follow from the request."""
 
@@ -59,7 +61,7 @@ def answer_row(output: RequestOutput, *, custom_id: str, model: str | None, stam
         "created": stamp.created,
         "model": model or stamp.model_name,
     }
-    end = {"usage": _usage(output, stamp.with_cached_tokens), "system_fingerprint": stamp.system_fingerprint}
+    end = {"usage": _usage(output, stamp), "system_fingerprint": stamp.system_fingerprint}
     # Written piece by piece: with log probabilities a row is many megabytes, of which this holds one copy.
     row = io.BytesIO()
     row.write(_encode(_open({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response")))
@@ -68,7 +70,7 @@ def answer_row(output: RequestOutput, *, custom_id: str, model: str | None, stam
     logprobs_json = LogprobsJson()
     for number, completion in enumerate(output.completions):
         row.write(b"," if number else b"")
-        _write_choice(completion, row, logprobs_json)
+        _write_choice(completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning)
     row.write(_encode("]," + to_json(end).removeprefix("{") + '},"error":null}\n'))
     return row.getvalue()
 
@@ -93,8 +95,14 @@ def _row(digest: str, custom_id: str | None, response: dict[str, Any], error: di
     return _encode(to_json(row) + "\n")
 
 
-def _write_choice(completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson) -> None:
+def _write_choice(
+    completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool
+) -> None:
     message = {"role": "assistant", "content": completion.text, "refusal": None}
+    if splits_reasoning:
+        message["reasoning_content"] = completion.reasoning_content
+        if completion.reasoning_content is not None:  # as in vLLM: who has only thought has no content
+            message["content"] = completion.text or None
     row.write(_encode(_open({"index": completion.index, "message": message}, "logprobs")))
     if completion.logprobs is None:
         row.write(b"null")
@@ -116,13 +124,16 @@ def _encode(text: str) -> bytes:
     return text.encode("utf-8", errors="replace")
 
 
-def _usage(output: RequestOutput, with_cached_tokens: bool) -> dict[str, Any]:
+def _usage(output: RequestOutput, stamp: JobStamp) -> dict[str, Any]:
     completion_tokens = sum(len(completion.token_ids) for completion in output.completions)
     usage: dict[str, Any] = {
         "prompt_tokens": output.num_prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": output.num_prompt_tokens + completion_tokens,
     }
-    if with_cached_tokens:
+    if stamp.splits_reasoning:
+        reasoning_tokens = sum(completion.num_reasoning_tokens for completion in output.completions)
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    if stamp.with_cached_tokens:
         usage["prompt_tokens_details"] = {"cached_tokens": output.num_cached_tokens}
     return usage

@@ -24,7 +24,9 @@ from npu_runner.sampling_params import SamplingParams
 class PromptProcessor(Protocol):
     """What a row needs of a ChatProcessor."""
 
-    def __call__(self, messages: list[dict[str, Any]]) -> PromptInputs: ...
+    def __call__(
+        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> PromptInputs: ...
     def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
 
 
@@ -87,7 +89,7 @@ class RowPreprocessor:
             model=row.body.model,
             expected=row.body.expected,
             params=params,
-            prompt=self.processor(conversation),
+            prompt=self.processor(conversation, row.body.chat_template_kwargs),
         )
 
 

@@ -17,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runner.platforms.base import AttentionBackend, AttentionMetadata
+from npu_runner.platforms.base import AttentionBackend
 from npu_runner.platforms.cpu.decode_pieces import PIECE_BYTES, DecodePiece, DecodePlan, plan_pieces
+from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.torch_attention import segment_attention
 
 # torch makes a float of each element of a mask.
 MASK_ELEMENTS = 4 << 20
+# Fewer query rows at once are not worth their launches, however little they see.
+_LEAST_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,30 +57,33 @@ class CpuAttention(AttentionBackend):
                            slots_L=[torch.from_numpy(part) for part in slots])
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
-                    device: torch.device) -> DecodePlan:
-        return plan_pieces(np.asarray(context_lens_B), block_tables_BW, block_size=self.block_size,
-                           bytes_per_token=self.bytes_per_token, piece_bytes=self.piece_bytes)
+                    device: torch.device) -> dict[int | None, DecodePlan]:
+        """One plan for each window."""
+        return {window: plan_pieces(np.asarray(context_lens_B), block_tables_BW, block_size=self.block_size,
+                                    bytes_per_token=self.bytes_per_token, piece_bytes=self.piece_bytes, window=window)
+                for window in self.windows}
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         slots = slot_mapping_T.long()
         k_cache.flatten(0, 1).index_copy_(0, slots, k_TKH)
         v_cache.flatten(0, 1).index_copy_(0, slots, v_TKH)
 
-    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-                scale: float) -> Tensor:
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
         outputs = []
         for q_QNH, slots_L in zip(q_TNH.split(plan.query_lens), plan.slots_L, strict=True):
-            k_LKH, v_LKH = (cache.flatten(0, 1).index_select(0, slots_L) for cache in (k_cache, v_cache))
-            outputs += _causal_attention(q_QNH, k_LKH, v_LKH, scale)
+            seen_L = slots_L if window is None else slots_L[max(0, len(slots_L) - len(q_QNH) - window + 1):]
+            k_LKH, v_LKH = (cache.flatten(0, 1).index_select(0, seen_L) for cache in (k_cache, v_cache))
+            outputs += _causal_attention(q_QNH, k_LKH, v_LKH, scale, window or len(seen_L))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-               scale: float) -> Tensor:
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               window: int | None = None) -> Tensor:
         if metadata.plan is None:  # a graph's step, of which only the tensors change
             return planned_decode(q_BNH, k_cache, v_cache, metadata.context_lens_B, metadata.block_tables_BW,
-                                  self.bytes_per_token, self.piece_bytes, scale)
-        return _decode(q_BNH, k_cache, v_cache, metadata.plan, scale)
+                                  self.bytes_per_token, self.piece_bytes, scale, window)
+        return _decode(q_BNH, k_cache, v_cache, metadata.plan[window], scale)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
         return segment_attention(q_TNH, k_TNH, v_TNH, plan, scale)
@@ -85,10 +91,10 @@ class CpuAttention(AttentionBackend):
 
 @torch.library.custom_op("npu_runner::cpu_planned_decode", mutates_args=())
 def planned_decode(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens_B: Tensor, block_tables_BW: Tensor,
-                   bytes_per_token: int, piece_bytes: int, scale: float) -> Tensor:
+                   bytes_per_token: int, piece_bytes: int, scale: float, window: int | None) -> Tensor:
     """`CpuAttention.decode` inside a graph, whose shapes are fixed: the pieces are cut while it runs."""
     plan = plan_pieces(context_lens_B.numpy(), block_tables_BW.numpy(), block_size=k_cache.shape[1],
-                       bytes_per_token=bytes_per_token, piece_bytes=piece_bytes)
+                       bytes_per_token=bytes_per_token, piece_bytes=piece_bytes, window=window)
     return _decode(q_BNH, k_cache, v_cache, plan, scale)
 
 
@@ -132,19 +138,25 @@ def _attend_in_spans(q_1KGH: Tensor, keys: Tensor, values: Tensor, piece: Decode
     return out_KGH.to(q_KGH.dtype)[None]
 
 
-def _causal_attention(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, scale: float) -> list[Tensor]:
-    """The last Q tokens of a context of L over all of it; several parts where a mask (Q, L) would be large."""
+def _causal_attention(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, scale: float, window: int) -> list[Tensor]:
+    """The last Q tokens of L, each over `window` up to itself; several parts where a mask (Q, L) would be large."""
     num_new, length = len(q_QNH), len(k_LKH)
     q_1NQH, k_1KLH, v_1KLH = (x.transpose(0, 1)[None] for x in (q_QNH, k_LKH, v_LKH))
-    if num_new == length:
+    if num_new == length <= window:
         out_1NQH = F.scaled_dot_product_attention(q_1NQH, k_1KLH, v_1KLH, is_causal=True, scale=scale, enable_gqa=True)
         return [out_1NQH[0].transpose(0, 1)]
+    num_rows = max(1, MASK_ELEMENTS // length)
+    if window < length:
+        num_rows = max(_LEAST_ROWS, min(window, MASK_ELEMENTS // (2 * window)))
     outputs = []
-    cuts = [*range(0, num_new, max(1, MASK_ELEMENTS // length)), num_new]
-    for start, stop in pairwise(cuts):
-        seen = length - num_new + stop
-        mask_QL = torch.ones(stop - start, seen, dtype=torch.bool).tril(seen - (stop - start))
-        out_1NQH = F.scaled_dot_product_attention(q_1NQH[:, :, start:stop], k_1KLH[:, :, :seen], v_1KLH[:, :, :seen],
-                                                  attn_mask=mask_QL, scale=scale, enable_gqa=True)
+    for start, stop in pairwise([*range(0, num_new, num_rows), num_new]):
+        end = length - num_new + stop
+        begin = max(0, end - (stop - start) - window + 1)
+        mask_QL = torch.ones(stop - start, end - begin, dtype=torch.bool).tril(end - begin - (stop - start))
+        if window < end - begin:
+            mask_QL = mask_QL.triu(end - begin - (stop - start) - window + 1)
+        out_1NQH = F.scaled_dot_product_attention(
+            q_1NQH[:, :, start:stop], k_1KLH[:, :, begin:end], v_1KLH[:, :, begin:end], attn_mask=mask_QL, scale=scale,
+            enable_gqa=True)
         outputs.append(out_1NQH[0].transpose(0, 1))
     return outputs

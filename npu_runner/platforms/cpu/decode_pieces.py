@@ -1,7 +1,8 @@
 """Cuts a decode batch into pieces that cost what their contexts add up to. Knows lengths and blocks, no keys or values.
 
 A piece is computed as one padded batch. Padding every row to the longest of the step would let one long context
-multiply the cost and the memory of all the others; one call for each row would cost a launch each.
+multiply the cost and the memory of all the others; one call for each row would cost a launch each. With a sliding
+window a row is the tokens that it sees: nothing before them is read.
 
 B sequences, W blocks per sequence, R rows of a piece, L tokens of its longest row.
 """
@@ -51,15 +52,17 @@ class DecodePlan:
 
 
 def plan_pieces(context_lens_B: np.ndarray, block_tables_BW: np.ndarray, *, block_size: int,
-                bytes_per_token: int, piece_bytes: int = PIECE_BYTES) -> DecodePlan:
+                bytes_per_token: int, piece_bytes: int = PIECE_BYTES, window: int | None = None) -> DecodePlan:
     """`bytes_per_token`: what one token takes of one layer's keys and values."""
-    order_B = np.argsort(-context_lens_B, kind="stable")
-    lens_B = context_lens_B[order_B]
+    seen_B = context_lens_B if window is None else np.minimum(context_lens_B, window)
+    order_B = np.argsort(-seen_B, kind="stable")
+    lens_B, starts_B = seen_B[order_B], (context_lens_B - seen_B)[order_B]
     span = max(1, piece_bytes // bytes_per_token)
     slack = min(piece_bytes, SLACK_BYTES) // bytes_per_token
     pieces = []
     for start, stop in _cut(lens_B.tolist(), span, slack):
-        slots_RL, mask_RL = _slots(lens_B[start:stop], block_tables_BW[order_B[start:stop]], block_size)
+        slots_RL, mask_RL = _slots(lens_B[start:stop], starts_B[start:stop], block_tables_BW[order_B[start:stop]],
+                                   block_size)
         is_even = lens_B[start] == lens_B[stop - 1]
         mask_R11L = None if is_even else torch.from_numpy(mask_RL)[:, None, None]
         pieces.append(DecodePiece(start=start, stop=stop, slots_RL=torch.from_numpy(slots_RL), mask_R11L=mask_R11L))
@@ -82,12 +85,13 @@ def _cut(lens: list[int], most_tokens: int, slack: int) -> list[tuple[int, int]]
     return list(zip(cuts, [*cuts[1:], len(lens)], strict=True))
 
 
-def _slots(lens_R: np.ndarray, tables_RW: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """slots (R, L) and mask (R, L) of rows whose first is the longest.
+def _slots(lens_R: np.ndarray, starts_R: np.ndarray, tables_RW: np.ndarray,
+           block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """slots (R, L) and mask (R, L) of rows whose first is the longest; a row's tokens begin at its start.
 
     Behind its end a row repeats its last token: a mask would not hide NaN that the last holder of a block left there.
     """
     places_L = np.arange(lens_R[0], dtype=np.int32)
-    written_RL = np.minimum(places_L, lens_R[:, None] - 1)
+    written_RL = starts_R[:, None] + np.minimum(places_L, lens_R[:, None] - 1)
     blocks_RL = np.take_along_axis(tables_RW, written_RL // block_size, axis=1)
     return (blocks_RL * block_size + written_RL % block_size).astype(np.int32), places_L < lens_R[:, None]

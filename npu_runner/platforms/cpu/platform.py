@@ -12,13 +12,15 @@ from npu_runner.platforms.base import (
     GraphCompiler,
     GraphSettings,
     MemoryInfo,
-    Ops,
     Platform,
     PlatformDefaults,
 )
 from npu_runner.platforms.cpu.attention import CpuAttention
+from npu_runner.platforms.cpu.gated_delta import CpuGatedDelta
 from npu_runner.platforms.cpu.graphs import InductorCompiler
 from npu_runner.platforms.cpu.ops import CpuOps
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
+from npu_runner.platforms.ops import Ops
 
 
 class CpuPlatform(Platform):
@@ -55,6 +57,9 @@ class CpuPlatform(Platform):
                        dtype: torch.dtype) -> AttentionBackend:
         bytes_per_token = 2 * num_kv_heads * head_dim * dtype.itemsize
         return CpuAttention(block_size=block_size, bytes_per_token=bytes_per_token)
+
+    def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
+        return CpuGatedDelta(shape)
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         return InductorCompiler(settings.mode)

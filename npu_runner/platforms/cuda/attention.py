@@ -14,9 +14,10 @@ import torch
 import triton
 from torch import Tensor
 
-from npu_runner.platforms.base import AttentionBackend, AttentionMetadata
+from npu_runner.platforms.base import AttentionBackend
 from npu_runner.platforms.cuda import attention_kernels as kernels
 from npu_runner.platforms.cuda.vision_attention import VisionPlan, picture_attention, plan_pictures
+from npu_runner.platforms.step_inputs import AttentionMetadata
 
 # Query rows of one program of the prefill kernel.
 _TILE_ROWS = 64
@@ -79,20 +80,20 @@ class TritonAttention(AttentionBackend):
             BLOCK=triton.next_power_of_2(width), num_warps=4,
         )
 
-    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-                scale: float) -> Tensor:
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         kernels.prefill[(len(plan.tiles), self.num_heads)](
             q_TNH, k_cache, v_cache, out_TNH, plan.tiles, metadata.block_tables_BW, q_TNH.stride(0),
             metadata.block_tables_BW.stride(0), self.num_heads, self.num_kv_heads, self.head_dim, self.block_size,
-            SCALE=scale, ROWS=_TILE_ROWS, COLUMNS=self._columns(q_TNH),
+            SCALE=scale, WINDOW=window or 0, ROWS=_TILE_ROWS, COLUMNS=self._columns(q_TNH),
             HEAD=max(16, triton.next_power_of_2(self.head_dim)), num_warps=4, num_stages=2,
         )
         return out_TNH
 
-    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-               scale: float) -> Tensor:
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               window: int | None = None) -> Tensor:
         batch_size = q_BNH.shape[0]
         wanted = triton.cdiv(_WANTED_PROGRAMS, batch_size * self.num_kv_heads)
         num_parts = min(_NUMBERS_OF_PARTS[-1], triton.next_power_of_2(wanted))
@@ -105,8 +106,8 @@ class TritonAttention(AttentionBackend):
             q_BNH, k_cache, v_cache, parts, weights, metadata.block_tables_BW, metadata.context_lens_B,
             q_BNH.stride(0), metadata.block_tables_BW.stride(0), self.num_heads, self.num_kv_heads, group,
             self.head_dim, self.block_size, num_parts,
-            SCALE=scale, GROUP=max(16, triton.next_power_of_2(group)), COLUMNS=self._columns(q_BNH), HEAD=head,
-            num_warps=4, num_stages=2,
+            SCALE=scale, WINDOW=window or 0, GROUP=max(16, triton.next_power_of_2(group)),
+            COLUMNS=self._columns(q_BNH), HEAD=head, num_warps=4, num_stages=2,
         )
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
         self._combine(parts, weights, out_BNH)

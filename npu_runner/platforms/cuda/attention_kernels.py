@@ -2,7 +2,8 @@
 
 A cache row is one token's K * H values; the row of context token `t` is block_table[t // S] * S + t % S, for any block
 size S. Products are exact in float32 inputs (no TF32), sums are float32 always. SCALE is a constant, because a float
-argument is float64 to inductor and would make the sums so.
+argument is float64 to inductor and would make the sums so. WINDOW is how many tokens one sees, itself included, 0: all;
+what lies before is not read, since its blocks may be anybody's.
 """
 # mypy: ignore-errors
 
@@ -28,8 +29,9 @@ def write_kv(k, v, k_cache, v_cache, slots, stride_k, stride_v, width, BLOCK: tl
 
 @triton.jit(do_not_specialize=_CHANGES)
 def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_table, num_heads, num_kv_heads, head_dim,
-            block_size, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
-    """ROWS query tokens of one head over everything before and at them."""
+            block_size, SCALE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+            HEAD: tl.constexpr):
+    """ROWS query tokens of one head over everything before and at them, or their windows of it."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.load(tiles + tile * 4)
@@ -43,11 +45,14 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_tabl
                       other=0.0)
     places = first_place + rows
     end = first_place + tl.minimum(num_rows, ROWS)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first_place - WINDOW + 1, 0)
     kv_head = head // (num_heads // num_kv_heads)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, HEAD), tl.float32)
-    for start in range(0, end, COLUMNS):
+    for start in range(begin, end, COLUMNS):
         context = start + tl.arange(0, COLUMNS)
         is_there = context < end
         block = tl.load(block_tables + sequence * stride_table + context // block_size, mask=is_there, other=0)
@@ -56,10 +61,16 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_tabl
         kv_mask = is_there[:, None] & (dims < head_dim)[None, :]
         keys = tl.load(k_cache + place, mask=kv_mask, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
-        scores = tl.where((context[None, :] <= places[:, None]) & is_there[None, :], scores, float("-inf"))
+        is_seen = (context[None, :] <= places[:, None]) & is_there[None, :]
+        if WINDOW:
+            is_seen = is_seen & (context[None, :] > places[:, None] - WINDOW)
+        scores = tl.where(is_seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        probabilities = tl.exp(scores - new_highest[:, None])
-        fade = tl.exp(highest - new_highest)
+        base = new_highest
+        if WINDOW:  # the last rows may see nothing of the first columns
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        probabilities = tl.exp(scores - base[:, None])
+        fade = tl.exp(highest - base)
         total = total * fade + tl.sum(probabilities, 1)
         values = tl.load(v_cache + place, mask=kv_mask, other=0.0)
         sums = sums * fade[:, None] + tl.dot(probabilities.to(values.dtype), values, input_precision="ieee")
@@ -71,15 +82,18 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_tabl
 
 @triton.jit(do_not_specialize=_CHANGES)
 def decode(q, k_cache, v_cache, parts, weights, block_tables, context_lens, stride_q, stride_table, num_heads,
-           num_kv_heads, group, head_dim, block_size, num_parts, SCALE: tl.constexpr, GROUP: tl.constexpr,
-           COLUMNS: tl.constexpr, HEAD: tl.constexpr):
+           num_kv_heads, group, head_dim, block_size, num_parts, SCALE: tl.constexpr, WINDOW: tl.constexpr,
+           GROUP: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
     """All query heads of one kv head, one sequence, one part of its context: unscaled sum, its weight and maximum."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     context_len = tl.load(context_lens + sequence)
-    steps = tl.cdiv(tl.cdiv(context_len, COLUMNS), num_parts)
-    begin = part * steps * COLUMNS
+    first = 0
+    if WINDOW:
+        first = tl.maximum(context_len - WINDOW, 0)
+    steps = tl.cdiv(tl.cdiv(context_len - first, COLUMNS), num_parts)
+    begin = first + part * steps * COLUMNS
     end = tl.minimum(begin + steps * COLUMNS, context_len)
     members = tl.arange(0, GROUP)
     dims = tl.arange(0, HEAD)

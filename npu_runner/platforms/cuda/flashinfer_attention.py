@@ -2,7 +2,8 @@
 
 FlashInfer takes the pages of a step as one flat list and wants to know it on the host, before each step: `plan` of its
 wrappers divides the work and copies what it found to the device. A captured graph holds the wrapper of its batch size,
-whose buffers `plan` refills.
+whose buffers `plan` refills. Each sliding window has a wrapper of its own, whose pages begin with
+the first that is seen.
 
 T tokens, B sequences, N query heads, K kv heads, H head dim, W blocks per sequence, P pages of the step.
 """
@@ -20,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import AttentionMetadata
 from npu_runner.platforms.cuda.attention import TritonAttention
+from npu_runner.platforms.step_inputs import AttentionMetadata
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 256)
@@ -52,15 +53,26 @@ class Pages(NamedTuple):
     last_lens_B: Tensor
 
 
-def find_pages(context_lens_B: np.ndarray, block_tables_BW: np.ndarray, block_size: int,
-               device: torch.device) -> Pages:
-    counts_B = -(-context_lens_B // block_size)
-    firsts_B1 = np.zeros(len(counts_B) + 1, dtype=np.int32)
-    np.cumsum(counts_B, out=firsts_B1[1:])
-    width = int(counts_B.max())
-    is_used_BW = np.arange(width) < counts_B[:, None]
-    indices_P = _pinned(block_tables_BW[:, :width][is_used_BW]).to(device, non_blocking=True)
+def find_pages(context_lens_B: np.ndarray, block_tables_BW: np.ndarray, block_size: int, device: torch.device,
+               first_pages_B: np.ndarray | None = None) -> Pages:
+    """`first_pages_B`: pages at the beginning of each context that are left out."""
+    ends_B = -(-context_lens_B // block_size)
+    starts_B = np.zeros_like(ends_B) if first_pages_B is None else first_pages_B
+    firsts_B1 = np.zeros(len(ends_B) + 1, dtype=np.int32)
+    np.cumsum(ends_B - starts_B, out=firsts_B1[1:])
+    places_W = np.arange(int(ends_B.max()))
+    is_used_BW = (places_W >= starts_B[:, None]) & (places_W < ends_B[:, None])
+    indices_P = _pinned(block_tables_BW[:, :len(places_W)][is_used_BW]).to(device, non_blocking=True)
     return Pages(_pinned(firsts_B1), indices_P, _pinned((context_lens_B - 1) % block_size + 1))
+
+
+def first_seen_pages(context_lens_B: np.ndarray, query_lens_B: np.ndarray, window: int | None,
+                     block_size: int) -> np.ndarray | None:
+    """The page of each context where the window of its first new token begins; None without a window."""
+    if window is None:
+        return None
+    pages_B: np.ndarray = np.maximum(0, context_lens_B - query_lens_B - window + 1) // block_size
+    return pages_B
 
 
 class _Planned:
@@ -98,52 +110,71 @@ class FlashInferAttention(TritonAttention):
         kinds = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": head_dim**-0.5}
         self._prefill_settings = {**shape, **kinds, "head_dim_qk": head_dim, "causal": True}
         self._decode_settings = {**shape, **kinds, "head_dim": head_dim}
-        self._prefill = _Planned(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT))
-        # Its kernels without tensor cores take one query head each; these take all of a kv head's.
-        self._decode = _Planned(
-            flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, _LAYOUT, use_tensor_cores=True))
-        self._replayed: dict[int, _Planned] = {}
+        self._prefills: dict[int | None, _Planned] = {}
+        self._decodes: dict[int | None, _Planned] = {}
+        self._replayed: dict[tuple[int, int | None], _Planned] = {}
         self._key = next(_KEYS)
         _BACKENDS[self._key] = self
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
-                     device: torch.device) -> Any:
-        pages = find_pages(np.asarray(context_lens_B, dtype=np.int32), block_tables_BW, self.block_size, device)
-        rows_B1 = np.zeros(len(query_lens_B) + 1, dtype=np.int32)
-        np.cumsum(query_lens_B, out=rows_B1[1:])
-        self._prefill.plan(_pinned(rows_B1), pages.firsts_B1, pages.indices_P, pages.last_lens_B,
-                           **self._prefill_settings)
-        return self._prefill.wrapper
+                     device: torch.device) -> dict[int | None, Any]:
+        """The wrapper of each window."""
+        queries_B, contexts_B = (np.asarray(lens, dtype=np.int32) for lens in (query_lens_B, context_lens_B))
+        rows_B1 = np.zeros(len(queries_B) + 1, dtype=np.int32)
+        np.cumsum(queries_B, out=rows_B1[1:])
+        for window in self.windows:
+            if window not in self._prefills:
+                self._prefills[window] = _Planned(
+                    self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT))
+            self._prefills[window].plan(_pinned(rows_B1), *self._pages(contexts_B, queries_B, block_tables_BW, window),
+                                        window_left=_window_left(window), **self._prefill_settings)
+        return {window: planned.wrapper for window, planned in self._prefills.items()}
 
-    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
-        pages = find_pages(np.asarray(context_lens_B, dtype=np.int32), block_tables_BW, self.block_size, device)
-        self._decode.plan(*pages, **self._decode_settings)
-        return self._decode.wrapper
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                    device: torch.device) -> dict[int | None, Any]:
+        contexts_B = np.asarray(context_lens_B, dtype=np.int32)
+        for window in self.windows:
+            if window not in self._decodes:
+                # Its kernels without tensor cores take one query head each; these take all of a kv head's.
+                self._decodes[window] = _Planned(self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace, _LAYOUT, use_tensor_cores=True))
+            self._plan_decode(self._decodes[window], contexts_B, block_tables_BW, window)
+        return {window: planned.wrapper for window, planned in self._decodes.items()}
 
     def plan_replay(self, context_lens_B: np.ndarray, block_tables_BW: np.ndarray) -> None:
-        pages = find_pages(context_lens_B, block_tables_BW, self.block_size, self._device)
         batch_size = len(context_lens_B)
-        if batch_size not in self._replayed:
-            self._replayed[batch_size] = self._make_replayed(batch_size, block_tables_BW.size)
-        self._replayed[batch_size].plan(*pages, **self._decode_settings)
+        for window in self.windows:
+            if (batch_size, window) not in self._replayed:
+                self._replayed[batch_size, window] = self._make_replayed(batch_size, block_tables_BW.size)
+            self._plan_decode(self._replayed[batch_size, window], context_lens_B, block_tables_BW, window)
 
-    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-                scale: float) -> Tensor:
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                window: int | None = None) -> Tensor:
         self._check(scale)
-        out_TNH: Tensor = metadata.plan.run(q_TNH.contiguous(), (k_cache, v_cache))
+        out_TNH: Tensor = metadata.plan[window].run(q_TNH.contiguous(), (k_cache, v_cache))
         return out_TNH
 
-    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-               scale: float) -> Tensor:
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               window: int | None = None) -> Tensor:
         self._check(scale)
         if metadata.plan is None:
-            return replayed_decode(q_BNH.contiguous(), k_cache, v_cache, self._key)
-        out_BNH: Tensor = metadata.plan.run(q_BNH.contiguous(), (k_cache, v_cache))
+            return replayed_decode(q_BNH.contiguous(), k_cache, v_cache, self._key, window)
+        out_BNH: Tensor = metadata.plan[window].run(q_BNH.contiguous(), (k_cache, v_cache))
         return out_BNH
 
-    def run_replayed(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        out_BNH: Tensor = self._replayed[len(q_BNH)].wrapper.run(q_BNH, (k_cache, v_cache))
+    def run_replayed(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
+        out_BNH: Tensor = self._replayed[len(q_BNH), window].wrapper.run(q_BNH, (k_cache, v_cache))
         return out_BNH
+
+    def _plan_decode(self, planned: _Planned, contexts_B: np.ndarray, block_tables_BW: np.ndarray,
+                     window: int | None) -> None:
+        pages = self._pages(contexts_B, np.ones_like(contexts_B), block_tables_BW, window)
+        planned.plan(*pages, window_left=_window_left(window), **self._decode_settings)
+
+    def _pages(self, contexts_B: np.ndarray, queries_B: np.ndarray, block_tables_BW: np.ndarray,
+               window: int | None) -> Pages:
+        firsts_B = first_seen_pages(contexts_B, queries_B, window, self.block_size)
+        return find_pages(contexts_B, block_tables_BW, self.block_size, self._device, firsts_B)
 
     def _make_replayed(self, batch_size: int, max_pages: int) -> _Planned:
         def buffer(size: int) -> Tensor:
@@ -166,15 +197,20 @@ _KEYS = itertools.count()
 
 
 @torch.library.custom_op("npu_runner::flashinfer_decode", mutates_args=())
-def replayed_decode(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, key: int) -> Tensor:
+def replayed_decode(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, key: int, window: int | None) -> Tensor:
     """Attention of backend `key` for its graph of this batch size; an operator, so that inductor leaves it whole."""
-    return _BACKENDS[key].run_replayed(q_BNH, k_cache, v_cache)
+    return _BACKENDS[key].run_replayed(q_BNH, k_cache, v_cache, window)
 
 
 @replayed_decode.register_fake
-def _(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, key: int) -> Tensor:
+def _(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, key: int, window: int | None) -> Tensor:
     return torch.empty_like(q_BNH)
 
 
 def _pinned(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).pin_memory()
+
+
+def _window_left(window: int | None) -> int:
+    """FlashInfer counts the tokens before one's own; -1 is all."""
+    return -1 if window is None else window - 1

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, StepInputs
+from npu_runner.platforms.base import DecodeForward, GraphCompiler
 from npu_runner.platforms.dynamo import own_code
+from npu_runner.platforms.step_inputs import StepInputs
 
 
 class CudaGraphCompiler(GraphCompiler):

@@ -1,4 +1,4 @@
-"""The dense decoder's operators as Triton kernels. Know nothing of models.
+"""The decoder's operators as Triton kernels; those of experts lie in experts.py. Know nothing of models.
 
 T tokens, N heads, H head dim, D row width, I MLP width. Each program handles one row, or a few heads of
 one token, in registers.
@@ -13,13 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.base import Ops
+from npu_runner.platforms.cuda import experts
+from npu_runner.platforms.ops import Ops
 
 # Heads of one token that one program turns; they share its cos and sin.
 _ROTARY_HEADS = 8
 
 
 class TritonOps(Ops):
+    def __init__(self) -> None:
+        self._compiled: set[tuple[int, ...]] = set()
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TD, weight_OD, bias_O)
 
@@ -42,14 +45,24 @@ class TritonOps(Ops):
         )
         return out_TD, total_TD
 
-    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        num_tokens, num_q_heads, head_dim = q_TNH.shape
-        num_k_heads = k_TKH.shape[1]
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_TND, gate_TND = (part if part.dim() == 3 else part[:, None] for part in (x, gate))
+        out_TND = torch.empty(x_TND.shape, dtype=x.dtype, device=x.device)
+        num_tokens, num_heads, width = x_TND.shape
+        _gated_rms_norm[(num_tokens * num_heads,)](
+            x_TND, gate_TND, weight, out_TND, x_TND.stride(0), x_TND.stride(1), gate_TND.stride(0), gate_TND.stride(1),
+            num_heads, width, eps, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+        )
+        return out_TND if x.dim() == 3 else out_TND[:, 0]
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        num_tokens, num_q_heads, _ = q_TNH.shape
+        num_k_heads, half = k_TKH.shape[1], cos_TR.shape[1] // 2
         num_programs = triton.cdiv(num_q_heads, _ROTARY_HEADS) + triton.cdiv(num_k_heads, _ROTARY_HEADS)
         _rotary[(num_tokens, num_programs)](
-            q_TNH, k_TKH, cos_TH, sin_TH, q_TNH.stride(0), k_TKH.stride(0), q_TNH.stride(1), k_TKH.stride(1),
-            cos_TH.stride(0), num_q_heads, num_k_heads, head_dim // 2, HEADS=_ROTARY_HEADS,
-            BLOCK=triton.next_power_of_2(head_dim // 2), num_warps=1,
+            q_TNH, k_TKH, cos_TR, sin_TR, q_TNH.stride(0), k_TKH.stride(0), q_TNH.stride(1), k_TKH.stride(1),
+            cos_TR.stride(0), num_q_heads, num_k_heads, half, HEADS=_ROTARY_HEADS,
+            BLOCK=triton.next_power_of_2(half), num_warps=1,
         )
         return q_TNH, k_TKH
 
@@ -65,6 +78,26 @@ class TritonOps(Ops):
         )
         return out_TI
 
+    def add_gated(self, x_TD: Tensor, y_TD: Tensor, gate_T1: Tensor) -> Tensor:
+        out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        num_tokens, width = x_TD.shape
+        block = 1024
+        _add_gated[(num_tokens, triton.cdiv(width, block))](
+            x_TD, y_TD, gate_T1, out_TD, x_TD.stride(0), y_TD.stride(0), gate_T1.stride(0), width, BLOCK=block,
+            num_warps=4,
+        )
+        return out_TD
+
+    def route(self, logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        return experts.route(logits_TE, top_k, renormalise)
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        kind = (*gate_up.shape, experts_TK.shape[1])
+        if not torch.compiler.is_compiling() and kind not in self._compiled:
+            self._compiled.add(kind)
+            experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down)
+        return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down)
+
 
 def _warps(width: int) -> int:
     return 1 if width <= 256 else 4 if width <= 2048 else 8
@@ -79,7 +112,22 @@ def _rms_norm(x, weight, out, stride_t, stride_n, num_heads, width, eps, BLOCK: 
     values = tl.load(x + place + columns, mask=mask, other=0.0).to(tl.float32)
     normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
     scale = tl.load(weight + columns, mask=mask, other=0.0)
-    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty) * scale, mask=mask)
+    tl.store(out + row * width + columns, (normed.to(scale.dtype) * scale).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_rms_norm(x, gate, weight, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, eps,
+                    BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    token, head = row // num_heads, row % num_heads
+    values = tl.load(x + token * stride_xt + head * stride_xn + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
+    scale = tl.load(weight + columns, mask=mask, other=0.0)
+    z = tl.load(gate + token * stride_gt + head * stride_gn + columns, mask=mask, other=0.0).to(tl.float32)
+    scaled = (normed.to(scale.dtype) * scale).to(tl.float32)
+    tl.store(out + row * width + columns, (scaled * (z / (1.0 + tl.exp(-z)))).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -94,7 +142,7 @@ def _add_rms_norm(x, residual, weight, out, total, stride_x, stride_r, width, ep
     values = summed.to(tl.float32)
     normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
     scale = tl.load(weight + columns, mask=mask, other=0.0)
-    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty) * scale, mask=mask)
+    tl.store(out + row * width + columns, (normed.to(scale.dtype) * scale).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -120,6 +168,17 @@ def _rotary(q, k, cos, sin, stride_qt, stride_kt, stride_qn, stride_kn, stride_c
     second = tl.load(places + half, mask=mask).to(tl.float32)
     tl.store(places, (first * c - second * s).to(q.dtype.element_ty), mask=mask)
     tl.store(places + half, (second * c + first * s).to(q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_gated(x, y, gate, out, stride_x, stride_y, stride_g, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    share = 1.0 / (1.0 + tl.exp(-tl.load(gate + row * stride_g).to(tl.float32)))
+    first = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(y + row * stride_y + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, (first + share * second).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

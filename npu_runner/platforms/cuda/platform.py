@@ -13,10 +13,11 @@ from npu_runner.platforms.base import (
     GraphCompiler,
     GraphSettings,
     MemoryInfo,
-    Ops,
     Platform,
     PlatformDefaults,
 )
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
+from npu_runner.platforms.ops import Ops
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,11 @@ class CudaPlatform(Platform):
                                    block_size=block_size, dtype=dtype)
         return flashinfer.FlashInferAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                                               block_size=block_size, dtype=dtype)
+
+    def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
+        from npu_runner.platforms.cuda.gated_delta import TritonGatedDelta
+
+        return TritonGatedDelta(shape, dtype)
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         from npu_runner.platforms.cuda.graphs import CudaGraphCompiler

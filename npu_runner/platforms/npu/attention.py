@@ -6,6 +6,10 @@ FIA wants the lengths of a step where the kernel's tiling is computed: on the ho
 `AttentionMetadata.plan`:
 - eager and captured (aclgraph): lists of Python integers, `HostLengths`; a captured graph takes new ones at replay.
 - the graph engine (GE): int64 tensors on the device, `DeviceLengths`, since GE computes the tiling itself.
+
+Sliding windows: prefill asks for sparse mode 4, a band. Where all queries are one token long that mode has no effect,
+as its documents say; decode brings the block table from the window's first block on, and a mask of what that block
+still has before the window (window_decode.py).
 """
 
 from __future__ import annotations
@@ -21,21 +25,29 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import AttentionBackend, AttentionMetadata
+from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.npu.window_decode import SeenBlocks, WindowDecode, seen_lens
+from npu_runner.platforms.step_inputs import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
 _MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
-_CAUSAL, _FULL = 3, 0
+_CAUSAL, _BAND, _FULL = 3, 4, 0
 # Head dims that the kernel takes without a cache; a tower's 72 is laid out as the next of them.
 _VISION_HEAD_DIMS = (64, 128, 256)
 
 
 class HostLengths(NamedTuple):
-    """Running totals of the query lengths, and each sequence's context length."""
+    """Running totals of the query lengths, and each sequence's context length.
+
+    seen_lens: by sliding window, where some context is longer: what is left of the contexts from the window's first
+    block on. calls: takes down the window of each call, where somebody wants to know.
+    """
 
     query_totals: list[int]
     context_lens: list[int]
+    seen_lens: dict[int, list[int]] = {}  # noqa: RUF012 - nobody writes it
+    calls: list[int | None] | None = None
 
 
 class DeviceLengths(NamedTuple):
@@ -43,6 +55,12 @@ class DeviceLengths(NamedTuple):
 
     query_totals_B: Tensor
     context_lens_B: Tensor
+
+
+def _kernel(plan: HostLengths | DeviceLengths) -> Any:
+    if isinstance(plan, DeviceLengths):
+        return torch.ops.air.npu_fused_infer_attention_score  # torchair registers it; graphs.py loads that
+    return torch_npu.npu_fused_infer_attention_score
 
 
 class NpuAttention(AttentionBackend):
@@ -56,7 +74,17 @@ class NpuAttention(AttentionBackend):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.block_size = block_size
+        self._windows: dict[int | None, WindowDecode | None] = {None: None}
         self.mask = torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool).triu(1).to(device)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:  # type: ignore[override]
+        return tuple(self._windows)
+
+    @windows.setter
+    def windows(self, windows: tuple[int | None, ...]) -> None:
+        self._windows = {window: None if window is None else WindowDecode(window, self.block_size, self.mask.device)
+                         for window in windows}
 
     def takes(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether the kernel does: one token is tried, and the device asked for the answer."""
@@ -75,11 +103,29 @@ class NpuAttention(AttentionBackend):
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> HostLengths:
-        return HostLengths(list(accumulate(query_lens_B)), list(context_lens_B))
+        return HostLengths(list(accumulate(query_lens_B)), list(context_lens_B), self._outgrown(context_lens_B))
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                     device: torch.device) -> HostLengths:
-        return HostLengths(list(range(1, len(context_lens_B) + 1)), list(context_lens_B))
+        return HostLengths(list(range(1, len(context_lens_B) + 1)), list(context_lens_B),
+                           self._outgrown(context_lens_B))
+
+    def _outgrown(self, context_lens_B: Sequence[int]) -> dict[int, list[int]]:
+        longest = max(context_lens_B)
+        return {window: seen_lens(context_lens_B, window, self.block_size) for window in self.windows
+                if window is not None and window < longest}
+
+    def lengths_by_window(self, context_lens_B: Sequence[int]) -> list[list[int]]:
+        """What a decode graph's calls take as lengths, for each of `windows`."""
+        return [list(context_lens_B) if window is None else seen_lens(context_lens_B, window, self.block_size)
+                for window in self.windows]
+
+    def graph_plan(self, lengths: Sequence[list[int]], calls: list[int | None] | None = None) -> HostLengths:
+        """The plan of a decode graph, given what `lengths_by_window` gave: every window counts as outgrown."""
+        by_window = dict(zip(self.windows, lengths, strict=True))
+        totals = list(range(1, len(lengths[0]) + 1))
+        seen = {window: lens for window, lens in by_window.items() if window is not None}
+        return HostLengths(totals, by_window.get(None, []), seen, calls)
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         # The kernel takes no strided input: v is a slice of the qkv product and costs a copy. The caches go in as they
@@ -88,13 +134,23 @@ class NpuAttention(AttentionBackend):
             k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T, cache_mode="Norm"
         )
 
-    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-                scale: float) -> Tensor:
-        return self._attend(q_TNH, k_cache, v_cache, metadata, scale, is_masked=True)
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                window: int | None = None) -> Tensor:
+        plan: HostLengths = metadata.plan
+        if window is None or window not in plan.seen_lens:
+            return self._attend(q_TNH, k_cache, v_cache, metadata, scale, is_masked=True)
+        if plan.query_totals[-1] == len(plan.query_totals):
+            return self._attend_in_window(q_TNH, k_cache, v_cache, metadata, scale, window)
+        return self._attend(q_TNH, k_cache, v_cache, metadata, scale, is_masked=True, window=window)
 
-    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
-               scale: float) -> Tensor:
-        return self._attend(q_BNH, k_cache, v_cache, metadata, scale, is_masked=self.masks_decode)
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               window: int | None = None) -> Tensor:
+        plan = metadata.plan
+        if isinstance(plan, HostLengths) and plan.calls is not None:
+            plan.calls.append(window)
+        if window is None or (isinstance(plan, HostLengths) and window not in plan.seen_lens):
+            return self._attend(q_BNH, k_cache, v_cache, metadata, scale, is_masked=self.masks_decode)
+        return self._attend_in_window(q_BNH, k_cache, v_cache, metadata, scale, window)
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> list[int]:
         return list(accumulate(lengths))
@@ -114,17 +170,36 @@ class NpuAttention(AttentionBackend):
         )[0]
 
     def _attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
-                is_masked: bool) -> Tensor:
+                is_masked: bool, window: int | None = None) -> Tensor:
+        """Over all, or with a window over a band of it: for queries of which some is longer than a token."""
         plan = metadata.plan
-        kernel: Any = torch_npu.npu_fused_infer_attention_score
         if isinstance(plan, DeviceLengths):
-            kernel = torch.ops.air.npu_fused_infer_attention_score  # torchair registers it; graphs.py loads that
             query_totals, context_lens = plan.query_totals_B, plan.context_lens_B
         else:
             query_totals, context_lens = plan.query_totals, plan.context_lens
-        return kernel(
+        mode = _FULL if not is_masked else _CAUSAL if window is None else _BAND
+        band = {} if window is None else {"pre_tokens": window - 1, "next_tokens": 0}
+        return _kernel(plan)(
             q_TNH.contiguous(), k_cache.flatten(2), v_cache.flatten(2), atten_mask=self.mask if is_masked else None,
             block_table=metadata.block_tables_BW, input_layout="TND", block_size=self.block_size,
             actual_seq_lengths=query_totals, actual_seq_lengths_kv=context_lens, num_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=_CAUSAL if is_masked else _FULL,
+            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=mode, **band,
         )[0]
+
+    def _attend_in_window(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
+                          scale: float, window: int) -> Tensor:
+        """One token of each sequence. In BSND: TND takes no mask of one's own."""
+        if window not in metadata.derived:
+            maker = self._windows[window]
+            assert maker is not None, f"window {window} is not among {self.windows}"
+            metadata.derived[window] = maker.seen_blocks(metadata.context_lens_B, metadata.block_tables_BW)
+        seen: SeenBlocks = metadata.derived[window]
+        plan = metadata.plan
+        lens = seen.lens_B.to(torch.int64) if isinstance(plan, DeviceLengths) else plan.seen_lens[window]
+        out_B1NH = _kernel(plan)(
+            q_BNH.contiguous().unsqueeze(1), k_cache.flatten(2), v_cache.flatten(2), atten_mask=seen.is_before_B11L,
+            block_table=seen.block_tables_BV, input_layout="BSND", block_size=self.block_size,
+            actual_seq_lengths_kv=lens, num_heads=self.num_heads, num_key_value_heads=self.num_kv_heads, scale=scale,
+            sparse_mode=_FULL,
+        )[0]
+        return out_B1NH.squeeze(1)

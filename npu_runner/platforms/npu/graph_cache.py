@@ -24,12 +24,13 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphSettings, StepInputs
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphSettings
 from npu_runner.platforms.dynamo import own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.graphs import GraphEngineDecode, ResourceErrors, graph_engine_config
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, soc_name
+from npu_runner.platforms.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 

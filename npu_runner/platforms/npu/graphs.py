@@ -2,7 +2,7 @@
 
 Context lengths change every step, and the attention kernel wants them on the host (see attention.py):
 - aclgraph: they are symbolic integers of one trace. torchair captures one graph with them and gives the attention of
-  every layer its new lengths at each replay, without recompiling or recapturing.
+  every layer its new lengths at each replay, without recompiling or recapturing. Each sliding window has its own.
 - GE: they are a tensor on the device, an input like the others.
 docs/ascend.md says what else was weighed.
 
@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, StepInputs
+from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
 from npu_runner.platforms.dynamo import forget, own_code
 from npu_runner.platforms.npu import torchair
-from npu_runner.platforms.npu.attention import DeviceLengths, HostLengths
+from npu_runner.platforms.npu.attention import DeviceLengths, NpuAttention
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, release
+from npu_runner.platforms.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,13 @@ _RESOURCE_WORDS = ("207005", "207008", "sq cq")
 class AclGraphCompiler(GraphCompiler):
     """One captured graph per bucket, all in one memory pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: NpuAttention) -> None:
+        self._attention = attention
         self._pool = torch.npu.graph_pool_handle()
         self._graphs: dict[int, _AclGraph] = {}
 
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
-        self._graphs[batch_size] = _AclGraph(forward, batch_size, self._backend())
+        self._graphs[batch_size] = _AclGraph(forward, batch_size, self._backend(), self._attention)
         return self._graphs[batch_size]
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
@@ -78,15 +80,17 @@ class AclGraphCompiler(GraphCompiler):
 class _AclGraph:
     """Captures on the first call, replays on the others; always over the same input tensors."""
 
-    def __init__(self, forward: DecodeForward, batch_size: int, backend: Callable[..., Any]):
-        self._context_lens = [_LEAST_TRACED] * batch_size
+    def __init__(self, forward: DecodeForward, batch_size: int, backend: Callable[..., Any], attention: NpuAttention):
+        self._attention = attention
+        self._batch_size = batch_size
+        self._lengths = attention.lengths_by_window([_LEAST_TRACED] * batch_size)
 
-        def decode(inputs: StepInputs, host_lengths: list[int]) -> Tensor:
-            return forward(inputs, HostLengths(list(range(1, batch_size + 1)), host_lengths))
+        def decode(inputs: StepInputs, lengths: list[list[int]]) -> Tensor:
+            return forward(inputs, attention.graph_plan(lengths))
 
         # dynamo takes every integer for a constant until it sees it change. A trace in which the lengths are constants
         # only rehearses; the graph is made from the one in which they are symbols.
-        self._backend = _Counted(backend, batch_size, num_symbols=batch_size)
+        self._backend = _Counted(backend, batch_size, num_symbols=batch_size * len(self._lengths))
         # What it has seen change it remembers by the code's name, also for the next engine of this process.
         name = f"decode_{batch_size}_of_graph_{next(_graph_numbers)}"
         traced = own_code(decode, name)
@@ -95,20 +99,20 @@ class _AclGraph:
         self._is_captured = False
 
     def set_context_lens(self, context_lens_B: Sequence[int]) -> None:
-        assert len(context_lens_B) == len(self._context_lens), "padding has lengths, too"
-        self._context_lens = [max(_LEAST_TRACED, length) for length in context_lens_B]
+        assert len(context_lens_B) == self._batch_size, "padding has lengths, too"
+        self._lengths = self._attention.lengths_by_window([max(_LEAST_TRACED, length) for length in context_lens_B])
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         if not self._is_captured:
             self._capture(inputs)
-        return self._decode(inputs, self._context_lens)
+        return self._decode(inputs, self._lengths)
 
     def _capture(self, inputs: StepInputs) -> None:
-        num_rows = len(self._context_lens)
+        num_rows = self._batch_size
         # Lengths that happen to be equal while they are traced must not become one symbol.
         with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False), _in_place_operators():
             for length in (_LEAST_TRACED, _LEAST_TRACED + 1):
-                self._decode(inputs, [length] * num_rows)
+                self._decode(inputs, self._attention.lengths_by_window([length] * num_rows))
                 torch.npu.synchronize()
         assert self._backend.num_compiled == 1, f"{self._backend.num_compiled} graphs for {num_rows} sequences"
         self._is_captured = True

@@ -1,6 +1,7 @@
-"""Operators of a dense decoder layer through torch_npu's fused kernels. Knows nothing of models.
+"""Operators of decoder layers through torch_npu's fused kernels. Knows nothing of models.
 
-T tokens, N query heads, K kv heads, H head dim, D hidden size, I MLP width.
+T tokens, N query heads, K kv heads, H head dim, R dims of a head that turn, D hidden size, I width of an MLP or expert,
+E experts, K of them a token.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from npu_runner.platforms.base import Ops
+from npu_runner.platforms.torch_ops import TorchOps
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
 
 
-class NpuOps(Ops):
+class NpuOps(TorchOps):
+    experts_in_out = True  # the grouped product takes (groups, in, out)
+
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TD, weight_OD, bias_O)
 
@@ -24,15 +27,23 @@ class NpuOps(Ops):
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if weight_D.dtype != x_TD.dtype:  # zero-centred: a kernel for the norm takes float32 weights, the fused one not
+            total_TD = x_TD + residual_TD
+            return self.rms_norm(total_TD, weight_D, eps), total_TD
         normed_TD, _, total_TD = torch_npu.npu_add_rms_norm(x_TD, residual_TD, weight_D, eps)
         return normed_TD, total_TD
 
-    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        cos_T1H, sin_T1H = cos_TH.unsqueeze(1), sin_TH.unsqueeze(1)
-        if q_TNH.shape[-1] in _FUSED_ROTARY_HEAD_DIMS:
-            return torch_npu.npu_apply_rotary_pos_emb(q_TNH, k_TKH, cos_T1H, sin_T1H, layout="TND")
-        cos, sin = cos_T1H.unsqueeze(0), sin_T1H.unsqueeze(0)
-        q, k = (torch_npu.npu_rotary_mul(x.unsqueeze(0), cos, sin).squeeze(0) for x in (q_TNH, k_TKH))
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # swiglu computes silu of the first half times the second in float32, and rounds once.
+        return torch_npu.npu_swiglu(torch.cat((gate, self.rms_norm(x, weight, eps)), dim=-1))
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        num_dims = cos_TR.shape[-1]
+        if num_dims == q_TNH.shape[-1]:
+            return _rotate(q_TNH, k_TKH, cos_TR, sin_TR)
+        heads = [x[..., :num_dims].contiguous() for x in (q_TNH, k_TKH)]
+        turned = _rotate(heads[0], heads[1], cos_TR, sin_TR)
+        q, k = (torch.cat((head, x[..., num_dims:]), dim=-1) for head, x in zip(turned, (q_TNH, k_TKH), strict=True))
         return q, k
 
     def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,6 +57,40 @@ class NpuOps(Ops):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         return torch_npu.npu_swiglu(gate_up_T2I)
 
+    def route(self, logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        # renorm 1 is the softmax over the k largest: the same as dividing by their sum.
+        weights_TK, experts_TK, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(logits_TE, k=top_k,
+                                                                              renorm=int(renormalise))
+        return weights_TK, experts_TK
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        num_experts = gate_up.shape[0]
+        # The range is spelled out: without it torch_npu looks into an empty list for some shapes.
+        rows, places, counts_E, _ = torch_npu.npu_moe_init_routing_v2(
+            x_TD, experts_TK, active_num=experts_TK.numel(), expert_num=num_experts, expert_tokens_num_type=1,
+            expert_tokens_num_flag=True, active_expert_range=[0, num_experts], quant_mode=-1, row_idx_type=0,
+        )
+        hidden = torch_npu.npu_swiglu(_grouped(rows, gate_up, counts_E))
+        # The graph engine has no converter of this one: torchair.py brings one.
+        return torch_npu.npu_moe_token_unpermute(_grouped(hidden, down, counts_E), places, probs=weights_TK)
+
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
         # F.gelu drops the approximation on its way: the kernel behind it computes the one with tanh for both.
         return torch_npu.npu_gelu(x, approximate=approximate)
+
+
+def _rotate(q_TNR: Tensor, k_TKR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    if q_TNR.shape[-1] in _FUSED_ROTARY_HEAD_DIMS:
+        return torch_npu.npu_apply_rotary_pos_emb(q_TNR, k_TKR, cos_T1R, sin_T1R, layout="TND")
+    cos, sin = cos_T1R.unsqueeze(0), sin_T1R.unsqueeze(0)
+    q, k = (torch_npu.npu_rotary_mul(x.unsqueeze(0), cos, sin).squeeze(0) for x in (q_TNR, k_TKR))
+    return q, k
+
+
+def _grouped(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Each group's rows, of which there are `counts`, times its weight (in, out)."""
+    # As counts (type 1) a list of one is refused; as running totals (type 0) it says the same.
+    kind = 0 if counts.shape[0] == 1 else 1
+    return torch_npu.npu_grouped_matmul([rows], [weight], split_item=2, group_type=0, group_list=counts,
+                                        group_list_type=kind)[0]

@@ -6,7 +6,8 @@ import importlib.util
 import logging
 import os
 import re
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ from npu_runner.platforms.base import (
     GraphCompiler,
     GraphSettings,
     MemoryInfo,
-    Ops,
     Platform,
     PlatformDefaults,
 )
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.npu.host_settings import (
     check_graph_mode,
     communicator_config,
@@ -30,6 +31,10 @@ from npu_runner.platforms.npu.host_settings import (
 )
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, old_cann, old_wheel, soc_name, takes_argument
+from npu_runner.platforms.ops import Ops
+
+if TYPE_CHECKING:
+    from npu_runner.platforms.npu.attention import NpuAttention
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +42,10 @@ logger = logging.getLogger(__name__)
 _OUT_OF_MEMORY = ("out of memory", "207001")
 # The runtime's codes of a device, stream or collective that failed (aclError 507000 to 507999), and HCCL's own.
 _DEVICE_FAILURE = re.compile(r"\b507\d{3}\b|\bERR02\d{3}\b")
+
+
+# Above it a paged cache in TND is documented by newer CANN only: tried before weights are loaded.
+_HEAD_DIM_OF_EVERY_CANN = 128
 
 
 class NpuPlatform(Platform):
@@ -51,6 +60,7 @@ class NpuPlatform(Platform):
     keeps_graphs = ("max-autotune",)
     # HCCL: one communicator serves single operators or the graph engine, not both. Prefill runs eagerly.
     modes_with_own_communicator = ("max-autotune",)
+    _attention: weakref.ref[NpuAttention] | None = None
 
     @classmethod
     def why_unavailable(cls) -> str | None:
@@ -133,7 +143,16 @@ class NpuPlatform(Platform):
         if dtype == torch.float32 and (name == "auto" or not attention.takes(dtype, head_dim)):
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "
                               "dtype to one of them")
+        if dtype != torch.float32 and head_dim > _HEAD_DIM_OF_EVERY_CANN and not attention.takes(dtype, head_dim):
+            raise ConfigError(f"head dim {head_dim}: the fused attention of CANN {cann_version() or '(unknown)'} does "
+                              "not take it over a paged cache, newer ones do; upgrade CANN, or set platform to cpu")
+        self._attention = weakref.ref(attention)
         return attention
+
+    def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
+        from npu_runner.platforms.npu.gated_delta import NpuGatedDelta
+
+        return NpuGatedDelta(shape, dtype, torch.device("npu", torch.npu.current_device()))
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler
@@ -149,14 +168,20 @@ class NpuPlatform(Platform):
         if settings.mode == "reduce-overhead" and npu_settings().capture == "recorded":
             from npu_runner.platforms.npu.recorded_graphs import RecordedGraphCompiler
 
-            return RecordedGraphCompiler()
+            return RecordedGraphCompiler(self._latest_attention())
         if settings.mode == "reduce-overhead":
-            return AclGraphCompiler()
+            return AclGraphCompiler(self._latest_attention())
         if settings.cache_dir is None:
             return GraphEngineCompiler()
         from npu_runner.platforms.npu.graph_cache import CachedGraphEngineCompiler
 
         return CachedGraphEngineCompiler(settings)
+
+    def _latest_attention(self) -> NpuAttention:
+        """Whose lengths captured graphs take at each replay."""
+        attention = self._attention() if self._attention is not None else None
+        assert attention is not None, "the attention of a model is made before its graphs"
+        return attention
 
     def memory_info(self) -> MemoryInfo | None:
         free_bytes, total_bytes = torch.npu.mem_get_info()

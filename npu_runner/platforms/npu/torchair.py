@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-# Writing into the paged cache is missing from torchair's list of operators that may stay in place: as shipped it copies
-# the whole cache out and in again, for every layer of every step. The numbers are the arguments that are written.
-_WRITES_IN_PLACE = ("npu_scatter_pa_kv_cache_functional", "npu_scatter_pa_kv_cache", [2, 3])
-
 _LAYOUT_TND = 4
 _CACHE_MODE = "Norm"
+# Places of tokens stand token by token, as npu_moe_init_routing_v2 gives them.
+_BY_TOKEN = 2
 
 
 @functools.cache
@@ -32,10 +30,39 @@ def load(name: str) -> Any:
         _import("torchair.ops._npu_fused_infer_attention_score")
         _convert_rotary_in_place(module)
         _convert_cache_writes(module)
+        _convert_experts(module)
+        _convert_softplus(module)
+        _convert_state_writes(module)
     passes = _import(f"{name}._acl_concrete_graph.graph_pass")
-    functional, in_place, arguments = _WRITES_IN_PLACE
-    passes.register_inplaceable_npu_op(functional, in_place, mutated_arg=arguments)
+    # Writing into caches and states is missing from torchair's list of operators that may stay in place: as shipped it
+    # copies all of them out and in again, for every layer of every step. Numbers are the arguments that are written.
+    passes.register_inplaceable_npu_op("npu_scatter_pa_kv_cache_functional", "npu_scatter_pa_kv_cache",
+                                       mutated_arg=[2, 3])
+    _define_rule_in_list()
+    passes.register_inplaceable_npu_op("npu_recurrent_gated_delta_rule_functional",
+                                       "npu_recurrent_gated_delta_rule_in_list", mutated_arg=[3])
     return module
+
+
+@functools.cache
+def _define_rule_in_list() -> torch.library.Library:
+    """The recurrent gated delta rule in place, with its output in a list.
+
+    torchair puts the operator in place into the functional one's, and leaves who reads that one's first output as it
+    is. Of the wheel's own operator in place, which returns no tuple, that would be the first row.
+    """
+    library = torch.library.Library("npu", "FRAGMENT")
+    name = "npu_recurrent_gated_delta_rule_in_list"
+    library.define(f"{name}(Tensor query, Tensor key, Tensor value, Tensor(a!) state, *, Tensor? beta=None, "
+                   "float? scale=None, Tensor? actual_seq_lengths=None, Tensor? ssm_state_indices=None, "
+                   "Tensor? num_accepted_tokens=None, Tensor? g=None, Tensor? gk=None) -> Tensor[]")
+
+    def run(query: Any, key: Any, value: Any, state: Any, **more: Any) -> list[torch.Tensor]:
+        return [torch.ops.npu.npu_recurrent_gated_delta_rule(query, key, value, state, **more)]
+
+    for key in ("PrivateUse1", "Meta"):
+        library.impl(name, run, key)
+    return library
 
 
 def _convert_rotary_in_place(module: Any) -> None:
@@ -73,6 +100,65 @@ def _convert_cache_writes(module: Any) -> None:
         return apis.ScatterPaKvCache(key, caches[0], slot_mapping, value, caches[1], compress_lens,
                                      compress_seq_offsets, seq_lens, cache_mode=cache_mode, scatter_mode="None",
                                      strides=[1, 1], offsets=[0, 0])
+
+
+def _convert_experts(module: Any) -> None:
+    """Two operators of mixtures of experts for GE. The shipped converter of the router calls an API that takes no
+    `renorm` and fails, in every wheel; the API of the right one cannot be called at all: GE's operator is named here.
+    The sum over a token's experts has no converter; GE's operator for it is another one.
+    """
+    apis, ge = _import("torchair._ge_concrete_graph.ge_apis"), _import("torchair.ge")
+    # The shipped one first: the last to register wins.
+    _import("torchair._ge_concrete_graph.ge_converter.custom.npu_moe_gating_top_k_softmax_v2")
+
+    @module.register_fx_node_ge_converter(torch.ops.npu.npu_moe_gating_top_k_softmax_v2.default)
+    def convert_router(x: Any, *, k: int = 1, finished: Any = None, renorm: int = 0, output_softmax: bool = False,
+                       meta_outputs: Any = None) -> Any:
+        return ge.custom_op("MoeGatingTopKSoftmaxV2", inputs={"x": x, "finished": finished},
+                            outputs=["y", "expert_idx", "softmax_result"],
+                            attrs={"k": ge.attr.Int(k), "renorm": ge.attr.Int(renorm),
+                                   "output_softmax": ge.attr.Bool(output_softmax)})
+
+    def add_up(rows: Any, places: Any, weights: Any) -> Any:
+        return apis.MoeFinalizeRoutingV2(rows, places, None, None, None, weights, None, drop_pad_mode=_BY_TOKEN)
+
+    @module.register_fx_node_ge_converter(torch.ops.npu.npu_moe_token_unpermute.default)
+    def convert_sum(permuted_tokens: Any, sorted_indices: Any, probs: Any = None, padded_mode: bool = False,
+                    restore_shape: Any = None, meta_outputs: Any = None) -> Any:
+        return add_up(permuted_tokens, sorted_indices, probs)
+
+    if hasattr(torch.ops.npu, "_npu_moe_token_unpermute"):  # what newer wheels trace instead
+
+        @module.register_fx_node_ge_converter(torch.ops.npu._npu_moe_token_unpermute.default)
+        def convert_traced_sum(permuted_tokens: Any, sorted_indices: Any, probs: Any = None, padded_mode: bool = False,
+                               restore_shape: Any = None, meta_outputs: Any = None) -> Any:
+            return add_up(permuted_tokens, sorted_indices, probs), permuted_tokens
+
+
+def _convert_softplus(module: Any) -> None:
+    """The gates of Gated DeltaNet in GE: torchair's converter of softplus says that it is none."""
+    apis = _import("torchair._ge_concrete_graph.ge_apis")
+    # The shipped one first: the last to register wins.
+    _import("torchair._ge_concrete_graph.ge_converter.aten.softplus")
+
+    @module.register_fx_node_ge_converter(torch.ops.aten.softplus.default)
+    def convert(x: Any, beta: float = 1.0, threshold: float = 20.0, meta_outputs: Any = None) -> Any:
+        return apis.SoftplusV2(x, beta=float(beta), threshold=float(threshold))
+
+
+def _convert_state_writes(module: Any) -> None:
+    """Let GE write states where they lie. As shipped the pool is copied first, and torchair drops the copy only where
+    nobody else reads the pool.
+
+    Here the rows that are written are read before. What is written is computed from them, which keeps the order.
+    """
+    apis = _import("torchair._ge_concrete_graph.ge_apis")
+    # The shipped one first: the last to register wins.
+    _import("torchair._ge_concrete_graph.ge_converter.custom.npu_scatter_nd_update")
+
+    @module.register_fx_node_ge_converter(torch.ops.npu.npu_scatter_nd_update.default)
+    def convert(self: Any, indices: Any, updates: Any, meta_outputs: Any = None) -> Any:
+        return apis.ScatterNdUpdate(self, indices, updates)
 
 
 def has_npugraph_ex() -> bool:

@@ -12,8 +12,11 @@ from .fused_operators import draw
 BLOCK = 128
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """(S, N, D) attention of one sequence in float32; grouped heads; the last query sees the last key."""
+def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int = 1 << 30) -> Tensor:
+    """(S, N, D) attention of one sequence in float32; grouped heads; the last query sees the last key.
+
+    A causal query sees `window` keys, its own place's included.
+    """
     group = query.shape[1] // key.shape[1]
     q, k, v = query.float().transpose(0, 1), key.float().transpose(0, 1), value.float().transpose(0, 1)
     scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * query.shape[-1] ** -0.5
@@ -21,6 +24,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         rows, columns = scores.shape[1:]
         scores = scores.masked_fill(
             torch.triu(torch.ones(rows, columns, dtype=torch.bool), columns - rows + 1), float("-inf")
+        )
+        scores = scores.masked_fill(
+            torch.tril(torch.ones(rows, columns, dtype=torch.bool), columns - rows - window), float("-inf")
         )
     return (scores.softmax(-1) @ v.repeat_interleave(group, 0)).transpose(0, 1).to(query.dtype)
 
@@ -34,7 +40,8 @@ def running_totals(lengths: list[int]) -> list[int]:
 
 
 def paged_case(
-    q_lengths: list[int], kv_lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    q_lengths: list[int], kv_lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
+    window: int | None = None,
 ) -> None:
     blocks_each = max((length + BLOCK - 1) // BLOCK for length in kv_lengths)
     num_blocks = 1 + blocks_each * len(q_lengths)
@@ -60,15 +67,45 @@ def paged_case(
         num_heads=heads,
         num_key_value_heads=kv_heads,
         scale=head_dim**-0.5,
-        sparse_mode=3,
+        sparse_mode=3 if window is None else 4,
+        **({} if window is None else {"pre_tokens": window - 1, "next_tokens": 0}),
     )
     parts = []
     for i, rows in enumerate(query.split(q_lengths)):
         k, v = (
             x[table[i].long()].flatten(0, 1)[: kv_lengths[i]].unflatten(-1, (kv_heads, head_dim)) for x in (key, value)
         )
-        parts.append(attend(rows, k, v, causal=True))
+        parts.append(attend(rows, k, v, causal=True, window=window or 1 << 30))
     close(out, torch.cat(parts))
+
+
+def check_paged_prefill_of_a_band() -> None:
+    paged_case([9, 140, 1], [150, 140, 300], heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, window=20)
+
+
+def check_paged_decode_with_a_mask_of_its_own() -> None:
+    """BSND, a mask for each sequence over all that its row of the table names."""
+    query = draw(2, 1, 4, 64, dtype=torch.float16)
+    key, value = (draw(5, BLOCK, 2 * 64, dtype=torch.float16, seed=seed) for seed in (1, 2))
+    table, lengths, first_seen = torch.tensor([[3, 1], [2, 4]], dtype=torch.int32), [130, 40], [100, 7]
+    hidden = torch.arange(2 * BLOCK) < torch.tensor(first_seen)[:, None]
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(),
+        key.npu(),
+        value.npu(),
+        atten_mask=hidden[:, None, None].npu(),
+        block_table=table.npu(),
+        input_layout="BSND",
+        block_size=BLOCK,
+        actual_seq_lengths_kv=lengths,
+        num_heads=4,
+        num_key_value_heads=2,
+        scale=0.125,
+        sparse_mode=0,
+    )
+    for row, (length, first) in enumerate(zip(lengths, first_seen, strict=True)):
+        k, v = (x[table[row].long()].flatten(0, 1)[first:length].unflatten(-1, (2, 64)) for x in (key, value))
+        close(out[row], attend(query[row], k, v, causal=False))
 
 
 def check_paged_decode() -> None:

@@ -26,6 +26,8 @@ def check_rms_norm() -> None:
         y, rstd = torch_npu.npu_rms_norm(x.npu(), weight.npu(), 1e-5)
         close(y, torch.nn.functional.rms_norm(x.float(), (64,), weight.float(), 1e-5).to(dtype))
         close(rstd, torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5))
+        wide = torch_npu.npu_rms_norm(x.npu(), weight.float().npu(), 1e-5)[0]
+        close(wide, y.cpu())
 
 
 def check_add_rms_norm() -> None:

@@ -198,3 +198,8 @@ def check_random_numbers_of_a_graph() -> None:
         assert abs(uniform.mean() + 0.5) < 0.02
         assert abs(picked.cpu().double().mean() - 0.75) < 0.05
     assert not torch.equal(*seen)
+
+
+def check_softplus_and_a_product_added_in_place() -> None:
+    close(F.softplus(40 * x.npu()), F.softplus(40 * x))
+    close(x.npu().addcmul_(y.npu(), y[0].npu(), value=0.5), x.clone().addcmul_(y, y[0], value=0.5))

@@ -73,6 +73,18 @@ def check_attention_refuses_masks() -> None:
         attention(atten_mask=torch.ones(6, 6, dtype=torch.bool).npu())
     with refused(TILING, "sparseMode 0"):
         attention(sparse_mode=0)
+    with refused(TILING, "have no effect where queries are of length 1"):
+        attention(sparse_mode=4, pre_tokens=3, next_tokens=0)
+    rows: dict[str, Any] = dict(
+        query=draw(4, 4, 64, dtype=torch.float16).npu(), actual_seq_lengths=[2, 4], sparse_mode=4
+    )
+    attention(**rows, pre_tokens=3, next_tokens=0)
+    with refused(TILING, "nothing in common"):
+        attention(**rows, pre_tokens=3, next_tokens=-4)
+    with refused(TILING, "sparseMode 4 in TND"):
+        attention(**rows, pre_tokens=-3, next_tokens=9)
+    with refused(TILING, "2048"):
+        attention(**rows, pre_tokens=3, next_tokens=0, atten_mask=None)
     with refused(KERNEL, "triangle"):
         attention(atten_mask=torch.zeros(2048, 2048, dtype=torch.bool).npu())
 
@@ -285,7 +297,9 @@ def check_norm_and_activation_refusals() -> None:
     with refused(PARAMETER):
         torch_npu.npu_rms_norm(x.double(), draw(8).double().npu())
     with refused(PARAMETER, "gamma"):
-        torch_npu.npu_rms_norm(x.half(), draw(8).npu())
+        torch_npu.npu_rms_norm(x, draw(8).half().npu())
+    with refused(PARAMETER, "gamma"):
+        torch_npu.npu_add_rms_norm(x.half(), x.half(), draw(8).npu())
     with refused(PARAMETER, "gamma"):
         torch_npu.npu_rms_norm(x[0], draw(8).npu())
     with refused(PARAMETER, "x1 and x2"):

@@ -36,12 +36,15 @@ _OTHERS = (
     *(f"torch.ops.npu.{name}" for name in (
         "npu_fused_infer_attention_score_v2", "npu_gelu", "npu_prefetch", "npu_qkv_rms_norm_rope_cache",
         "npu_gather_pa_kv_cache", "npu_top_k_top_p", "npu_mm_all_reduce_base", "npu_mrope",
-        "_npu_fused_infer_attention_score_get_max_workspace")),
+        "_npu_fused_infer_attention_score_get_max_workspace", "npu_chunk_gated_delta_rule",
+        "npu_moe_finalize_routing", "npu_moe_gating_top_k", "npu_gemma_rms_norm")),
     *(f"torchair.CompilerConfig().experimental_config.{name}" for name in (
         "tiling_schedule_optimize", "topology_sorting_strategy", "keep_inference_input_mutations")),
     *(f"GE converter of torch.ops.npu.{name}" for name in (
         "npu_scatter_pa_kv_cache_functional", "npu_apply_rotary_pos_emb", "npu_rotary_mul", "npu_gelu", "npu_swiglu",
-        "npu_rms_norm", "npu_add_rms_norm")),
+        "npu_rms_norm", "npu_add_rms_norm", "npu_moe_gating_top_k_softmax_v2", "npu_moe_init_routing_v2",
+        "npu_grouped_matmul", "npu_moe_finalize_routing", "npu_moe_token_unpermute", "_npu_moe_token_unpermute",
+        "npu_recurrent_gated_delta_rule_functional", "npu_chunk_gated_delta_rule", "npu_scatter_nd_update")),
     "torchair._ge_concrete_graph.ge_apis.ScatterPaKvCache", "torch.npu.graph", "torch.npu.NPUGraph",
     "torch.npu.Stream", "torch.npu.Event", "torch.npu.stream", "torch.npu.current_stream",
 )

@@ -291,7 +291,9 @@ class Reader:
                 for key in value.keys if isinstance(value, Options) else ():
                     self._record(f"npugraph_ex options.{key}", node, scope)
             return ()
-        self._record(path, node, scope, [name for name in named if name is not None], len(places))
+        given = [name for name in named if name is not None]
+        given += [key for value in named.get(None, ()) if isinstance(value, Options) for key in value.keys]
+        self._record(path, node, scope, given, len(places))
         if path.endswith(".register_fx_node_ge_converter"):
             for operator in (value for values in places for value in values if isinstance(value, Vendor)):
                 self.converters.add(operator.path.removesuffix(".default"))

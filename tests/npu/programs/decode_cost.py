@@ -21,7 +21,7 @@ Counts = dict[str, dict[str, dict[str, int]]]
 
 
 def cost_of_a_step(model: str, batch_size: int, settings: dict[str, Any]) -> tuple[Counts, int]:
-    """Counters over one decode step of a full batch, and the bytes of the KV cache."""
+    """Counters over one decode step of a full batch, and the bytes of the KV cache and of the states beside it."""
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with LLM(model, platform="npu", max_num_seqs=batch_size, max_model_len=512, **settings) as llm:
         for index in range(batch_size):
@@ -32,7 +32,8 @@ def cost_of_a_step(model: str, batch_size: int, settings: dict[str, Any]) -> tup
         llm.engine.step()
         found = counters()
         runner = runner_of(llm)
-        return found, runner.k_cache.nbytes + runner.v_cache.nbytes
+        states_bytes = runner.states.num_bytes if runner.states else 0
+        return found, runner.k_cache.nbytes + runner.v_cache.nbytes + states_bytes
 
 
 def calls(counts: Counts, *groups: str) -> dict[str, int]:
@@ -44,12 +45,19 @@ def calls(counts: Counts, *groups: str) -> dict[str, int]:
     return total
 
 
+def launches(counts: Counts) -> dict[str, int]:
+    """What a step launches; what the graph engine computes when it compiles is not launched."""
+    folded = calls(counts, "ge_folded")
+    found = {name: count - folded.get(name, 0)
+             for name, count in calls(counts, "launches", "replayed", "ge_operators").items()}
+    return {name: count for name, count in found.items() if count}
+
+
 def measure(models: dict[str, str], batch_size: int, settings: dict[str, Any]) -> dict[str, Any]:
     (few, first), (many, second) = sorted((int(count), path) for count, path in models.items())
     small, _ = cost_of_a_step(first, batch_size, settings)
     large, cache_bytes = cost_of_a_step(second, batch_size, settings)
-    launched = {key: calls(value, "launches", "replayed", "ge_operators")
-                for key, value in (("small", small), ("large", large))}
+    launched = {key: launches(value) for key, value in (("small", small), ("large", large))}
     per_layer = {name: (count - launched["small"].get(name, 0)) / (many - few)
                  for name, count in launched["large"].items() if count != launched["small"].get(name, 0)}
     host = {key: calls(value, "host_calls", "ge") for key, value in (("small", small), ("large", large))}

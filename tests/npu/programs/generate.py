@@ -25,7 +25,7 @@ WORDS = ["which", "of", "the", "two", "pictures", "shows", "a", "circle,", "and"
 
 @dataclasses.dataclass
 class Case:
-    """One engine and what it is asked. prompts: "shapes", "texts" or "pictures"; a number of them each."""
+    """One engine and what it is asked. prompts: "shapes", "texts", "long texts" or "pictures", as many as `count`."""
 
     model: str
     settings: dict[str, Any]
@@ -76,6 +76,8 @@ def make_prompts(llm: LLM, case: Case) -> list[Any]:
     if case.prompts == "texts":
         lines = [" ".join(WORDS[: 1 + (7 * index) % 13] * (1 + index)) for index in range(case.count)]
         return [processor.from_text(line) for line in lines]
+    if case.prompts == "long texts":
+        return [processor.from_text(" ".join((WORDS * 12)[: 3 + 24 * index])) for index in range(case.count)]
     assert case.prompts == "pictures", case.prompts
     return [processor(conversation(index)) for index in range(case.count)]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 DECODER, TOWER = "decoder layer, 16/8 heads of 128", "tower layer, 16 heads of 72"
+DELTA = "Gated DeltaNet layer, 4/8 heads of 128"
 DTYPE = "float16"
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -19,6 +20,13 @@ Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 SABOTAGES: dict[str, tuple[str, str, str, Change]] = {
     "nothing, decoder": ("NpuOps", "silu_and_mul", DECODER, lambda good: good),
     "nothing, tower": ("NpuAttention", "vision", TOWER, lambda good: good),
+    "nothing, Gated DeltaNet": ("NpuGatedDelta", "convolve", DELTA, lambda good: good),
+    "taps backwards": ("NpuGatedDelta", "convolve", DELTA, lambda good: lambda self, x, taps, *rest: good(
+        self, x, taps.flip(-1), *rest)),
+    "states kept for longer": ("NpuGatedDelta", "delta_rule", DELTA, lambda good: lambda self, qkv, a, b, rate, *rest:
+        good(self, qkv, a, b, rate / 4, *rest)),
+    "prompts leave no state": ("NpuGatedDelta", "delta_rule", DELTA, lambda good: lambda self, qkv, a, b, rate, bias,
+        state, metadata: good(self, qkv, a, b, rate, bias, state.clone(), metadata)),
     "gate and up swapped": ("NpuOps", "silu_and_mul", DECODER, lambda good: lambda self, x: good(
         self, x.roll(x.shape[-1] // 2, -1).contiguous())),
     "rotated backwards": ("NpuOps", "rotary", DECODER, lambda good: lambda self, q, k, cos, sin: good(
@@ -37,9 +45,10 @@ SABOTAGES: dict[str, tuple[str, str, str, Change]] = {
 def main() -> None:
     from npu_runner.cli.layer_probe import Probe
     from npu_runner.platforms.npu.attention import NpuAttention
+    from npu_runner.platforms.npu.gated_delta import NpuGatedDelta
     from npu_runner.platforms.npu.ops import NpuOps
 
-    homes: dict[str, type] = {"NpuOps": NpuOps, "NpuAttention": NpuAttention}
+    homes: dict[str, type] = {home.__name__: home for home in (NpuOps, NpuAttention, NpuGatedDelta)}
     probe, errors = Probe("npu", DTYPE), {}
     for name, (owner, method, layer, change) in SABOTAGES.items():
         good = getattr(homes[owner], method)

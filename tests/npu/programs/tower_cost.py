@@ -16,7 +16,7 @@ import torch
 
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.model_config import VisionConfig
-from npu_runner.models.qwen3_vl_vision import VisionTower
+from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.platforms import pick_platform
 from npu_runner.weights.loader import load_weights
 from tests.cann.programs.emulation import calls, reset_counters

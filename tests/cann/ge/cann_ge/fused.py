@@ -83,6 +83,13 @@ def scatter_pa_kv_cache(call: Call) -> list[Tensor]:
     return [key_cache, value_cache]
 
 
+@register("ScatterNdUpdate")
+def scatter_nd_update(call: Call) -> Tensor:
+    var = call["var"]
+    call_aclnn("ScatterNdUpdate", var, on_device(call["indices"]), on_device(call["updates"]))
+    return var
+
+
 @register("FusedInferAttentionScore")
 def attention(call: Call) -> list[Tensor]:
     query = on_device(call["query"])

@@ -126,6 +126,12 @@ for operator, function in {
     plain(operator, function)
 
 
+@register("SoftplusV2")
+def softplus(call: Call) -> Tensor:
+    beta, threshold = (float(call.attribute(name, default)) for name, default in (("beta", 1.0), ("threshold", 20.0)))
+    return to_device(torch.nn.functional.softplus(host_view(call["x"]), beta, threshold))
+
+
 @register("AxpyV2")
 def add_scaled(call: Call) -> Tensor:
     first, second, alpha = call.hosts()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import collectives, fused, operators  # noqa: F401 (these register their operators)
+from . import collectives, experts, fused, operators  # noqa: F401 (these register their operators)
 from .graph import Node, const_value, in_order, parse_node
 from .memory import GraphEngineError, count, device_empty, host_view, runtime, to_device, uncounted
 from .operators import REGISTRY, Call
@@ -37,6 +37,11 @@ class EmulatedGraph:
         self.nodes = in_order([parse_node(op) for op in ge_graph.op])
         self.tiles_on_device = dict(options or {}).get("ge.tiling_schedule_optimize") == "1"
         self.constants = {node.name: const_value(node) for node in self.nodes if node.type == "Const"}
+        self.folded = set(self.constants)  # what GE computes once, when it compiles
+        for node in self.nodes:
+            sources = {name for _, name, _ in node.inputs if name}
+            if sources and sources <= self.folded:
+                self.folded.add(node.name)
 
     def compile(self) -> None:
         """Fails for operators that are not emulated: a graph breaks when it is made, not in the middle of a run."""
@@ -84,6 +89,8 @@ class EmulatedGraph:
         except Exception as error:
             raise GraphEngineError(f"graph {self.name}, operator {node.name} ({node.type}): {error}") from error
         count("ge_operators", node.type)
+        if node.name in self.folded:
+            count("ge_folded", node.type)
         if node.type in TILED_BY_VALUE and self._waits_for_values(node):
             count("ge", f"host_scheduled {node.type}")
         return list(results) if isinstance(results, (list, tuple)) else [results]
@@ -110,11 +117,18 @@ class EmulatedGraph:
         return target
 
 
+def registered(operator: str) -> tuple[str, list[object], list[object], list[object]]:
+    """What the registry of a CANN answers; the lists of inputs, outputs and attributes are not read here."""
+    return ("SUCCESS" if operator in REGISTRY else "UNREGISTERED", [], [], [])
+
+
 def replace_engine(backend: ModuleType) -> None:
     """Puts the interpreter in the place of GE, in torchair's backend module."""
     backend.TorchNpuGraph = EmulatedGraph  # type: ignore[attr-defined]
     backend._torchair.InitializeGraphEngine = lambda options: None  # type: ignore[attr-defined]
     backend._torchair.FinalizeGraphEngine = lambda: None  # type: ignore[attr-defined]
+    # "Is this operator registered?", asked for those that a program names itself.
+    backend._torchair.get_registered_ir_def = registered  # type: ignore[attr-defined]
     # "Does this CANN know the operator and these optional arguments?" A current one does; compile() refuses the others.
     backend._torchair.check_cann_compat = lambda operator, inputs, attributes: ""  # type: ignore[attr-defined]
 

@@ -57,14 +57,18 @@ Sequence sequence_at(const AttentionCall& call, int64_t batch) {
   return s;
 }
 
-// True where a key is hidden. Mode 3 aligns the triangle to the last key, as a chunked prefill and a decode need.
+// True where a key is hidden. Modes 3 and 4 align the triangle to the last key, as a chunked prefill and a decode need; mode 4
+// hides what lies more than pre_tokens before a query, too.
 Tensor hidden(const AttentionCall& call, const Sequence& s) {
   int64_t rows = s.query.size(0), columns = s.key.size(0);
-  if (call.sparse_mode == 3) {
+  if (call.sparse_mode == 3 || call.sparse_mode == 4) {
     // The mask that the caller hands over is what decides: its first rows and columns are the triangle.
     Tensor mask = call.mask.reshape({2048, 2048}).to(cpu::kBool);
     Tensor row = cpu::arange(rows).unsqueeze(1) + cpu::Scalar(columns - rows), column = cpu::arange(columns).unsqueeze(0);
     Tensor is_later = column > row;
+    if (call.sparse_mode == 4) {
+      is_later = cpu::op("logical_or", column > row + cpu::Scalar(call.next_tokens), column < row - cpu::Scalar(call.pre_tokens));
+    }
     device_check(mask[0][1].truth() && !mask[1][0].truth(), "attenMask is not an upper triangle");
     return is_later;
   }
@@ -136,7 +140,7 @@ using opapi::AttentionCall;
                        antiquant_offset, query_padding, kv_padding, key_scale, key_offset, value_scale, value_offset,          \
                        key_prefix, value_prefix __VA_OPT__(, ) __VA_ARGS__});                                                  \
   AttentionCall call = opapi::checked_call(query, key, value, mask, block_table, q_lengths, kv_lengths, num_heads, scale,      \
-                                           layout, num_kv_heads, sparse_mode, inner_precise, block_size, wants_lse, out, lse); \
+                                           pre_tokens, next_tokens, layout, num_kv_heads, sparse_mode, inner_precise, block_size, wants_lse, out, lse); \
   opapi::request_workspace(opapi::kAttentionWorkspaceBytes);                                                                   \
   return [call] { opapi::run_attention(call); };
 

@@ -12,7 +12,7 @@ struct AttentionCall {
   Output out, lse;
   std::string layout;  // TND, BSND, BNSD or BSH
   std::vector<int64_t> q_lengths, kv_lengths;
-  int64_t num_sequences = 0, num_heads = 0, num_kv_heads = 0, sparse_mode = 0, block_size = 0;
+  int64_t num_sequences = 0, num_heads = 0, num_kv_heads = 0, sparse_mode = 0, pre_tokens = 0, next_tokens = 0, block_size = 0;
   double scale = 1;
   bool wants_lse = false;
 
@@ -34,8 +34,8 @@ void refuse_given(std::initializer_list<Input> arguments);
 AttentionCall checked_call(const Input& query, const std::vector<Input>& key, const std::vector<Input>& value, const Input& mask,
                            const Input& block_table, const std::optional<std::vector<int64_t>>& q_lengths,
                            const std::optional<std::vector<int64_t>>& kv_lengths, int64_t num_heads, double scale,
-                           const std::string& layout, int64_t num_kv_heads, int64_t sparse_mode, int64_t inner_precise,
-                           int64_t block_size, bool wants_lse, const Output& out, const Output& lse);
+                           int64_t pre_tokens, int64_t next_tokens, const std::string& layout, int64_t num_kv_heads,
+                           int64_t sparse_mode, int64_t inner_precise, int64_t block_size, bool wants_lse, const Output& out, const Output& lse);
 
 void run_attention(const AttentionCall& call);
 

@@ -107,22 +107,40 @@ void check_paged_of_old_versions(const AttentionCall& call) {
   require_tiling(head_dim == 128, "head dim ", head_dim, " in TND with a paged cache wants CANN 9.0 or later; 128 does not");
 }
 
+// A band: from pre_tokens before a query's own place to next_tokens behind it.
+void check_band(const AttentionCall& call) {
+  int64_t longest = 0;
+  for (int64_t batch = 0; batch < call.num_sequences; ++batch) {
+    longest = std::max(longest, call.query_length(batch));
+    if (call.layout != "TND") continue;
+    require_tiling(call.pre_tokens >= -call.query_length(batch) && call.next_tokens >= -call.kv_length(batch), "sparseMode 4 in TND: preTokens ",
+                   call.pre_tokens, " and nextTokens ", call.next_tokens, " for ", call.query_length(batch), " queries and ",
+                   call.kv_length(batch), " keys");
+  }
+  require_tiling(call.pre_tokens + call.next_tokens >= 0, "sparseMode 4: preTokens ", call.pre_tokens, " and nextTokens ", call.next_tokens,
+                 " have nothing in common");
+  // Documented as without effect, and so without an error: the kernel would silently attend to everything.
+  require_tiling(longest > 1, "sparseMode and preTokens have no effect where queries are of length 1");
+}
+
 void check_mask(const AttentionCall& call) {
-  require(call.sparse_mode == 0 || call.sparse_mode == 3, "sparseMode ", call.sparse_mode, " is not emulated");
-  if (call.sparse_mode == 3) {
+  bool is_band = call.sparse_mode == 4;
+  require(call.sparse_mode == 0 || call.sparse_mode == 3 || is_band, "sparseMode ", call.sparse_mode, " is not emulated");
+  if (is_band) check_band(call);
+  if (call.sparse_mode == 3 || is_band) {
     require_tiling(call.mask.is_given() && call.mask.dim() >= 2 && call.mask.numel() == 2048 * 2048 && call.mask.size(-1) == 2048 &&
                        call.mask.size(-2) == 2048,
-                   "sparseMode 3 needs a mask of 2048 by 2048, not ", describe(call.mask));
+                   "sparseMode 3 and 4 need a mask of 2048 by 2048, not ", describe(call.mask));
     for (int64_t batch = 0; batch < call.num_sequences; ++batch) {
-      require_tiling(call.query_length(batch) <= call.kv_length(batch), "sparseMode 3: sequence ", batch, " has ",
+      require_tiling(call.query_length(batch) <= call.kv_length(batch), "sparseMode 3 or 4: sequence ", batch, " has ",
                      call.query_length(batch), " queries and ", call.kv_length(batch), " keys");
     }
   }
   if (!call.mask.is_given()) return;
   require_dtype(call.mask, {cpu::kBool, cpu::kChar, cpu::kByte}, "attenMask");
   require_contiguous(call.mask, "attenMask");
-  if (call.sparse_mode == 3) return;
-  require_tiling(call.layout != "TND", "TND takes sparseMode 0 without a mask, or 3 with one");
+  if (call.sparse_mode != 0) return;
+  require_tiling(call.layout != "TND", "TND takes sparseMode 0 without a mask, or 3 and 4 with one");
   int64_t rows = call.query.size(call.layout == "BNSD" ? 2 : 1);
   int64_t columns = call.block_table.is_given() ? call.block_table.size(1) * call.block_size : call.key.size(call.layout == "BNSD" ? 2 : 1);
   int64_t dims = call.mask.dim();
@@ -168,8 +186,8 @@ void refuse_given(std::initializer_list<Input> arguments) {
 AttentionCall checked_call(const Input& query, const std::vector<Input>& key, const std::vector<Input>& value, const Input& mask,
                            const Input& block_table, const std::optional<std::vector<int64_t>>& q_lengths,
                            const std::optional<std::vector<int64_t>>& kv_lengths, int64_t num_heads, double scale,
-                           const std::string& layout, int64_t num_kv_heads, int64_t sparse_mode, int64_t inner_precise,
-                           int64_t block_size, bool wants_lse, const Output& out, const Output& lse) {
+                           int64_t pre_tokens, int64_t next_tokens, const std::string& layout, int64_t num_kv_heads,
+                           int64_t sparse_mode, int64_t inner_precise, int64_t block_size, bool wants_lse, const Output& out, const Output& lse) {
   require(key.size() == 1 && value.size() == 1, "lists of ", key.size(), " keys and ", value.size(), " values are not emulated");
   require(layout == "TND" || layout == "BSND" || layout == "BNSD" || layout == "BSH", "inputLayout ", layout, " is not emulated");
   require_dim(query, layout == "TND" || layout == "BSH" ? 3 : 4, "query");
@@ -178,6 +196,8 @@ AttentionCall checked_call(const Input& query, const std::vector<Input>& key, co
   call.num_heads = num_heads;
   call.num_kv_heads = num_kv_heads == 0 ? num_heads : num_kv_heads;
   call.sparse_mode = sparse_mode;
+  call.pre_tokens = pre_tokens;
+  call.next_tokens = next_tokens;
   call.block_size = block_size;
   call.scale = scale;
   call.wants_lse = wants_lse;

@@ -172,6 +172,12 @@ ACLNN(InplaceDivMods, Out(self), Num(other), Int(mode)) {
 }
 
 // ---- three operands
+ACLNN(InplaceAddcmul, Out(self), In(tensor1), In(tensor2), Num(value)) {
+  return [=] { self.write(cpu::op("addcmul", self, tensor1, tensor2, value)); };
+}
+ACLNN(Softplus, In(self), Num(beta), Num(threshold), Out(out)) {
+  return [=] { out.write(cpu::op("softplus", self, beta, threshold)); };
+}
 ACLNN(Addcmul, In(self), In(tensor1), In(tensor2), Num(value), Out(out)) {
   return [=] { out.write(cpu::op("addcmul", self, tensor1, tensor2, value)); };
 }

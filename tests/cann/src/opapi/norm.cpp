@@ -7,13 +7,13 @@ using opapi::require_dtype;
 
 namespace {
 
-// gamma covers the last dimensions of x; rstd keeps those dimensions as 1.
-void check_rms_norm(const Tensor& x, const Tensor& gamma, const Tensor& y, const Tensor& rstd) {
+// gamma covers the last dimensions of x; rstd keeps those dimensions as 1. `mixes`: gamma may be float32 where x has 16 bits.
+void check_rms_norm(const Tensor& x, const Tensor& gamma, const Tensor& y, const Tensor& rstd, bool mixes) {
   require_dtype(x, {cpu::kFloat, cpu::kHalf, cpu::kBFloat16}, "x");
   opapi::require_same_dtype(x, y, "x and y");
   opapi::require_same_shape(x, y, "x and y");
   require_dtype(rstd, {cpu::kFloat}, "rstd");
-  opapi::require_same_dtype(x, gamma, "x and gamma");
+  if (!mixes || gamma.type() != cpu::kFloat) opapi::require_same_dtype(x, gamma, "x and gamma");
   require(x.dim() >= 2 && x.dim() <= 8 && gamma.dim() >= 1 && gamma.dim() <= x.dim(), "x ", x.sizes(), ", gamma ", gamma.sizes());
   require(opapi::tail_of(x.sizes(), gamma.dim()) == gamma.sizes(), "gamma ", gamma.sizes(), " is not the tail of x ", x.sizes());
 }
@@ -29,7 +29,7 @@ std::pair<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& gamma, double 
 }  // namespace
 
 ACLNN(RmsNorm, In(x), In(gamma), Double(epsilon), Out(y), Out(rstd)) {
-  check_rms_norm(x, gamma, y, rstd);
+  check_rms_norm(x, gamma, y, rstd, true);
   return [=] {
     auto [normed, inverse] = rms_norm(x, gamma, epsilon);
     y.write(normed);
@@ -40,7 +40,7 @@ ACLNN(RmsNorm, In(x), In(gamma), Double(epsilon), Out(y), Out(rstd)) {
 namespace {
 opapi::Run add_rms_norm(const opapi::Input& x1, const opapi::Input& x2, const opapi::Input& gamma, double epsilon,
                         const opapi::Output& y, const opapi::Output& rstd, const opapi::Output& x) {
-  check_rms_norm(x1, gamma, y, rstd);
+  check_rms_norm(x1, gamma, y, rstd, false);
   opapi::require_same_dtype(x1, x2, "x1 and x2");
   opapi::require_same_shape(x1, x2, "x1 and x2");
   return [=] {

@@ -126,6 +126,9 @@ inline std::optional<std::vector<int64_t>> optional_ints(const aclIntArray* arra
   return array == nullptr ? std::nullopt : std::optional<std::vector<int64_t>>(array->values);
 }
 std::vector<Input> inputs_of(const aclTensorList* list, const char* name);
+inline std::vector<Input> optional_inputs_of(const aclTensorList* list, const char* name) {
+  return list == nullptr ? std::vector<Input>() : inputs_of(list, name);
+}
 std::vector<Output> outputs_of(const aclTensorList* list, const char* name);
 cpu::Type scalar_type(int acl_type);
 int acl_type(cpu::Type type);
@@ -167,6 +170,9 @@ cpu::Ints tail_of(const cpu::Ints& sizes, int64_t length);
 #define EMU_C_Ins(x) const aclTensorList* x
 #define EMU_V_Ins(x) [[maybe_unused]] const std::vector<opapi::Input>& x
 #define EMU_A_Ins(x) opapi::inputs_of(x, #x)
+#define EMU_C_OptIns(x) const aclTensorList* x
+#define EMU_V_OptIns(x) [[maybe_unused]] const std::vector<opapi::Input>& x
+#define EMU_A_OptIns(x) opapi::optional_inputs_of(x, #x)
 #define EMU_C_Outs(x) const aclTensorList* x
 #define EMU_V_Outs(x) [[maybe_unused]] const std::vector<opapi::Output>& x
 #define EMU_A_Outs(x) opapi::outputs_of(x, #x)

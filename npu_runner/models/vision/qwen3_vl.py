@@ -7,7 +7,6 @@ N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden size of the deco
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.errors import ModelError
-from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
-from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
+from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from npu_runner.layers.parallel import LayerContext
 from npu_runner.model_config import VisionConfig
-from npu_runner.platforms.base import Ops
+from npu_runner.models.vision.parts import (
+    PatchEmbed,
+    VisionAttention,
+    block_order,
+    both_halves,
+    cached_by_size,
+    tower_context,
+    turns,
+)
+from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.upload import upload_together
 
 _ACTIVATIONS: dict[str, Callable[[Ops, Tensor], Tensor]] = {
@@ -28,53 +36,6 @@ _ACTIVATIONS: dict[str, Callable[[Ops, Tensor], Tensor]] = {
     "silu": lambda ops, x: F.silu(x),
 }
 _LAYER_NORM_EPS = 1e-6
-# What depends on a picture's size alone is kept for the last sizes, 40 bytes of the host's memory for each patch.
-_cached_by_size = lru_cache(maxsize=64)
-
-
-class PatchEmbed(nn.Module):
-    """The checkpoint's 3-D convolution, whose stride equals its kernel, as the matmul it is.
-
-    A picture is a film of equal frames: one frame goes through the sum of the frames' weights.
-    """
-
-    def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__()
-        shape = (config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size,
-                 config.patch_size)
-        self.weight = context.parameter(*shape)
-        self.bias = context.parameter(config.hidden_size)
-        self.weight_parts = {"weight": [WeightPart("patch_embed.proj.weight", shape)],
-                             "bias": [WeightPart("patch_embed.proj.bias", (config.hidden_size,))]}
-
-    def forward(self, patches_PX: Tensor) -> Tensor:
-        weight_CX = self.weight.sum(2, dtype=torch.float32).permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
-        return F.linear(patches_PX.to(self.weight.dtype), weight_CX, self.bias)
-
-
-class VisionAttention(nn.Module):
-    """Weights are laid out for the head dim that the kernel takes: zeros behind each half of a head.
-
-    Halves and not heads, so that rotary embedding finds its pairs where it finds them without padding.
-    """
-
-    def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__()
-        size = config.hidden_size
-        self.ops, self.backend = context.ops, context.attention
-        model_head_dim = size // config.num_heads
-        self.scale = model_head_dim**-0.5
-        self.head_dim = context.attention.vision_head_dim(model_head_dim)
-        padding = Padding(model_head_dim // 2, self.head_dim // 2)
-        start, length = context.tp.share(size, "vision hidden_size")
-        parts = [OutputPart("qkv", 3 * size, which * size + start, length) for which in range(3)]
-        self.qkv = ColumnParallelLinear(size, parts, bias=True, context=context, padding=padding)
-        self.proj = RowParallelLinear("proj", size, size, bias=True, context=context, padding=padding)
-
-    def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, plan: Any) -> Tensor:
-        qkv_P3NH = self.qkv(x_PC).unflatten(-1, (3, -1, self.head_dim))
-        q_PNH, k_PNH = self.ops.rotary_in_float32(qkv_P3NH[:, :2], cos_PH, sin_PH)
-        return self.proj(self.backend.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], plan, self.scale).flatten(-2))
 
 
 class VisionBlock(nn.Module):
@@ -128,12 +89,9 @@ class VisionTower(nn.Module):
 
     def __init__(self, config: VisionConfig, context: LayerContext):
         super().__init__()
-        if config.num_heads % context.tp.size or config.intermediate_size % context.tp.size:
-            context = LayerContext(context.ops, context.attention, TensorParallel(), context.dtype, context.device)
+        context = tower_context(config, context)
         self.config = config
         self.attention = context.attention
-        model_head_dim = config.hidden_size // config.num_heads
-        self.half_padding = (self.attention.vision_head_dim(model_head_dim) - model_head_dim) // 2
         self.patch_embed = PatchEmbed(config, context)
         self.pos_embed = nn.Embedding(
             config.num_position_embeddings, config.hidden_size, dtype=context.dtype, device=context.device
@@ -154,7 +112,8 @@ class VisionTower(nn.Module):
         places_P2, taps_P4, weights_P4, cos_SQ, sin_SQ = upload_together(self._positions(grids), x_PC.device)
         # The learned square grid, resampled bilinearly (corners aligned) to each picture's grid.
         x_PC = x_PC + (self.pos_embed(taps_P4) * weights_P4[..., None]).sum(1).to(x_PC.dtype)
-        cos_PH, sin_PH = (self._both_halves(F.embedding(places_P2, table).flatten(1)) for table in (cos_SQ, sin_SQ))
+        cos_PH, sin_PH = (both_halves(F.embedding(places_P2, table).flatten(1), self.config, self.attention)
+                          for table in (cos_SQ, sin_SQ))
         plan = self.attention.plan_vision([height * width for height, width in grids], x_PC.device)
         levels: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
@@ -164,10 +123,6 @@ class VisionTower(nn.Module):
                 levels[level] = self.deepstack_merger_list[level](x_PC)
         return self.merger(x_PC), [levels[level] for level in range(len(levels))]
 
-    def _both_halves(self, turns_PH: Tensor) -> Tensor:
-        """(P, H) of (P, H / 2), for the head dim that weights are laid out for; there zeros turn to zeros anyhow."""
-        return F.pad(turns_PH, (0, self.half_padding)).repeat(1, 2)
-
     def _positions(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Patches' rows and columns (P, 2), places (P, 4) and weights (P, 4) in the learned grid; cos, sin (side, Q).
 
@@ -175,36 +130,20 @@ class VisionTower(nn.Module):
         """
         config = self.config
         merge, side = config.spatial_merge_size, int(config.num_position_embeddings**0.5)
-        columns = zip(*((_block_order(*grid, merge), *_interpolation_taps(*grid, side, merge)) for grid in grids),
+        columns = zip(*((block_order(*grid, merge), *_interpolation_taps(*grid, side, merge)) for grid in grids),
                       strict=True)
-        turns = _turns(max(map(max, grids)), config.hidden_size // config.num_heads // 2, config.rope_theta)
-        return [*map(np.concatenate, columns), *turns]
+        tables = turns(max(map(max, grids)), config.hidden_size // config.num_heads // 2, config.rope_theta)
+        return [*map(np.concatenate, columns), *tables]
 
 
 def _layer_norm(size: int, context: LayerContext) -> nn.LayerNorm:
     return nn.LayerNorm(size, eps=_LAYER_NORM_EPS, dtype=context.dtype, device=context.device)
 
 
-@_cached_by_size
-def _turns(side: int, axis_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin (side, Q) float32 of the angles at each place of an axis."""
-    inverse_Q = 1.0 / (theta ** (torch.arange(0, axis_dim, 2, dtype=torch.float32) / axis_dim))
-    angles = torch.arange(side, dtype=torch.float32)[:, None] * inverse_Q
-    return angles.cos().numpy(), angles.sin().numpy()
-
-
-@_cached_by_size
-def _block_order(height: int, width: int, merge: int) -> np.ndarray:
-    """(P, 2) int32 row and column of each patch, in the order in which merge x merge blocks follow each other."""
-    blocks = (height // merge, merge, width // merge, merge)
-    axes = np.indices((height, width), dtype=np.int32)
-    return np.stack([axis.reshape(blocks).swapaxes(1, 2).ravel() for axis in axes], axis=-1)
-
-
-@_cached_by_size
+@cached_by_size
 def _interpolation_taps(height: int, width: int, side: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
     """(P, 4) int32 rows of the side x side grid around each patch, and their (P, 4) float32 weights."""
-    places_P2 = _block_order(height, width, merge)
+    places_P2 = block_order(height, width, merge)
     low, high, share = [], [], []
     for axis, size in enumerate((height, width)):
         place = torch.linspace(0, side - 1, size, dtype=torch.float32).numpy()[places_P2[:, axis]]

@@ -1,0 +1,194 @@
+"""Any decoder of transformers as a network of ours: its modules as they are, its attention led to the paged cache.
+
+Knows how a CausalLM of transformers is called (docs/generic.md); imports nothing of it. All rows of a step lie side by
+side as one sequence: what tells them apart are positions and, inside attention, the step's metadata.
+
+T tokens in the step, B rows that want logits, N query heads, K kv heads, H head dim, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npu_runner.errors import ModelError
+from npu_runner.layers.attention import PagedAttention
+from npu_runner.layers.parallel import LayerContext
+from npu_runner.platforms.step_inputs import AttentionMetadata
+
+# Keyword arguments of an attention call that change nothing here. Whatever else arrives has a meaning and must be None.
+HARMLESS = frozenset({
+    "cache_position", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
+    "return_dict", "sliding_window",
+})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What one module of a network asks of attention."""
+
+    name: str
+    """The module's, within the network."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    """A token sees this many, itself included; None: all."""
+
+
+class CurrentStep:
+    """Which step is under way; all attention of a network reads the same one."""
+
+    metadata: AttentionMetadata | None = None
+    """None: tokens are looked at one by one (`check_tokens_stand_alone`)."""
+
+
+class AttentionPort(nn.Module):
+    """What stands in a module's place for the attention that it calls."""
+
+    def __init__(self, index: int, call: AttentionCall, step: CurrentStep, context: LayerContext):
+        super().__init__()
+        self.call = call
+        self.step = step
+        self.paged = PagedAttention(index, call.num_kv_heads, call.head_dim, context, scale=call.scale,
+                                    window=call.window)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None,
+                **more: Any) -> tuple[Tensor, None]:
+        """query (1, N, T, H), key and value (1, K, T, H) to (1, T, N, H), as transformers' functions have it."""
+        check_call(self.call.name, mask, more)
+        scale = self.call.head_dim**-0.5 if scaling is None else float(scaling)
+        assert scale == self.call.scale, f"{self.call.name} scales by {scale}, at start by {self.call.scale}"
+        q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        if self.step.metadata is None:
+            return _without_neighbours(q_TNH, k_TKH, v_TKH)[None], None
+        return self.paged(q_TNH, k_TKH, v_TKH, self.step.metadata)[None], None
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
+           scaling: float | None = None, **more: Any) -> tuple[Tensor, None]:
+    """What transformers calls in the place of an attention function: the port that stands in `module`."""
+    port: Any = module.attention_port
+    return port(query, key, value, attention_mask, scaling, **more)
+
+
+def check_call(name: str, mask: Any, more: dict[str, Any]) -> None:
+    """Raises ModelError for an argument that means something which paged attention does not do."""
+    if mask is not None:
+        raise ModelError(f"{name} brings an attention mask of its own; only causal attention and sliding windows are "
+                         "supported")
+    if more.pop("dropout", 0.0) not in (0, None):
+        raise ModelError(f"{name} asks for dropout; a model that serves has none")
+    if more.pop("is_causal", None) is False:
+        raise ModelError(f"{name} attends in both directions; only causal attention is supported")
+    unknown = sorted(key for key, given in more.items() if given is not None and key not in HARMLESS)
+    if unknown:
+        raise ModelError(f"{name} passes {', '.join(unknown)} to attention, which is not supported: the platform's "
+                         "attention has causal masks, sliding windows and a scale")
+
+
+def base_of(causal_lm: Any) -> nn.Module:
+    """The network without its head."""
+    base: nn.Module = causal_lm.get_decoder()
+    return base
+
+
+def _without_neighbours(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    """Something of all three that looks at no other token."""
+    return q_TNH + (k_TKH + v_TKH).repeat_interleave(q_TNH.shape[1] // k_TKH.shape[1], dim=1)
+
+
+class TransformersModel(nn.Module):
+    """A CausalLM of transformers behind models/contract.py, `calls` being what its modules ask of attention.
+
+    Its forward runs in two halves: all up to the hidden states for every token, and what CausalLM.forward does behind
+    them (head, scalings, soft caps) for the rows that want logits.
+    """
+
+    def __init__(self, causal_lm: nn.Module, calls: Sequence[AttentionCall], context: LayerContext):
+        super().__init__()
+        self.calls = tuple(calls)
+        self.context = context
+        self.step = CurrentStep()
+        self.attach(causal_lm)
+
+    def attach(self, causal_lm: nn.Module) -> None:
+        """Take this network in the place of the one that is there: the same one, with weights."""
+        self.causal_lm = causal_lm
+        for index, call in enumerate(self.calls):
+            causal_lm.get_submodule(call.name).attention_port = AttentionPort(index, call, self.step, self.context)
+
+    @property
+    def base(self) -> nn.Module:
+        return base_of(self.causal_lm)
+
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """The ids themselves: how a model embeds and scales them, and whether it looks at them again, is its own."""
+        return input_ids_T
+
+    def forward(self, input_ids_T: Tensor, positions: Tensor, metadata: AttentionMetadata | None,
+                deepstack: None = None) -> Tensor:
+        """Final hidden states (T, D)."""
+        self.step.metadata = metadata
+        output = self.base(input_ids=input_ids_T[None].long(), position_ids=positions[None].long(), use_cache=False)
+        self._output_class = type(output)
+        hidden_TD: Tensor = output.last_hidden_state[0]
+        return hidden_TD
+
+    def compute_logits(self, hidden_BD: Tensor) -> Tensor:
+        with self._base_gives(self._output_class(last_hidden_state=hidden_BD[None])):
+            nobody = torch.zeros(1, len(hidden_BD), dtype=torch.int64, device=hidden_BD.device)
+            logits_BV: Tensor = self.causal_lm(input_ids=nobody, use_cache=False).logits[0]
+        return logits_BV
+
+    @contextmanager
+    def _base_gives(self, output: Any) -> Iterator[None]:
+        base: Any = self.base
+        base.forward = lambda *args, **kwargs: output
+        try:
+            yield
+        finally:
+            del base.forward
+
+
+@torch.inference_mode()
+def check_tokens_stand_alone(model: TransformersModel, num_positions: int, vocab_size: int) -> None:
+    """Raises ModelError where a token's logits depend, outside attention, on what else lies in its step.
+
+    Steps are packed, cut and mixed as the scheduler likes, so convolutions over tokens, states, places counted by the
+    model itself and rotary embeddings that look at the longest position would all be wrong, and none would say so.
+    """
+    ids_2T, positions_2T, stays_T = _two_steps(num_positions, vocab_size)
+    ids_2T, positions_2T, stays_T = (x.to(model.context.device) for x in (ids_2T, positions_2T, stays_T))
+    model.step.metadata = None
+    whole_TV = model.causal_lm(input_ids=ids_2T[:1], position_ids=positions_2T[:1], use_cache=False).logits[0]
+    halves_TV = model.compute_logits(model(ids_2T[1], positions_2T[1], None)).flip(0)
+    expected_SV, found_SV = whole_TV[stays_T].float(), halves_TV[stays_T].float()
+    error = ((found_SV - expected_SV).square().mean() / expected_SV.square().mean()).sqrt().item()
+    tolerance = 1e-3 if model.context.dtype == torch.float32 else 0.1
+    if error > tolerance:
+        raise ModelError(
+            f"{type(model.causal_lm).__name__}: logits of a token change by {error:.1%} with what else lies in its "
+            "step (convolutions over tokens, states, positions that the model counts itself, a rotary embedding that "
+            "depends on the longest position); such a model needs a strategy of its own"
+        )
+
+
+def _two_steps(num_positions: int, vocab_size: int, num_tokens: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and positions (2, T) of two steps, and (T,) which tokens stand in both, at T - 1 - t in the second."""
+    generator = torch.Generator().manual_seed(0)
+    ids_2T = torch.randint(vocab_size, (2, num_tokens), generator=generator)
+    positions_2T = torch.randint(num_positions, (2, num_tokens), generator=generator)
+    positions_2T[0] //= 2
+    positions_2T[1, -1] = num_positions - 1
+    stays_T = torch.arange(num_tokens) % 3 == 0
+    for x_2T in (ids_2T, positions_2T):
+        x_2T[1, stays_T] = x_2T[0, stays_T]
+        x_2T[1] = x_2T[1].flip(0)
+    return ids_2T, positions_2T, stays_T

@@ -1,0 +1,162 @@
+"""What a network of transformers asks of attention, found by running it without weights. Imports nothing of it.
+
+The network stands on the meta device, where tensors have shapes and no values: a run costs no memory, and whatever is
+not to be served is known before any is taken.
+
+T tokens of the run, N query heads, K kv heads, H head dim, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from npu_runner.errors import ModelError
+from npu_runner.models.transformers_model import AttentionCall, base_of, check_call
+
+# A prime that is nobody's width: a tensor with this size in two dims is a mask, or a bias, over all pairs of tokens.
+NUM_TOKENS = 1013
+# A convolution or a shift over tokens makes tensors that are a little longer or shorter.
+_NEAR = range(1, 9)
+_MOST_POSITIONS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """One forward: its attention calls in order, the width of its hidden states, the tokens that it has logits for."""
+
+    calls: tuple[AttentionCall, ...]
+    hidden_size: int
+    vocab_size: int
+
+
+class Recorder:
+    """Stands in every module while a network is observed, and notes what each asks of attention."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def of(self, name: str) -> Callable[..., tuple[Tensor, None]]:
+        def port(query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any,
+                 **more: Any) -> tuple[Tensor, None]:
+            self.calls.append(_call(name, query, key, value, mask, scaling, more))
+            return query.transpose(1, 2), None
+
+        return port
+
+
+def observe(causal_lm: nn.Module) -> Observed:
+    """Run `causal_lm`, which stands on the meta device and calls `transformers_model.attend` with `claim_mask`.
+
+    Raises ModelError, with the module's name, for what paged attention does not do.
+    """
+    recorder = Recorder()
+    modules: list[Any] = list(causal_lm.named_modules())
+    convolutions = [name for name, module in modules if isinstance(module, nn.Conv1d)]
+    if convolutions:
+        raise ModelError(f"{convolutions[0]} mixes neighbouring tokens outside attention: it keeps a state that our "
+                         "cache does not hold")
+    for name, module in modules:
+        object.__setattr__(module, "attention_port", recorder.of(name))
+    hidden: list[Tensor] = []
+    hook = base_of(causal_lm).register_forward_hook(lambda _, args, output: hidden.append(output.last_hidden_state))
+    tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
+    with torch.no_grad(), _Watch():
+        logits = causal_lm(input_ids=tokens, position_ids=tokens, attention_mask=torch.ones_like(tokens),
+                           use_cache=False).logits
+    hook.remove()
+    for _, module in modules:
+        object.__delattr__(module, "attention_port")
+    _check_halves(causal_lm, hidden, logits)
+    _check_calls(recorder.calls)
+    return Observed(calls=tuple(recorder.calls), hidden_size=hidden[0].shape[-1], vocab_size=logits.shape[-1])
+
+
+def claim_mask(*, mask_function: Callable[..., Tensor], config: Any = None, **sizes: Any) -> Tensor:
+    """What transformers calls for a mask: none is made, only what it would say is put down, for `Recorder` to read."""
+    longest = min(getattr(config, "max_position_embeddings", None) or 1 << 17, _MOST_POSITIONS)
+    claim: Any = torch.empty(1, 1, 1, 1, device="meta")
+    claim.window = _window_of(mask_function, longest)
+    return claim
+
+
+def _window_of(mask_function: Callable[..., Tensor], longest: int) -> int | None:
+    """The sliding window that a mask function describes, None where a token sees all before it."""
+    with torch.device("cpu"):
+        zero, places_L = torch.tensor(0), torch.arange(longest + 1)
+        seen = int(mask_function(zero, zero, torch.tensor(longest - 1), places_L).sum())
+        for last in {0, 1, longest // 3, longest // 2, longest - 1}:
+            found_L = mask_function(zero, zero, torch.tensor(last), places_L)
+            if not torch.equal(found_L, (places_L <= last) & (places_L > last - seen)):
+                raise ModelError("it masks attention in a way of its own (in chunks, blocks or both directions); only "
+                                 "causal attention and sliding windows are supported")
+    return None if seen == longest else seen
+
+
+def _call(name: str, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any,
+          more: dict[str, Any]) -> AttentionCall:
+    is_claim = hasattr(mask, "window")
+    check_call(name, None if is_claim else mask, more)
+    if not isinstance(scaling, (int, float, type(None))):
+        raise ModelError(f"{name} scales attention by a tensor, which is not supported; one number is")
+    sizes = {tuple(x.shape[:1] + x.shape[2:]) for x in (query, key, value)}
+    if len(sizes) > 1 or query.shape[2] != NUM_TOKENS or query.shape[1] % key.shape[1] or key.shape != value.shape:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise ModelError(f"{name}: query, key and value of shapes {shapes} are not supported; key and value have one "
+                         "head dim, the query's, and a key for each token (latent and cross attention do not)")
+    if len({query.dtype, key.dtype, value.dtype}) > 1:
+        raise ModelError(f"{name}: query, key and value of {query.dtype}, {key.dtype} and {value.dtype} are not "
+                         "supported; one dtype is")
+    window = mask.window if is_claim else more.get("sliding_window")
+    return AttentionCall(name=name, num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[3],
+                         scale=query.shape[3] ** -0.5 if scaling is None else float(scaling), window=window)
+
+
+def _check_calls(calls: list[AttentionCall]) -> None:
+    if not calls:
+        raise ModelError("its attention does not go through transformers' attention interface, so it cannot be led to "
+                         "the paged cache")
+    names = [call.name for call in calls]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ModelError(f"{', '.join(twice)} attends more than once in a forward, which is not supported")
+    for what in ("num_heads", "num_kv_heads", "head_dim"):
+        sizes = sorted({getattr(call, what) for call in calls})
+        if len(sizes) > 1:
+            raise ModelError(f"{what} differs by layer ({', '.join(map(str, sizes))}), which is not supported")
+
+
+def _check_halves(causal_lm: nn.Module, hidden: list[Tensor], logits: Tensor) -> None:
+    name = type(causal_lm).__name__
+    if len(hidden) != 1 or hidden[0].shape[:2] != (1, NUM_TOKENS):
+        raise ModelError(f"{name} does not run its {type(base_of(causal_lm)).__name__} once for all tokens, which is "
+                         "not supported")
+    if logits.shape[:2] != (1, NUM_TOKENS):
+        raise ModelError(f"{name} has logits of shape {list(logits.shape)} for {NUM_TOKENS} tokens")
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at the shape of every tensor that is made."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for made in tree_leaves(output):
+            if isinstance(made, Tensor):
+                _check_shape(function, made)
+        return output
+
+
+def _check_shape(function: Any, made: Tensor) -> None:
+    sizes = list(made.shape)
+    if sizes.count(NUM_TOKENS) > 1:
+        raise ModelError(f"it makes a mask or bias over all pairs of tokens ({function} of shape {sizes}), which is "
+                         "not supported")
+    if any(abs(size - NUM_TOKENS) in _NEAR for size in sizes):
+        raise ModelError(f"it mixes neighbouring tokens outside attention ({function} makes a tensor of shape {sizes} "
+                         f"from {NUM_TOKENS} tokens): it keeps a state that our cache does not hold")

@@ -1,0 +1,1 @@
+"""Vision towers: patches of pictures in, embeddings for the decoder out."""

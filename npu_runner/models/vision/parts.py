@@ -1,0 +1,98 @@
+"""What vision towers share: patch embedding, attention within pictures, and where patches stand. Knows no tower.
+
+P patches of all pictures, X values of a patch (row, column, channel), C hidden size, N heads, H head dim, Q = H / 4
+frequencies of an axis.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
+from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
+from npu_runner.model_config import VisionConfig
+from npu_runner.platforms.base import AttentionBackend
+
+# What depends on a picture's size alone is kept for the last sizes, 40 bytes of the host's memory for each patch.
+cached_by_size = lru_cache(maxsize=64)
+
+
+class PatchEmbed(nn.Module):
+    """The checkpoint's 3-D convolution, whose stride equals its kernel, as the matmul it is.
+
+    A picture is a film of equal frames: one frame goes through the sum of the frames' weights.
+    """
+
+    def __init__(self, config: VisionConfig, context: LayerContext, *, bias: bool = True):
+        super().__init__()
+        shape = (config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size,
+                 config.patch_size)
+        self.weight = context.parameter(*shape)
+        self.bias = context.parameter(config.hidden_size) if bias else None
+        self.weight_parts = {"weight": [WeightPart("patch_embed.proj.weight", shape)],
+                             "bias": [WeightPart("patch_embed.proj.bias", (config.hidden_size,))]}
+
+    def forward(self, patches_PX: Tensor) -> Tensor:
+        weight_CX = self.weight.sum(2, dtype=torch.float32).permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
+        return F.linear(patches_PX.to(self.weight.dtype), weight_CX, self.bias)
+
+
+class VisionAttention(nn.Module):
+    """Weights are laid out for the head dim that the kernel takes: zeros behind each half of a head.
+
+    Halves and not heads, so that rotary embedding finds its pairs where it finds them without padding.
+    """
+
+    def __init__(self, config: VisionConfig, context: LayerContext):
+        super().__init__()
+        size = config.hidden_size
+        self.ops, self.backend = context.ops, context.attention
+        model_head_dim = size // config.num_heads
+        self.scale = model_head_dim**-0.5
+        self.head_dim = context.attention.vision_head_dim(model_head_dim)
+        padding = Padding(model_head_dim // 2, self.head_dim // 2)
+        start, length = context.tp.share(size, "vision hidden_size")
+        parts = [OutputPart("qkv", 3 * size, which * size + start, length) for which in range(3)]
+        self.qkv = ColumnParallelLinear(size, parts, bias=True, context=context, padding=padding)
+        self.proj = RowParallelLinear("proj", size, size, bias=True, context=context, padding=padding)
+
+    def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, plan: Any) -> Tensor:
+        qkv_P3NH = self.qkv(x_PC).unflatten(-1, (3, -1, self.head_dim))
+        q_PNH, k_PNH = self.ops.rotary_in_float32(qkv_P3NH[:, :2], cos_PH, sin_PH)
+        return self.proj(self.backend.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], plan, self.scale).flatten(-2))
+
+
+def tower_context(config: VisionConfig, context: LayerContext) -> LayerContext:
+    """Heads and MLPs are cut over the ranks where they divide; otherwise every rank holds the whole tower."""
+    if config.num_heads % context.tp.size or config.intermediate_size % context.tp.size:
+        return LayerContext(context.ops, context.attention, TensorParallel(), context.dtype, context.device)
+    return context
+
+
+def both_halves(turns_PQ: Tensor, config: VisionConfig, attention: AttentionBackend) -> Tensor:
+    """(P, H) of (P, H / 2), for the head dim that weights are laid out for; there zeros turn to zeros anyhow."""
+    model_head_dim = config.hidden_size // config.num_heads
+    half_padding = (attention.vision_head_dim(model_head_dim) - model_head_dim) // 2
+    return F.pad(turns_PQ, (0, half_padding)).repeat(1, 2)
+
+
+@cached_by_size
+def turns(side: int, axis_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin (side, Q) float32 of the angles at each place of an axis."""
+    inverse_Q = 1.0 / (theta ** (torch.arange(0, axis_dim, 2, dtype=torch.float32) / axis_dim))
+    angles = torch.arange(side, dtype=torch.float32)[:, None] * inverse_Q
+    return angles.cos().numpy(), angles.sin().numpy()
+
+
+@cached_by_size
+def block_order(height: int, width: int, merge: int) -> np.ndarray:
+    """(P, 2) int32 row and column of each patch, in the order in which merge x merge blocks follow each other."""
+    blocks = (height // merge, merge, width // merge, merge)
+    axes = np.indices((height, width), dtype=np.int32)
+    return np.stack([axis.reshape(blocks).swapaxes(1, 2).ravel() for axis in axes], axis=-1)

@@ -1,0 +1,134 @@
+"""The Qwen2.5-VL vision tower: most of its layers attend within windows of a picture. Knows no text.
+
+Source: the Qwen2.5-VL report, section 2.1.1 (arXiv 2502.13923).
+
+P patches of all pictures, G = merge^2 patches of a token, M = P / G picture tokens, X values of a patch, C hidden size,
+H head dim, Q = H / 4 frequencies of an axis, D hidden size of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from npu_runner.layers.norm import RMSNorm
+from npu_runner.layers.parallel import LayerContext
+from npu_runner.model_config import MLPConfig, VisionConfig
+from npu_runner.models.mixers.mlp import DecoderMLP
+from npu_runner.models.vision.parts import (
+    PatchEmbed,
+    VisionAttention,
+    block_order,
+    both_halves,
+    cached_by_size,
+    tower_context,
+    turns,
+)
+from npu_runner.platforms.upload import upload_together
+
+_EPS = 1e-6
+
+
+class WindowedBlock(nn.Module):
+    def __init__(self, config: VisionConfig, context: LayerContext):
+        super().__init__()
+        self.norm1 = RMSNorm(config.hidden_size, _EPS, context)
+        self.norm2 = RMSNorm(config.hidden_size, _EPS, context)
+        self.attn = VisionAttention(config, context)
+        self.mlp = DecoderMLP(config.hidden_size, MLPConfig(intermediate_size=config.intermediate_size, bias=True),
+                              context)
+
+    def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, plan: Any) -> Tensor:
+        x_PC = x_PC + self.attn(self.norm1(x_PC), cos_PH, sin_PH, plan)
+        return x_PC + self.mlp(self.norm2(x_PC))
+
+
+class WindowedMerger(nn.Module):
+    """merge x merge patches to one token of the decoder's size."""
+
+    def __init__(self, config: VisionConfig, context: LayerContext):
+        super().__init__()
+        self.ops = context.ops
+        merged = config.hidden_size * config.spatial_merge_size**2
+        start, length = context.tp.share(merged, "width of the vision merger")
+        self.ln_q = RMSNorm(config.hidden_size, _EPS, context)
+        self.merged = merged
+        # The checkpoint counts the parts of a sequence: product, activation, product.
+        self.first = ColumnParallelLinear(merged, [OutputPart("mlp.0", merged, start, length)], bias=True,
+                                          context=context)
+        self.second = RowParallelLinear("mlp.2", merged, config.out_hidden_size, bias=True, context=context)
+
+    def forward(self, x_PC: Tensor) -> Tensor:
+        x_MC = self.ln_q(x_PC).reshape(-1, self.merged)
+        return self.second(self.ops.gelu(self.first(x_MC), "none"))
+
+
+class WindowedVisionTower(nn.Module):
+    """Tokens lie window after window while they go through the layers, and picture after picture again at the end.
+
+    A window is then a stretch of rows, as a picture is one of windows: attention in either needs no other plan than the
+    lengths of the stretches.
+    """
+
+    def __init__(self, config: VisionConfig, context: LayerContext):
+        super().__init__()
+        context = tower_context(config, context)
+        self.config = config
+        self.attention = context.attention
+        self.patch_embed = PatchEmbed(config, context, bias=False)
+        self.blocks = nn.ModuleList(WindowedBlock(config, context) for _ in range(config.depth))
+        self.merger = WindowedMerger(config, context)
+
+    def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]]) -> tuple[Tensor, list[Tensor]]:
+        """Main embeddings (M, D), and no deepstack level.
+
+        `patches_PX` holds the pictures one after the other, each in merge-block order; `grids` their (height, width)
+        in patches.
+        """
+        config, group = self.config, self.config.spatial_merge_size**2
+        places_P2, order_M, back_M, cos_SQ, sin_SQ = upload_together(self._positions(grids), patches_PX.device)
+        x_PC = self.patch_embed(patches_PX)
+        x_PC = F.embedding(order_M, x_PC.reshape(len(order_M), -1)).view(x_PC.shape)
+        cos_PH, sin_PH = (both_halves(F.embedding(places_P2, table).flatten(1), config, self.attention)
+                          for table in (cos_SQ, sin_SQ))
+        whole = self.attention.plan_vision([height * width for height, width in grids], x_PC.device)
+        lengths = [count * group for count in chain.from_iterable(self._windows(grid)[1] for grid in grids)]
+        windows = self.attention.plan_vision(lengths, x_PC.device)
+        for index, block in enumerate(self.blocks):
+            x_PC = block(x_PC, cos_PH, sin_PH, whole if index in config.full_attention_layers else windows)
+        return F.embedding(back_M, self.merger(x_PC)), []
+
+    def _windows(self, grid: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
+        config = self.config
+        assert config.window_size is not None, "a tower of windows has a window_size"
+        side = config.window_size // config.spatial_merge_size // config.patch_size
+        return _window_order(grid[0] // config.spatial_merge_size, grid[1] // config.spatial_merge_size, side)
+
+    def _positions(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Patches' rows and columns (P, 2) in the order of windows, that order (M,) and the way back; cos, sin."""
+        config = self.config
+        places, orders, first = [], [], 0
+        for grid in grids:
+            order_M, _ = self._windows(grid)
+            by_token = block_order(*grid, config.spatial_merge_size).reshape(len(order_M), -1)
+            places.append(by_token[order_M].reshape(-1, 2))
+            orders.append(order_M + first)
+            first += len(order_M)
+        order_M = np.concatenate(orders).astype(np.int32)
+        tables = turns(max(map(max, grids)), config.hidden_size // config.num_heads // 2, config.rope_theta)
+        return [np.concatenate(places), order_M, np.argsort(order_M).astype(np.int32), *tables]
+
+
+@cached_by_size
+def _window_order(height: int, width: int, side: int) -> tuple[np.ndarray, list[int]]:
+    """Tokens of a height x width picture window by window (M,) and how many each has; the last ones are cut short."""
+    places = np.arange(height * width, dtype=np.int32).reshape(height, width)
+    windows = [places[row : row + side, column : column + side].ravel()
+               for row in range(0, height, side) for column in range(0, width, side)]
+    return np.concatenate(windows), [len(window) for window in windows]

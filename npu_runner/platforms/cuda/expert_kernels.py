@@ -1,0 +1,208 @@
+"""Triton kernels of a mixture of experts: the choice, the order of its pairs by expert, and the experts' products.
+
+A pair is one token and one of its K experts, numbered token * K + place. Pairs of one expert stand together in blocks
+of `block_size` (ROWS), the last of them with fewer; a block is one expert's, so a product reads one expert's weights.
+Everything depends on tensors alone, never on what the host would have to wait for: there are as many programs as the
+worst choice needs, and those without rows end at once.
+
+T tokens, K experts a token, E experts, D hidden size, I width of an expert, P pairs.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What differs from step to step: a kernel of its own for values like 1 and 16 would be compiled while serving.
+_CHANGES = ["num_pairs", "most_blocks", "block_size"]
+
+
+@triton.jit
+def route(logits, weights, experts, stride, num_experts, RENORMALISE: tl.constexpr, TOP_K: tl.constexpr,
+          EXPERTS: tl.constexpr, PLACES: tl.constexpr):
+    """One token: the TOP_K largest of a float32 softmax; of equal ones the first."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, EXPERTS)
+    places = tl.arange(0, PLACES)
+    x = tl.load(logits + token * stride + columns, mask=columns < num_experts, other=float("-inf")).to(tl.float32)
+    exponentials = tl.exp(x - tl.max(x, 0))
+    total = tl.sum(exponentials, 0)
+    left = tl.where(columns < num_experts, exponentials / total, -1.0)
+    chosen_weights = tl.zeros((PLACES,), tl.float32)
+    chosen = tl.zeros((PLACES,), tl.int32)
+    for place in range(TOP_K):
+        largest = tl.max(left, 0)
+        # NaN equals nothing: the last expert then, and never one that is not there.
+        best = tl.minimum(tl.min(tl.where(left == largest, columns, EXPERTS), 0), num_experts - 1)
+        chosen_weights = tl.where(places == place, largest, chosen_weights)
+        chosen = tl.where(places == place, best, chosen)
+        left = tl.where(columns == best, -1.0, left)
+    if RENORMALISE:
+        chosen_weights = chosen_weights / tl.sum(chosen_weights, 0)
+    chosen_weights = tl.where(total == total, chosen_weights, float("nan"))  # maxima pass over NaN
+    row = token * TOP_K + places
+    tl.store(weights + row, chosen_weights.to(weights.dtype.element_ty), mask=places < TOP_K)
+    tl.store(experts + row, chosen, mask=places < TOP_K)
+
+
+@triton.jit(do_not_specialize=_CHANGES)
+def sort_few(experts, counts, starts, ranks, order, block_experts, block_rows, num_pairs, num_experts, most_blocks,
+             block_size, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+    """All of count_pairs, lay_out_blocks and place_pairs in one program: for a decode step one launch."""
+    ids = tl.arange(0, EXPERTS)
+    tl.store(counts + ids, tl.zeros((EXPERTS,), tl.int32), mask=ids < num_experts)
+    tl.debug_barrier()
+    for first in range(0, num_pairs, PAIRS):
+        _count(experts, counts, ranks, first, num_pairs, PAIRS)
+    tl.debug_barrier()
+    _lay_out(counts, starts, block_experts, block_rows, num_experts, most_blocks, block_size, EXPERTS)
+    tl.debug_barrier()
+    for first in range(0, num_pairs, PAIRS):
+        _place(experts, starts, ranks, order, first, num_pairs, block_size, PAIRS)
+
+
+@triton.jit(do_not_specialize=_CHANGES)
+def count_pairs(experts, counts, ranks, num_pairs, PAIRS: tl.constexpr):
+    """`counts` begins at 0."""
+    _count(experts, counts, ranks, tl.program_id(0) * PAIRS, num_pairs, PAIRS)
+
+
+@triton.jit(do_not_specialize=_CHANGES)
+def lay_out_blocks(counts, starts, block_experts, block_rows, num_experts, most_blocks, block_size,
+                   EXPERTS: tl.constexpr):
+    """One program."""
+    _lay_out(counts, starts, block_experts, block_rows, num_experts, most_blocks, block_size, EXPERTS)
+
+
+@triton.jit(do_not_specialize=_CHANGES)
+def place_pairs(experts, starts, ranks, order, num_pairs, block_size, PAIRS: tl.constexpr):
+    _place(experts, starts, ranks, order, tl.program_id(0) * PAIRS, num_pairs, block_size, PAIRS)
+
+
+@triton.jit
+def gate_up(x, weights, order, block_experts, block_rows, hidden, stride_x, top_k, depth, width,
+            IS_SORTED: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+            DEPTH: tl.constexpr):
+    """silu(x gate^T) * (x up^T) of one block's pairs, some of the I columns. weights (E, 2I, D), hidden (P, I)."""
+    tiles = tl.cdiv(width, COLUMNS)
+    block = tl.program_id(0) // tiles
+    expert, num_rows = _whose(block, block_experts, block_rows, IS_SORTED)
+    if num_rows == 0:
+        return
+    pairs, is_row = _pairs_of(block, order, num_rows, IS_SORTED, ROWS)
+    columns = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    depths = tl.arange(0, DEPTH)
+    rows = x + (pairs // top_k).to(tl.int64)[:, None] * stride_x + depths[None, :]
+    # Columns behind the last read another's weights, and are not stored.
+    first = weights + expert * (2 * width) * depth + (columns % width)[None, :] * depth + depths[:, None]
+    second = first + width * depth
+    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, depth, DEPTH):
+        inputs = _load(rows + start, (depths < depth - start)[None, :], IS_EVEN)
+        gate = tl.dot(inputs, _load(first + start, (depths < depth - start)[:, None], IS_EVEN), gate,
+                      input_precision="ieee")
+        up = tl.dot(inputs, _load(second + start, (depths < depth - start)[:, None], IS_EVEN), up,
+                    input_precision="ieee")
+    dtype = hidden.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    result = (gate / (1.0 + tl.exp(-gate))).to(dtype) * up.to(dtype)
+    place = hidden + pairs.to(tl.int64)[:, None] * width + columns[None, :]
+    tl.store(place, result, mask=is_row[:, None] & (columns < width)[None, :])
+
+
+@triton.jit
+def down(hidden, weights, order, block_experts, block_rows, out, depth, width, IS_SORTED: tl.constexpr,
+         IS_EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """hidden down^T of one block's pairs, some of the D = `width` columns. weights (E, D, I), out (P, D)."""
+    tiles = tl.cdiv(width, COLUMNS)
+    block = tl.program_id(0) // tiles
+    expert, num_rows = _whose(block, block_experts, block_rows, IS_SORTED)
+    if num_rows == 0:
+        return
+    pairs, is_row = _pairs_of(block, order, num_rows, IS_SORTED, ROWS)
+    columns = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    depths = tl.arange(0, DEPTH)
+    rows = hidden + pairs.to(tl.int64)[:, None] * depth + depths[None, :]
+    place = weights + expert * width * depth + (columns % width)[None, :] * depth + depths[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, depth, DEPTH):
+        inputs = _load(rows + start, (depths < depth - start)[None, :], IS_EVEN)
+        total = tl.dot(inputs, _load(place + start, (depths < depth - start)[:, None], IS_EVEN), total,
+                       input_precision="ieee")
+    place = out + pairs.to(tl.int64)[:, None] * width + columns[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < width)[None, :])
+
+
+@triton.jit
+def combine(pair_outputs, weights, out, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
+    """One token: the sum of its experts' outputs by weight, in float32."""
+    token = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        values = tl.load(pair_outputs + pair * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        total += values * tl.load(weights + pair).to(tl.float32)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def _count(experts, counts, ranks, first, num_pairs, PAIRS: tl.constexpr):
+    """Which of its expert's pairs each pair is. In whatever order: no result depends on it."""
+    pairs = first + tl.arange(0, PAIRS)
+    mask = pairs < num_pairs
+    expert = tl.load(experts + pairs, mask=mask, other=0)
+    tl.store(ranks + pairs, tl.atomic_add(counts + expert, 1, mask=mask), mask=mask)
+
+
+@triton.jit
+def _lay_out(counts, starts, block_experts, block_rows, num_experts, most_blocks, block_size,
+             EXPERTS: tl.constexpr):
+    """The first block of each expert, each block's expert and number of rows: 0 of those that nobody needs."""
+    ids = tl.arange(0, EXPERTS)
+    count = tl.load(counts + ids, mask=ids < num_experts, other=0)
+    num_blocks = tl.cdiv(count, block_size)
+    start = tl.cumsum(num_blocks, 0) - num_blocks
+    tl.store(starts + ids, start, mask=ids < num_experts)
+    for index in range(tl.max(num_blocks, 0)):
+        mask = index < num_blocks
+        tl.store(block_experts + start + index, ids, mask=mask)
+        tl.store(block_rows + start + index, tl.minimum(count - index * block_size, block_size), mask=mask)
+    for first in range(tl.sum(num_blocks, 0), most_blocks, EXPERTS):
+        tl.store(block_rows + first + ids, tl.zeros((EXPERTS,), tl.int32), mask=first + ids < most_blocks)
+
+
+@triton.jit
+def _place(experts, starts, ranks, order, first, num_pairs, block_size, PAIRS: tl.constexpr):
+    pairs = first + tl.arange(0, PAIRS)
+    mask = pairs < num_pairs
+    start = tl.load(starts + tl.load(experts + pairs, mask=mask, other=0), mask=mask, other=0)
+    tl.store(order + start * block_size + tl.load(ranks + pairs, mask=mask, other=0), pairs, mask=mask)
+
+
+@triton.jit
+def _whose(block, block_experts, block_rows, IS_SORTED: tl.constexpr):
+    """A block's expert and number of rows. Of pairs that are not sorted each is a block of its own."""
+    num_rows = tl.load(block_rows + block) if IS_SORTED else 1
+    return tl.load(block_experts + block).to(tl.int64), num_rows
+
+
+@triton.jit
+def _pairs_of(block, order, num_rows, IS_SORTED: tl.constexpr, ROWS: tl.constexpr):
+    """The pairs of a block, and which of them are real; the others repeat pair 0."""
+    members = tl.arange(0, ROWS)
+    is_row = members < num_rows
+    if IS_SORTED:
+        return tl.load(order + block * ROWS + members, mask=is_row, other=0), is_row
+    else:
+        return members * 0 + block, is_row
+
+
+@triton.jit
+def _load(place, mask, IS_EVEN: tl.constexpr):
+    if IS_EVEN:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=mask, other=0.0)

@@ -1,0 +1,157 @@
+"""Gated DeltaNet on CUDA through our own Triton kernels. Knows nothing of models or requests.
+
+T tokens of a step, B sequences, Nk and Nv key and value heads, Dk and Dv their dims, C channels (queries, keys,
+values), W convolution kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from npu_runner.platforms.cuda import convolution_kernels
+from npu_runner.platforms.cuda import gated_delta_kernels as kernels
+from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaBackend, GatedDeltaShape, StateSave, check_saves
+from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.upload import upload_together
+
+# How a float32 value goes into a product with the model's: see gated_delta_kernels.
+_PRODUCTS = {torch.bfloat16: "split", torch.float16: "tf32x3", torch.float32: "ieee"}
+
+
+class Launch(NamedTuple):
+    """Channels, or rows of a state, that one program takes; and how its loop and warps are laid out."""
+
+    size: int
+    num_warps: int
+    num_stages: int = 1
+
+
+_CONVOLVE_STEP, _CONVOLVE_CHUNKS, _KEEP_INPUTS = Launch(128, 1), Launch(64, 4), Launch(64, 1)
+_STEP, _PRODUCTS_OF_CHUNKS, _INVERT, _SCAN = Launch(32, 4), Launch(0, 4), Launch(0, 2), Launch(32, 4, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkPlan:
+    """int32 tables on the device, by the columns that the kernels name; a row's chunks follow one another."""
+
+    rows: Tensor
+    chunks: Tensor
+    saves: Tensor
+
+
+class TritonGatedDelta(GatedDeltaBackend):
+    name = "triton"
+
+    def __init__(self, shape: GatedDeltaShape, dtype: torch.dtype):
+        assert shape.num_v_heads % shape.num_k_heads == 0, "each k head serves as many v heads as every other"
+        assert shape.conv_kernel_size > 1, "a convolution over one token has no state"
+        self.shape = shape
+        self.dtype = dtype
+        self._keys = max(16, triton.next_power_of_2(shape.head_k_dim))
+        self._product = _PRODUCTS[dtype]
+
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], saves: Sequence[StateSave],
+                     device: torch.device) -> ChunkPlan:
+        check_saves(query_lens_B, context_lens_B, saves)
+        saves_by_row: dict[int, dict[int, int]] = {}
+        for save in saves:
+            slots = saves_by_row.setdefault(save.row, {})
+            assert save.offset not in slots, f"row {save.row} saves twice after {save.offset} tokens"
+            slots[save.offset] = save.slot
+        rows: list[tuple[int, ...]] = []
+        chunks: list[tuple[int, ...]] = []
+        ends = [(0, 0)]
+        first = 0
+        for row, (query_len, context_len) in enumerate(zip(query_lens_B, context_lens_B, strict=True)):
+            end, base = first + query_len, first - (context_len - query_len) % CHUNK_SIZE
+            is_fresh = int(context_len == query_len)
+            slots = {first + offset: slot for offset, slot in saves_by_row.get(row, {}).items()}
+            row_chunks = [(row, first, end, start, is_fresh, slots.get(min(start + CHUNK_SIZE, end), -1), 0, 0)
+                          for start in range(base, end, CHUNK_SIZE)]
+            rows.append((row, first, end, base, len(chunks), len(row_chunks), is_fresh, len(ends), len(slots), 0, 0, 0))
+            chunks += row_chunks
+            ends += slots.items()
+            first = end
+        # Longest rows first: the last programs to start are then the shortest.
+        rows.sort(key=lambda fields: -fields[5])
+        tables = upload_together([np.array(table, dtype=np.int32) for table in (rows, chunks, ends)], device)
+        return ChunkPlan(rows=tables[0], chunks=tables[1], saves=tables[2])
+
+    def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        assert x_TC.stride(1) == weight_CW.stride(1) == 1, "channels lie together"
+        assert conv_state[0].is_contiguous(), "a state lies together"
+        num_tokens, num_channels = x_TC.shape
+        width = self.shape.conv_kernel_size
+        out_TC = torch.empty((num_tokens, num_channels), dtype=x_TC.dtype, device=x_TC.device)
+        strides = (x_TC.stride(0), conv_state.stride(0), num_channels)
+        slots_B = metadata.state_slots_B
+        if not metadata.is_prefill:
+            convolution_kernels.convolve_step[(triton.cdiv(num_channels, _CONVOLVE_STEP.size), num_tokens)](
+                x_TC, weight_CW, conv_state, out_TC, slots_B, *strides, CHANNELS=_CONVOLVE_STEP.size, WIDTH=width,
+                num_warps=_CONVOLVE_STEP.num_warps,
+            )
+            return out_TC
+        plan: ChunkPlan = metadata.state_plan
+        convolution_kernels.convolve_chunks[(len(plan.chunks), triton.cdiv(num_channels, _CONVOLVE_CHUNKS.size))](
+            x_TC, weight_CW, conv_state, out_TC, plan.chunks, slots_B, *strides, CHANNELS=_CONVOLVE_CHUNKS.size,
+            WIDTH=width, num_warps=_CONVOLVE_CHUNKS.num_warps,
+        )
+        convolution_kernels.keep_inputs[(len(plan.rows), triton.cdiv(num_channels, _KEEP_INPUTS.size))](
+            x_TC, conv_state, plan.rows, plan.saves, slots_B, *strides, CHANNELS=_KEEP_INPUTS.size, WIDTH=width,
+            TAIL=triton.next_power_of_2(width - 1), num_warps=_KEEP_INPUTS.num_warps,
+        )
+        return out_TC
+
+    def delta_rule(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
+                   state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        assert qkv_TC.stride(1) == a_TV.stride(1) == b_TV.stride(1) == 1, "heads lie together"
+        assert state[0].is_contiguous(), "a state lies together"
+        shape = self.shape
+        out_TVD = torch.empty((qkv_TC.shape[0], shape.num_v_heads, shape.head_v_dim), dtype=qkv_TC.dtype,
+                              device=qkv_TC.device)
+        if metadata.is_prefill:
+            self._chunks(qkv_TC, (a_TV, b_TV, neg_exp_A_V, dt_bias_V), state, out_TVD, metadata)
+            return out_TVD
+        values = self._values(_STEP.size)
+        kernels.delta_step[(triton.cdiv(shape.head_v_dim, values), shape.num_v_heads, qkv_TC.shape[0])](
+            qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, out_TVD, metadata.state_slots_B, qkv_TC.stride(0),
+            a_TV.stride(0), b_TV.stride(0), state.stride(0), shape.num_k_heads, shape.num_v_heads, shape.head_k_dim,
+            shape.head_v_dim, SCALE=shape.head_k_dim**-0.5, VALUES=values, KEYS=self._keys,
+            num_warps=_STEP.num_warps,
+        )
+        return out_TVD
+
+    def _chunks(self, qkv_TC: Tensor, gates: tuple[Tensor, Tensor, Tensor, Tensor], state: Tensor, out_TVD: Tensor,
+                metadata: AttentionMetadata) -> None:
+        shape, plan = self.shape, metadata.state_plan
+        squares = (len(plan.chunks), shape.num_v_heads, CHUNK_SIZE, CHUNK_SIZE)
+        system = qkv_TC.new_empty(squares, dtype=torch.float32)
+        # As many bytes as its inverse, which takes its place.
+        inverse = system.view(torch.bfloat16) if self._product == "split" else system
+        scores = torch.empty_like(inverse)
+        coefficients = qkv_TC.new_empty((*squares[:2], kernels.COEFFICIENTS.value, CHUNK_SIZE), dtype=torch.float32)
+        a_TV, b_TV = gates[:2]
+        heads = (shape.num_k_heads, shape.num_v_heads, shape.head_k_dim)
+        kernels.chunk_products[squares[:2]](
+            qkv_TC, *gates, plan.chunks, system, scores, coefficients, qkv_TC.stride(0), a_TV.stride(0),
+            b_TV.stride(0), *heads, SCALE=shape.head_k_dim**-0.5, KEYS=self._keys, PRODUCT=self._product,
+            num_warps=_PRODUCTS_OF_CHUNKS.num_warps,
+        )
+        kernels.invert_system[(squares[0] * squares[1],)](system, inverse, PRODUCT=self._product,
+                                                          num_warps=_INVERT.num_warps)
+        values = self._values(_SCAN.size)
+        kernels.chunk_scan[(triton.cdiv(shape.head_v_dim, values), shape.num_v_heads, len(plan.rows))](
+            qkv_TC, inverse, scores, coefficients, plan.rows, plan.chunks, state, out_TVD, metadata.state_slots_B,
+            qkv_TC.stride(0), state.stride(0), *heads, shape.head_v_dim, VALUES=values, KEYS=self._keys,
+            PRODUCT=self._product, num_warps=_SCAN.num_warps, num_stages=_SCAN.num_stages,
+        )
+
+    def _values(self, most: int) -> int:
+        return min(most, max(16, triton.next_power_of_2(self.shape.head_v_dim)))

@@ -1,0 +1,125 @@
+"""What a vendor must provide for Gated DeltaNet layers (arXiv 2412.06464): the convolution and the gated delta rule.
+
+Knows no model and no pool: states come as tensors, a slot a sequence, and are updated in place.
+
+T tokens of a step, B sequences of a step, Nk and Nv key and value heads, Dk and Dv their dims, C = 2 Nk Dk + Nv Dv
+channels (queries, keys, values), W convolution kernel; all of this rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.step_inputs import AttentionMetadata
+
+CHUNK_SIZE = 64
+"""Prompts are computed in chunks that begin at positions that are multiples of this; states are saved at such ones."""
+L2_EPS = 1e-6
+"""Added to the sum of squares of a query or key before it is normalised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaShape:
+    """One rank's share of a Gated DeltaNet layer. num_v_heads is a multiple of num_k_heads: v head h uses k head
+    h // (Nv / Nk)."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_kernel_size: int
+
+    @property
+    def key_size(self) -> int:
+        return self.num_k_heads * self.head_k_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_v_heads * self.head_v_dim
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def conv_state_shape(self) -> tuple[int, int]:
+        """(W - 1, C): of one sequence, in the model's dtype."""
+        return self.conv_kernel_size - 1, self.num_channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(Nv, Dv, Dk): of one sequence, in float32."""
+        return self.num_v_heads, self.head_v_dim, self.head_k_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSave:
+    """The state after `offset` tokens of row `row` in this step is to be written to `slot`, too.
+
+    The position behind these tokens is a multiple of CHUNK_SIZE, or `offset` is the row's length.
+    """
+
+    row: int
+    offset: int
+    slot: int
+
+
+def check_saves(query_lens_B: Sequence[int], context_lens_B: Sequence[int], saves: Sequence[StateSave]) -> None:
+    """Raises ValueError for a save that is not as StateSave says."""
+    for save in saves:
+        if save.row >= len(query_lens_B):
+            raise ValueError(f"the state of row {save.row} is to be saved in a step of {len(query_lens_B)} rows")
+        query_len = query_lens_B[save.row]
+        position = context_lens_B[save.row] - query_len + save.offset
+        if not 0 < save.offset <= query_len or (position % CHUNK_SIZE and save.offset != query_len):
+            raise ValueError(f"the state after {save.offset} of a row's {query_len} tokens, at position {position}, is "
+                             f"to be saved: that is no multiple of {CHUNK_SIZE} within the row, and not its end")
+
+
+class GatedDeltaBackend(ABC):
+    """Both parts of a layer that carry a state. Made for one GatedDeltaShape and one dtype of the model.
+
+    A prefill step has rows of any length (1, too), each continuing the state in its slot, or zeros where the row begins
+    its sequence; what is in the slot of such a row is not read. A decode step (`metadata.is_prefill` False) has one
+    token a row, always continues, and must be capturable in a graph: it takes slots from `metadata.state_slots_B` (B,)
+    int32 on the device and nothing from the host. The slots of a step, those of padded rows and saves among them, all
+    differ.
+    """
+
+    name: str
+    """For logs and reports: what computes it."""
+
+    @abstractmethod
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], saves: Sequence[StateSave],
+                     device: torch.device) -> Any:
+        """Host-side preparation of a prefill step, once for all layers: it comes back as `metadata.state_plan`.
+
+        A row begins its sequence where its context length is its query length.
+        """
+
+    @abstractmethod
+    def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """silu of the causal depthwise convolution of each row, (T, C) in x's dtype; the last tap is the token itself.
+
+        conv_state (slots, W - 1, C), x's dtype: the inputs before the row's tokens, oldest first. The new ones are
+        written to the row's slot, and those of the saves. The result is contiguous.
+        """
+
+    @abstractmethod
+    def delta_rule(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
+                   state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The gated delta rule over the convolved queries, keys and values, (T, Nv, Dv) in qkv's dtype.
+
+        Of each token and v head: beta = sigmoid(b) in b's dtype; g = neg_exp_A * softplus(a.float() + dt_bias);
+        q and k l2-normalised in float32 (x * rsqrt(sum x^2 + L2_EPS)), q times Dk^-1/2; then, in float32,
+        S <- S exp(g); S <- S + (v - S k) beta k^T; o = S q.
+
+        neg_exp_A_V = -exp(A_log) and dt_bias_V are float32. state (slots, Nv, Dv, Dk) float32, updated in place at the
+        row's slot, and written for the saves.
+        """

@@ -1,0 +1,105 @@
+"""Gated DeltaNet on Ascend: decoding through the fused recurrent operator where it takes float32 states.
+
+Knows no model and no pool. Prompts, and decoding where the operator is missing or takes other types, go through plain
+operators in chunks: npu_chunk_gated_delta_rule wants gates between -1 and 0, which those of real models leave.
+
+B sequences of the step, Nk and Nv key and value heads, K and V their dims, C channels, W convolution kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.nn.functional as F
+import torch_npu
+from torch import Tensor
+
+from npu_runner.platforms.gated_delta import L2_EPS, GatedDeltaShape
+from npu_runner.platforms.npu.attention import DeviceLengths
+from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
+
+logger = logging.getLogger(__name__)
+
+_MOST_ROWS = 4096  # as many as attention takes in one step
+
+
+class NpuGatedDelta(TorchGatedDelta):
+    def __init__(self, shape: GatedDeltaShape, dtype: torch.dtype, device: torch.device):
+        super().__init__(shape)
+        self._one_token_each = torch.ones(_MOST_ROWS, dtype=torch.int32, device=device)
+        # x rsqrt(sum x^2 + eps) is the root-mean-square norm with this weight, and eps / K.
+        self._l2_weight = torch.full((shape.head_k_dim,), shape.head_k_dim**-0.5, device=device)
+        self.refusal = self._try_fused(dtype, device)
+        """Why decode steps do not go through the fused operator, or None."""
+        self.name = "fused" if self.refusal is None else "torch"
+        logger.info("Gated DeltaNet decodes through %s", "npu_recurrent_gated_delta_rule" if self.refusal is None
+                    else f"plain operators ({self.refusal})")
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if metadata.is_prefill:
+            return super().convolve(x_TC, weight_CW, conv_state, metadata)
+        slots_B = metadata.state_slots_B
+        assert slots_B is not None, "a model with states has slots"
+        window_BWC = torch.cat([conv_state.index_select(0, slots_B), x_TC[:, None]], dim=1)
+        self._write(conv_state, slots_B, window_BWC[:, 1:])
+        # Products in x's dtype: their rounding is as small as that of the inputs was. The sum is a float32 one inside.
+        return F.silu((window_BWC * weight_CW.t()).sum(1))
+
+    def delta_rule(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
+                   state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        # The graph engine declares the operator for states in bfloat16 alone.
+        if metadata.is_prefill or self.refusal is not None or isinstance(metadata.plan, DeviceLengths):
+            return super().delta_rule(qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, metadata)
+        shape, num_rows = self.shape, len(qkv_TC)
+        qk_BC, v_BC = qkv_TC.split([2 * shape.key_size, shape.value_size], dim=-1)
+        qk_BKD = torch_npu.npu_rms_norm(qk_BC.unflatten(-1, (2 * shape.num_k_heads, shape.head_k_dim)),
+                                        self._l2_weight, L2_EPS / shape.head_k_dim)[0]
+        q_BKD, k_BKD = qk_BKD.chunk(2, dim=1)
+        return torch_npu.npu_recurrent_gated_delta_rule(
+            q_BKD, k_BKD, v_BC.unflatten(-1, (shape.num_v_heads, shape.head_v_dim)), state, beta=b_TV.sigmoid(),
+            scale=shape.head_k_dim**-0.5, actual_seq_lengths=self._one_token_each[:num_rows],
+            ssm_state_indices=metadata.state_slots_B, g=neg_exp_A_V * F.softplus(a_TV + dt_bias_V),
+        )
+
+    def _decode(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, state: Tensor, slots_B: Tensor) -> Tensor:
+        """One token a row in plain operators, of which the graph engine knows all."""
+        q_BKD, k_BKD, v_BVD = self._heads(qkv_BC)
+        states = state.index_select(0, slots_B) * g_BV.exp()[..., None, None]
+        # The value heads of a key head lie side by side, as rows of one product.
+        rows = states.unflatten(1, (self.shape.num_k_heads, -1)).flatten(2, 3).flatten(0, 1)
+        keys = k_BKD.flatten(0, 1).unsqueeze(1)
+        seen_BVD = torch.bmm(rows, keys.mT).view(v_BVD.shape)
+        errors = ((v_BVD - seen_BVD) * beta_BV.unsqueeze(-1)).view(rows.shape[0], -1, 1)
+        rows = rows + errors * keys
+        self._write(state, slots_B, rows.view(states.shape))
+        return torch.bmm(rows, q_BKD.flatten(0, 1).unsqueeze(-1)).view(v_BVD.shape).to(qkv_BC.dtype)
+
+    def _write(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
+        # index_copy_ sorts its indices in bfloat16, and compilers copy the pool for it.
+        torch_npu.npu_scatter_nd_update_(pool, slots[:, None], values)
+
+    # -- what the operator takes -----------------------------------------------------------------------------------
+
+    def _try_fused(self, dtype: torch.dtype, device: torch.device) -> str | None:
+        """One token is tried on an empty state: it has to leave v k^T."""
+        if dtype != torch.bfloat16:
+            return f"the fused operator takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+        shape = self.shape
+        k_1ND = F.one_hot(torch.zeros(1, shape.num_k_heads, dtype=torch.long), shape.head_k_dim).to(dtype).to(device)
+        v_1ND = torch.ones(1, shape.num_v_heads, shape.head_v_dim, dtype=dtype, device=device)
+        state = torch.zeros((1, *shape.state_shape), device=device)
+        try:
+            out_1ND = torch_npu.npu_recurrent_gated_delta_rule(
+                k_1ND, k_1ND, v_1ND, state, beta=v_1ND[..., 0].contiguous(), scale=1.0,
+                actual_seq_lengths=self._one_token_each[:1],
+                ssm_state_indices=self._one_token_each[:1] - 1, g=torch.zeros(1, shape.num_v_heads, device=device),
+            )
+            written, read = state.cpu(), out_1ND.cpu().float()
+        except RuntimeError as refusal:
+            return str(refusal).strip().splitlines()[-1].strip()
+        is_right = bool((written[..., 0] == 1).all() and (written[..., 1:] == 0).all() and (read == 1).all())
+        return None if is_right else "the fused operator gives other numbers"

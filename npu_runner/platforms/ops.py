@@ -1,0 +1,80 @@
+"""The operators of a decoder layer that a vendor must provide. Plain versions of all are in torch_ops.py.
+
+Shapes: T tokens of a step, N query heads, K kv heads or experts of a token, H head dim, R dims of a head that turn,
+D hidden size, I MLP width, E experts; all of this rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Ops(ABC):
+    """Operators of a dense decoder layer, fused where the vendor has them. All shapes are this rank's."""
+
+    @abstractmethod
+    def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + b, (T, O)."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dim, computed in float32 (arXiv 1910.07467), of x's dtype.
+
+        `weight` is of x's dtype, with which the rounded norm is multiplied, or float32: then all is rounded once.
+        """
+
+    @abstractmethod
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+
+    @abstractmethod
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """rms_norm(x) * weight * silu(gate), over the last dim, the gate in float32; of x's dtype (Gated DeltaNet)."""
+
+    @abstractmethod
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate halves of the first R <= H dims: x * cos + (-x2, x1) * sin. May work in place on q and k."""
+
+    @abstractmethod
+    def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """`rotary` of q and k side by side, computed in float32 and rounded once. May work in place; cos, sin float32.
+
+        What vision towers do, whatever the model's dtype.
+        """
+
+    @abstractmethod
+    def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """silu(first half) * second half, (T, I)."""
+
+    experts_in_out: bool = False
+    """Experts' weights lie as (experts, inputs, outputs) and not as (experts, outputs, inputs)."""
+
+    @abstractmethod
+    def route(self, logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """Weights (T, K) of logits' dtype and experts (T, K) int32: the most probable of a float32 softmax over all.
+
+        With `renormalise` the weights of a token are divided by their sum before they are rounded.
+        """
+
+    @abstractmethod
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Sum over a token's K experts of weight * down(silu(gate) * up), (T, D).
+
+        gate_up (E, 2I, D), gate first, and down (E, D, I); with `experts_in_out` (E, D, 2I) and (E, I, D).
+        """
+
+    def add_gated(self, x_TD: Tensor, y_TD: Tensor, gate_T1: Tensor) -> Tensor:
+        """x + sigmoid(gate) * y, (T, D): the experts that were chosen, and the one that every token sees."""
+        return x_TD + torch.sigmoid(gate_T1) * y_TD
+
+    def gelu(self, x: Tensor, approximate: str) -> Tensor:
+        """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
+        return F.gelu(x, approximate=approximate)
+
+    def sort_ascending(self, x: Tensor) -> Tensor:
+        """The values of each row (the last dim), smallest first; a fresh tensor."""
+        return x.sort(dim=-1).values

@@ -1,0 +1,60 @@
+"""What one step gives to attention and to what keeps states: where its tokens lie. Knows no vendor and no kernel.
+
+Shapes: T tokens of a step, B sequences of a step, W blocks per sequence, S block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class StepInputs(NamedTuple):
+    """What the forward of one step reads, int32 on the device. Whoever neither fills nor reads it passes it on whole.
+
+    Compiled code takes it as one argument (dynamo sees through it) or flat, in this order: `StepInputs(*tensors)`.
+    """
+
+    input_ids: Tensor
+    """(T,)"""
+    positions: Tensor
+    """(T,), or (3, T) for a prefill of an M-RoPE model."""
+    slot_mapping: Tensor
+    """(T,) flat slot (block * S + offset) of each token; padding points into block 0."""
+    context_lens: Tensor
+    """(B,) tokens of each sequence including this step's."""
+    block_tables: Tensor
+    """(B, W)"""
+    state_slots: Tensor
+    """(B,) where each sequence's states lie; padded rows of a graph have slots of their own."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
+        """Those of `tensors` that belong here, by name."""
+        return cls(*(tensors[name] for name in cls._fields))
+
+
+@dataclass
+class AttentionMetadata:
+    """Where this step's tokens lie, as in StepInputs; `plan` belongs to the attention backend that made it.
+
+    `state_plan` likewise to the Gated DeltaNet backend: None in a decode step, and for models without such layers.
+    """
+
+    is_prefill: bool
+    slot_mapping_T: Tensor
+    context_lens_B: Tensor
+    block_tables_BW: Tensor
+    plan: Any = None
+    state_slots_B: Tensor | None = None
+    state_plan: Any = None
+    derived: dict[Any, Any] = field(default_factory=dict)
+    """What a backend made of this step's tensors in one layer and takes again in the next, by names of its own."""
+
+    @classmethod
+    def of(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool, state_plan: Any = None) -> AttentionMetadata:
+        return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan,
+                   inputs.state_slots, state_plan)

@@ -1,0 +1,140 @@
+"""Gated DeltaNet in plain torch: chunks for prompts (arXiv 2406.06484 and 2412.06464), one step for decoding.
+
+Knows no vendor and no pool. What it computes is float32 whatever the model's dtype.
+
+T tokens, B sequences, Nk and Nv key and value heads, G = Nv / Nk, K and V their dims, C channels, W convolution kernel;
+R rows of a group or wave, N chunks of a piece, S places of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npu_runner.platforms.gated_delta import L2_EPS, GatedDeltaBackend, GatedDeltaShape, StateSave, check_saves
+from npu_runner.platforms.gated_delta_plan import ConvolutionPlan, Piece, PrefillPlan, plan_chunks, plan_convolution
+from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.torch_chunks import chunk_parts
+
+
+class TorchGatedDelta(GatedDeltaBackend):
+    name = "torch"
+
+    def __init__(self, shape: GatedDeltaShape):
+        self.shape = shape
+
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], saves: Sequence[StateSave],
+                     device: torch.device) -> PrefillPlan:
+        check_saves(query_lens_B, context_lens_B, saves)
+        return PrefillPlan(
+            convolution=plan_convolution(query_lens_B, context_lens_B, saves, self.shape.conv_kernel_size, device),
+            groups=plan_chunks(query_lens_B, context_lens_B, saves, device),
+        )
+
+    # -- the convolution -------------------------------------------------------------------------------------------
+
+    def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        slots_B = _slots(metadata)
+        tails_BWC = conv_state.index_select(0, slots_B)
+        if not metadata.is_prefill:
+            window_BWC = torch.cat([tails_BWC, x_TC[:, None]], dim=1)
+            self._write(conv_state, slots_B, window_BWC[:, 1:])
+            return F.silu((window_BWC.float() * weight_CW.t().float()).sum(1)).to(x_TC.dtype)
+        plan: ConvolutionPlan = metadata.state_plan.convolution
+        # Not multiplied: what a new row finds in its slot may be no number.
+        tails_BWC = torch.where(plan.is_old_B[:, None, None], tails_BWC, 0.0)
+        ext_LC = torch.cat([x_TC, tails_BWC.flatten(0, 1)]).index_select(0, plan.sources_L)
+        new_XWC = ext_LC.index_select(0, plan.tails_XW.flatten()).unflatten(0, plan.tails_XW.shape)
+        self._write(conv_state, slots_B, new_XWC[: len(slots_B)])
+        if plan.saved_slots is not None:
+            self._write(conv_state, plan.saved_slots, new_XWC[len(slots_B):])
+        return _convolve(ext_LC, weight_CW).index_select(0, plan.places_T).to(x_TC.dtype)
+
+    # -- the delta rule --------------------------------------------------------------------------------------------
+
+    def delta_rule(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
+                   state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        slots_B = _slots(metadata)
+        beta_TV = b_TV.sigmoid().float()
+        g_TV = neg_exp_A_V * F.softplus(a_TV.float() + dt_bias_V)
+        if not metadata.is_prefill:
+            return self._decode(qkv_TC, beta_TV, g_TV, state, slots_B)
+        out_TVD = qkv_TC.new_empty(len(qkv_TC), self.shape.num_v_heads, self.shape.head_v_dim)
+        for group in metadata.state_plan.groups:
+            slots_R = slots_B.index_select(0, group.rows_R)
+            states_R = state.index_select(0, slots_R)
+            states_R = torch.where(group.is_old_R[:, None, None, None], states_R, 0.0)
+            for piece in group.pieces:
+                self._run_piece(piece, qkv_TC, beta_TV, g_TV, state, states_R, out_TVD)
+            self._write(state, slots_R, states_R)
+        return out_TVD
+
+    def _decode(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, state: Tensor, slots_B: Tensor) -> Tensor:
+        states = state.index_select(0, slots_B)
+        out_BVD = self._step(qkv_BC, beta_BV, g_BV, states)
+        self._write(state, slots_B, states)
+        return out_BVD
+
+    def _step(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, states: Tensor) -> Tensor:
+        """One token a row, as the recurrence is defined; `states` (B, Nv, V, K), contiguous, are updated."""
+        q_BKD, k_BKD, v_BVD = self._heads(qkv_BC)
+        group = self.shape.num_v_heads // self.shape.num_k_heads
+        # Each head of each row is a product of its own.
+        q, k = (x.repeat_interleave(group, dim=1).flatten(0, 1)[..., None] for x in (q_BKD, k_BKD))
+        s = states.view(-1, *states.shape[2:]).mul_(g_BV.exp().view(-1, 1, 1))
+        d = torch.baddbmm(v_BVD.flatten(0, 1)[..., None], s, k, alpha=-1) * beta_BV.view(-1, 1, 1)
+        s.baddbmm_(d, k.mT)
+        return torch.bmm(s, q).view(v_BVD.shape).to(qkv_BC.dtype)
+
+    def _run_piece(self, piece: Piece, qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor,
+                   states_R: Tensor, out_TVD: Tensor) -> None:
+        """Compute a few waves: writes their tokens of `out_TVD`, `states_R` as it is then, and saves into `state`."""
+        tokens, shape = piece.tokens_NS.flatten(), piece.tokens_NS.shape
+        beta, g = (x.index_select(0, tokens).unflatten(0, shape).transpose(1, 2) for x in (beta_TV, g_TV))
+        if piece.mask_NS is not None:
+            beta, g = (torch.where(piece.mask_NS[:, None], x, 0.0) for x in (beta, g))
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2).contiguous()
+                   for x in self._heads(qkv_TC.index_select(0, tokens)))
+        parts = chunk_parts(q, k, v, beta.contiguous(), g.contiguous())
+        out = torch.empty_like(v)
+        first = 0
+        for wave in piece.waves:
+            chunks = slice(first, first + wave.num_rows)
+            out[chunks] = parts.of(chunks).run(states_R[: wave.num_rows])
+            first = chunks.stop
+            if wave.saved_rows is not None and wave.saved_slots is not None:
+                self._write(state, wave.saved_slots, states_R.index_select(0, wave.saved_rows))
+        flat = out.transpose(1, 2).flatten(0, 1)
+        self._write(out_TVD, piece.out_tokens,
+                    (flat if piece.real is None else flat.index_select(0, piece.real)).to(out_TVD.dtype))
+
+    def _write(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
+        """pool[slots] = values, in place; the slots differ."""
+        pool.index_copy_(0, slots, values)
+
+    def _heads(self, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (T, Nk, K) and k normalised, q scaled, and v (T, Nv, V), in float32."""
+        shape = self.shape
+        q, k, v = qkv_TC.float().split([shape.key_size, shape.key_size, shape.value_size], dim=-1)
+        q, k = (x.unflatten(-1, (shape.num_k_heads, shape.head_k_dim)) for x in (q, k))
+        q_norm, k_norm = (torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
+        return q * (q_norm * shape.head_k_dim**-0.5), k * k_norm, v.unflatten(-1, (shape.num_v_heads, shape.head_v_dim))
+
+
+def _slots(metadata: AttentionMetadata) -> Tensor:
+    assert metadata.state_slots_B is not None, "a model with states has slots"
+    return metadata.state_slots_B.long()
+
+
+def _convolve(x_LC: Tensor, weight_CW: Tensor) -> Tensor:
+    """silu of the sum of the taps, float32 (L - W + 1, C)."""
+    weight_CW = weight_CW.float()
+    kernel_size = weight_CW.shape[1]
+    length = len(x_LC) - kernel_size + 1
+    out = x_LC[:length].float() * weight_CW[:, 0]
+    for tap in range(1, kernel_size):
+        out.addcmul_(x_LC[tap: tap + length].float(), weight_CW[:, tap])
+    return F.silu(out, inplace=True)

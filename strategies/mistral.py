@@ -1,0 +1,23 @@
+"""Mistral: plain attention over a sliding window in every layer, or over everything where the file says null."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from npu_runner.config_reading import RawConfig, decoder_config, read_rope, window_length
+from npu_runner.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
+from strategies.causal_lm import CausalLMStrategy
+
+_WINDOW = 4096
+"""Where config.json says nothing."""
+
+
+class MistralStrategy(CausalLMStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("mistral",)
+
+    def model_config(self, config: RawConfig) -> ModelConfig:
+        text = config.text
+        window = window_length(config, text.get("sliding_window", _WINDOW))
+        mlp = MLPConfig(intermediate_size=int(text["intermediate_size"]))
+        layer = LayerConfig(mixer=AttentionConfig(sliding_window=window), channel=mlp)
+        return decoder_config(config, layers=[layer] * config.num_layers, rope=read_rope(config))

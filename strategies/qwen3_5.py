@@ -1,0 +1,126 @@
+"""Qwen3.5 (also 3.6 and 3.8): Gated DeltaNet and gated attention by turns; with Qwen3-VL's tower, or text alone.
+
+Knows nothing of caches, states or prompts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from npu_runner.config_reading import RawConfig, check_layer_types, decoder_config, read_rope
+from npu_runner.errors import ModelError
+from npu_runner.model_config import (
+    AttentionConfig,
+    GatedDeltaNetConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    RopeConfig,
+)
+from strategies.causal_lm import CausalLMStrategy
+from strategies.moe_reading import read_moe
+from strategies.qwen3_vl import Qwen3VLStrategy, read_vision
+
+HEAD_DIM = 256
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_SECTION = (11, 11, 10)
+_ROTARY_SHARE = 0.25
+# Layers that predict the token after next; nothing here speculates.
+MTP_PREFIXES = ("mtp.",)
+
+
+class Qwen35TextStrategy(CausalLMStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
+    left_out_prefixes: ClassVar[tuple[str, ...]] = MTP_PREFIXES
+
+    def model_config(self, config: RawConfig) -> ModelConfig:
+        return decoder_config(config, layers=self.layers(config), rope=hybrid_rope(config, _SECTION),
+                              **hybrid_fields())
+
+    def layers(self, config: RawConfig) -> list[LayerConfig]:
+        return dense_layers(config)
+
+
+class Qwen35Strategy(Qwen3VLStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5",)
+    left_out_prefixes: ClassVar[tuple[str, ...]] = MTP_PREFIXES
+
+    def model_config(self, config: RawConfig) -> ModelConfig:
+        return decoder_config(
+            config, layers=self.layers(config), rope=hybrid_rope(config, _SECTION), **hybrid_fields(),
+            vision=read_vision(config.raw["vision_config"], ()), image_token_id=config.raw.get("image_token_id"),
+        )
+
+    def layers(self, config: RawConfig) -> list[LayerConfig]:
+        return dense_layers(config)
+
+
+class Qwen35MoETextStrategy(Qwen35TextStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text",)
+
+    def layers(self, config: RawConfig) -> list[LayerConfig]:
+        return sparse_layers(config)
+
+
+class Qwen35MoEStrategy(Qwen35Strategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe",)
+
+    def layers(self, config: RawConfig) -> list[LayerConfig]:
+        return sparse_layers(config)
+
+
+def hybrid_fields() -> dict[str, Any]:
+    """The fields of ModelConfig that are the same in all models of this build."""
+    return {"head_dim": HEAD_DIM, "norm_is_zero_centred": True}
+
+
+def hybrid_rope(config: RawConfig, section: tuple[int, int, int] | None = None) -> RopeConfig:
+    head_dim = int(config.text.get("head_dim") or HEAD_DIM)
+    return read_rope(config, section=section, rotary_share=_ROTARY_SHARE, head_dim=head_dim)
+
+
+def dense_layers(config: RawConfig) -> list[LayerConfig]:
+    mlp = MLPConfig(intermediate_size=int(config.text["intermediate_size"]))
+    return [LayerConfig(mixer=mixer, channel=mlp) for mixer in hybrid_mixers(config, is_fused=False)]
+
+
+def sparse_layers(config: RawConfig) -> list[LayerConfig]:
+    moe = read_moe(config, renormalise=True, has_shared=True)
+    return [LayerConfig(mixer=mixer, channel=moe) for mixer in hybrid_mixers(config, is_fused=False)]
+
+
+def hybrid_mixers(config: RawConfig, *, is_fused: bool) -> list[AttentionConfig | GatedDeltaNetConfig]:
+    """What mixes tokens in each layer, by `layer_types`, or three of one kind and one of the other."""
+    text, count = config.text, config.num_layers
+    interval = int(text.get("full_attention_interval", 4))
+    types = text.get("layer_types") or [_LINEAR if (index + 1) % interval else _FULL for index in range(count)]
+    check_layer_types(types, count, (_LINEAR, _FULL))
+    if _FULL not in types:
+        raise ModelError("layer_types names no full_attention layer, which is not supported: the KV cache's blocks are "
+                         "what prompts are counted in")
+    if not text.get("attn_output_gate", True):
+        raise ModelError("attn_output_gate false is not supported: attention without a gate is no model of this family "
+                         "that we know")
+    bias = bool(text.get("attention_bias", False))
+    attention = AttentionConfig(qkv_bias=bias, o_bias=bias, qk_norm=True, is_gated=True)
+    if _LINEAR not in types:
+        return [attention] * count
+    delta = read_gated_delta(config, is_fused=is_fused)
+    return [delta if kind == _LINEAR else attention for kind in types]
+
+
+def read_gated_delta(config: RawConfig, *, is_fused: bool) -> GatedDeltaNetConfig:
+    """Raises KeyError for a size that is missing, ModelError for sizes that cannot be."""
+    text = config.text
+    delta = GatedDeltaNetConfig(
+        num_k_heads=int(text["linear_num_key_heads"]), num_v_heads=int(text["linear_num_value_heads"]),
+        head_k_dim=int(text["linear_key_head_dim"]), head_v_dim=int(text["linear_value_head_dim"]),
+        conv_kernel_size=int(text["linear_conv_kernel_dim"]), is_fused=is_fused,
+    )
+    sizes = (delta.num_k_heads, delta.num_v_heads, delta.head_k_dim, delta.head_v_dim, delta.conv_kernel_size - 1)
+    if min(sizes) < 1 or delta.num_v_heads % delta.num_k_heads:
+        raise ModelError(f"Gated DeltaNet with {delta.num_k_heads} key heads of {delta.head_k_dim}, "
+                         f"{delta.num_v_heads} value heads of {delta.head_v_dim} and a convolution of "
+                         f"{delta.conv_kernel_size} is not possible: value heads are a multiple of key heads, and the "
+                         "convolution is over 2 tokens at least")
+    return delta

@@ -1,0 +1,26 @@
+"""Qwen3-Next: Gated DeltaNet and gated attention by turns over a mixture of experts; text only.
+
+Knows nothing of caches, states or prompts.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from npu_runner.config_reading import RawConfig, decoder_config
+from npu_runner.model_config import LayerConfig, MLPConfig, ModelConfig
+from strategies.causal_lm import CausalLMStrategy
+from strategies.moe_reading import is_sparse_layer, read_moe
+from strategies.qwen3_5 import MTP_PREFIXES, hybrid_fields, hybrid_mixers, hybrid_rope
+
+
+class Qwen3NextStrategy(CausalLMStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
+    left_out_prefixes: ClassVar[tuple[str, ...]] = MTP_PREFIXES
+
+    def model_config(self, config: RawConfig) -> ModelConfig:
+        moe = read_moe(config, renormalise=bool(config.text.get("norm_topk_prob", True)), has_shared=True)
+        mlp = MLPConfig(intermediate_size=int(config.text["intermediate_size"]))
+        layers = [LayerConfig(mixer=mixer, channel=moe if is_sparse_layer(config, index) else mlp)
+                  for index, mixer in enumerate(hybrid_mixers(config, is_fused=True))]
+        return decoder_config(config, layers=layers, rope=hybrid_rope(config), **hybrid_fields())

@@ -1,0 +1,210 @@
+"""The generic strategy: whatever text model transformers knows, with its own modules, over our scheduler and cache.
+
+For families that nobody here wrote. Slower than those: decode runs eagerly, on one device. The only module that imports
+transformers, and only when such a checkpoint is served.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from npu_runner.checkpoint_files import require_json
+from npu_runner.config import RunnerConfig
+from npu_runner.config_reading import RawConfig, read_dtype, read_eos, reading_config
+from npu_runner.errors import ConfigError, ModelError, WeightsError
+from npu_runner.layers.parallel import LayerContext
+from npu_runner.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
+from npu_runner.models.transformers_model import TransformersModel, attend, check_tokens_stand_alone
+from npu_runner.models.transformers_probe import Observed, claim_mask, observe
+from npu_runner.weights.reader import CheckpointReader
+from strategies.base import LoadStrategy
+from strategies.transformers_refusals import growing_rope, refuse, without_growth
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'npu-runner[transformers]'"
+_SERVING, _PROBING = "npu_runner", "npu_runner_probe"
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# Masks and places that old checkpoints stored and every model computes.
+_COMPUTED = {"bias", "masked_bias", "position_ids", "inv_freq"}
+
+
+def knows(model_type: str | None) -> bool:
+    """Whether transformers is there and has a config for it; what its code cannot be imported for is said later."""
+    if model_type is None or find_spec("transformers") is None:
+        return False
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return True
+    return model_type in CONFIG_MAPPING
+
+
+class TransformersStrategy(LoadStrategy):
+    """One checkpoint folder, served by the class that transformers has for its model_type; never by code of its own."""
+
+    def settle(self, config: RunnerConfig) -> RunnerConfig:
+        served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
+        if config.tensor_parallel_size > 1:
+            raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size}: {served}, on one device; set it to "
+                              "1")
+        if config.graph_mode not in ("auto", "eager"):
+            raise ConfigError(f"graph_mode {config.graph_mode!r}: {served}, which runs eagerly; leave it at auto")
+        if config.load_format == "dummy":
+            raise ConfigError(f"load_format 'dummy': {served}, with the checkpoint's own weights; leave it at auto")
+        rope = growing_rope(self._config)
+        if rope and (config.max_model_len or 0) > rope[1]:
+            raise ConfigError(f"max_model_len {config.max_model_len}: rope {rope[0]!r} depends on the longest position "
+                              f"of a batch beyond its original {rope[1]}, and a step holds many requests; set "
+                              f"max_model_len to at most {rope[1]}")
+        return dataclasses.replace(config, graph_mode="eager")
+
+    def read_config(self) -> ModelConfig:
+        with reading_config(self.path) as config:
+            return self._model_config(config)
+
+    def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
+        """The network without weights, on the meta device."""
+        logger.warning("model_type %r has no strategy of its own: %s of transformers is served by the generic one, "
+                       "which runs eagerly and is slower", model_config.model_type, self._model_class.__name__)
+        self._num_positions = num_positions
+        causal_lm = self._without_weights(self._config, _SERVING, context.dtype)
+        return TransformersModel(causal_lm, self._observed.calls, context)
+
+    def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
+        assert isinstance(model, TransformersModel), f"{type(model).__name__} is not what build makes"
+        _check_dtypes(reader)
+        context = model.context
+        causal_lm, loading = self._model_class.from_pretrained(
+            self.path, config=self._config, dtype=context.dtype, attn_implementation=_SERVING, use_safetensors=True,
+            local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True,
+        )
+        _check_loading(self.path, loading)
+        model.attach(causal_lm.to(context.device).eval())
+        check_tokens_stand_alone(model, self._num_positions, model_config.vocab_size)
+        return sum(parameter.nbytes for parameter in causal_lm.parameters())
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _model_config(self, config: RawConfig) -> ModelConfig:
+        found, observed = self._config, self._observed
+        call = observed.calls[0]
+        # Which channel mixers the model has is its own business; none of ours is built.
+        mlp = MLPConfig(intermediate_size=observed.hidden_size)
+        return ModelConfig(
+            model_type=config.model_type,
+            vocab_size=observed.vocab_size,
+            hidden_size=observed.hidden_size,
+            num_heads=call.num_heads,
+            num_kv_heads=call.num_kv_heads,
+            head_dim=call.head_dim,
+            layers=tuple(LayerConfig(mixer=AttentionConfig(sliding_window=each.window), channel=mlp)
+                         for each in observed.calls),
+            max_position_embeddings=self._longest,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=bool(found.tie_word_embeddings),
+            rope=RopeConfig(),
+            dtype=read_dtype(config),
+            eos_token_ids=read_eos(config),
+            generation_defaults=config.generation.defaults,
+            generation_not_served=config.generation.not_served,
+        )
+
+    @cached_property
+    def _raw(self) -> dict[str, Any]:
+        return require_json(self.path, "config.json")
+
+    @cached_property
+    def _config(self) -> Any:
+        """transformers' own config object, of what it knows itself."""
+        try:
+            from transformers import AutoConfig
+            from transformers import __version__ as version
+        except ImportError as error:  # it looks at the versions of what it needs
+            raise ModelError(f"{self.path}: served through transformers, which cannot be imported: {error}") from error
+        model_type, remote = self._raw.get("model_type"), self._raw.get("auto_map")
+        try:
+            config = AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of nearly two hundred classes, each with checks of its own
+            code = ", and the checkpoint's own code (auto_map) is never run" if remote else ""
+            raise ModelError(f"{self.path}: model_type {model_type!r}: transformers {version} does not take this config"
+                             f"{code}: {error}") from error
+        for name in ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"):
+            if getattr(config, name, False):
+                setattr(config, name, False)
+        return config
+
+    @cached_property
+    def _model_class(self) -> Any:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        model_type = self._raw.get("model_type")
+        if type(self._config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ModelError(f"{self.path}: model_type {model_type!r}: transformers has no AutoModelForCausalLM for it")
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
+        reason = refuse(self._config, model_class)
+        if reason:
+            raise self._refusal(reason)
+        return model_class
+
+    @cached_property
+    def _observed(self) -> Observed:
+        """What the network asks of attention. Run without weights, in 16 bits, as grouped products want them."""
+        causal_lm = self._without_weights(without_growth(self._config), _PROBING, torch.bfloat16)
+        try:
+            return observe(causal_lm)
+        except ModelError as reason:
+            raise self._refusal(str(reason)) from reason
+        except Exception as error:
+            # The border to code of others: whatever it raises, the network cannot be looked at.
+            raise self._refusal(f"it does not run without weights, by which its attention is found out "
+                                f"({type(error).__name__}: {error})") from error
+
+    def _refusal(self, reason: str) -> ModelError:
+        return ModelError(f"{self.path}: model_type {self._raw.get('model_type')!r} has no strategy of its own, and "
+                          f"the generic one, through transformers, does not serve it: {reason}")
+
+    def _without_weights(self, config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(_SERVING, attend)
+        AttentionInterface.register(_PROBING, attend)
+        # Where no mask function is registered, as for serving, transformers makes no mask.
+        AttentionMaskInterface.register(_PROBING, claim_mask)
+        model_class = self._model_class
+        with torch.device("meta"):
+            network: nn.Module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
+        return network.eval()
+
+    @property
+    def _longest(self) -> int:
+        positions = getattr(self._config, "max_position_embeddings", None)
+        if not positions:
+            raise self._refusal("its config says no max_position_embeddings")
+        rope = growing_rope(self._config)
+        return min(int(positions), rope[1]) if rope else int(positions)
+
+
+def _check_dtypes(reader: CheckpointReader) -> None:
+    for name in sorted(reader.names):
+        dtype = reader.dtype(name)
+        if dtype not in _FLOATS and name.rsplit(".", 1)[-1] not in _COMPUTED:
+            raise WeightsError(f"{name} holds {dtype}; quantised or integer weights are not supported")
+
+
+def _check_loading(path: Any, loading: dict[str, Any]) -> None:
+    problems = [f"missing: {name}" for name in sorted(loading["missing_keys"])]
+    problems += [f"left over: {name}" for name in sorted(loading["unexpected_keys"])]
+    problems += [f"misshapen: {name} is {list(found)}, config.json makes it {list(right)}"
+                 for name, found, right in sorted(loading["mismatched_keys"])]
+    problems += [str(message) for message in loading.get("error_msgs") or ()]
+    if problems:
+        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise WeightsError(f"{path}: the weights do not fit the config:\n  {shown}")

@@ -1,0 +1,18 @@
+"""What the closing summary says of the prefix cache of models with state."""
+
+from __future__ import annotations
+
+from npu_runner.batch.job.tally import JobSummary, Tally
+from npu_runner.outputs import EngineStats
+
+
+def summary_of(stats: EngineStats) -> JobSummary:
+    return JobSummary(num_rows=0, num_resumed=0, num_failed_in_output=0, tally=Tally(), stats=stats, start_seconds=1.0,
+                      serve_seconds=1.0, num_workers=1, num_workers_replaced=0)
+
+
+def test_snapshots_are_counted_where_there_are_some() -> None:
+    summary = summary_of(EngineStats(state_snapshots_taken=5, state_snapshots_used=7, state_snapshots_evicted=2))
+    assert summary.to_json()["state_snapshots"] == {"taken": 5, "used": 7, "evicted": 2}
+    assert "states    5 snapshots taken for the prefix cache, used 7 times, 2 evicted" in summary.to_lines()
+    assert not any(line.startswith("states") for line in summary_of(EngineStats()).to_lines())

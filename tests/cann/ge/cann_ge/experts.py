@@ -1,0 +1,71 @@
+"""GE's operators of mixtures of experts, run by the emulated aclnn operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .memory import GraphEngineError, call_aclnn, device_empty
+from .operators import Call, on_device, register
+
+
+def given(call: Call, name: str) -> Tensor | None:
+    value = call.get(name)
+    return None if value is None else on_device(value)
+
+
+def lists(call: Call, prefix: str) -> list[Tensor]:
+    """The tensors of a dynamic input, without the empty ones that stand for none."""
+    values = [on_device(value) for name, value in call.arguments
+              if value is not None and name.rstrip("0123456789") == prefix]
+    return [value for value in values if value.numel()]
+
+
+@register("MoeGatingTopKSoftmaxV2")
+def gating(call: Call) -> list[Tensor]:
+    x, k, renorm = on_device(call["x"]), int(call.attribute("k")), int(call.attribute("renorm", 0))
+    gives_softmax = bool(call.attribute("output_softmax", False)) and renorm == 0
+    weights, experts = device_empty([*x.shape[:-1], k], x.dtype), device_empty([*x.shape[:-1], k], torch.int32)
+    softmax = device_empty(x.shape if gives_softmax else [0], torch.float32)
+    call_aclnn("MoeGatingTopKSoftmaxV2", x, given(call, "finished"), k, renorm, gives_softmax, weights, experts,
+               softmax)
+    return [weights, experts, softmax]
+
+
+@register("MoeInitRoutingV3")
+def init_routing(call: Call) -> list[Tensor]:
+    x, experts = on_device(call["x"]), on_device(call["expert_idx"])
+    first, last = call.attribute("active_expert_range")
+    pairs = experts.numel()
+    outputs = [device_empty([pairs, x.shape[1]], x.dtype), device_empty([pairs], torch.int32),
+               device_empty([last - first], torch.int64), device_empty([pairs], torch.float32)]
+    call_aclnn(
+        "MoeInitRoutingV3", x, experts, given(call, "scale"), given(call, "offset"),
+        *(int(call.attribute(name, 0)) for name in (
+            "active_num", "expert_capacity", "expert_num", "drop_pad_mode", "expert_tokens_num_type")),
+        bool(call.attribute("expert_tokens_num_flag", False)), int(call.attribute("quant_mode", 0)), [first, last],
+        int(call.attribute("row_idx_type", 0)), *outputs,
+    )
+    return outputs
+
+
+@register("GroupedMatmul")
+def grouped_matmul(call: Call) -> Tensor:
+    (x,), (weight,) = lists(call, "x"), lists(call, "weight")
+    for name in ("bias", "scale", "offset", "antiquant_scale", "antiquant_offset"):
+        if lists(call, name):
+            raise GraphEngineError(f"{name} of a grouped product is not emulated")
+    out = device_empty([x.shape[0], weight.shape[-1]], x.dtype)
+    numbers = [int(call.attribute(name, 0)) for name in ("split_item", "group_type", "group_list_type", "act_type")]
+    call_aclnn("GroupedMatmulV5", [x], [weight], *[None] * 6, given(call, "group_list"), *[None] * 3, *numbers,
+               call.attribute("tuning_config", [0]), [out], None, None)
+    return out
+
+
+@register("MoeFinalizeRoutingV2")
+def finalize_routing(call: Call) -> Tensor:
+    rows, places, scales = on_device(call["expanded_x"]), on_device(call["expanded_row_idx"]), given(call, "scales")
+    out = device_empty([places.shape[0] if scales is None else scales.shape[0], rows.shape[1]], rows.dtype)
+    call_aclnn("MoeFinalizeRoutingV2", rows, places, *(given(call, name) for name in ("x1", "x2", "bias")), scales,
+               given(call, "expert_idx"), int(call.attribute("drop_pad_mode", 0)), out)
+    return out

@@ -1,0 +1,236 @@
+// Mixtures of experts: choosing experts, sorting tokens by expert, products by group, and putting tokens back together.
+// T tokens, K experts of a token, E experts.
+#include "op.h"
+
+using cpu::Tensor;
+using opapi::device_check;
+using opapi::require;
+using opapi::require_dtype;
+
+namespace {
+
+constexpr auto kFloats = {cpu::kFloat, cpu::kHalf, cpu::kBFloat16};
+
+template <class... Parts>
+void require_tiling(bool holds, const Parts&... parts) {
+  opapi::require_code(kInnerTilingError, holds, parts...);
+}
+
+// The largest k of each row and where they stood; among equals the first ones, which no document promises.
+std::pair<Tensor, Tensor> top_k(const Tensor& x, int64_t k) {
+  std::vector<Tensor> sorted = cpu::ops("sort.stable", x, true, -1, true);
+  return {sorted[0].narrow(-1, 0, k), sorted[1].narrow(-1, 0, k)};
+}
+
+}  // namespace
+
+// renorm 0: softmax over all experts, then the largest k; 1: the largest k, then softmax over these.
+ACLNN(MoeGatingTopKSoftmaxV2, In(x), Opt(finished), Int(k), Int(renorm), Flag(gives_softmax), Out(y), Out(expert_idx), OptOut(softmax)) {
+  require_dtype(x, kFloats, "x");
+  opapi::require_same_dtype(x, y, "x and y");
+  require_dtype(expert_idx, {cpu::kInt}, "expertIdx");
+  require_tiling(x.dim() == 2 || x.dim() == 3, "x ", x.sizes(), " has neither 2 nor 3 dimensions");
+  require_tiling(k > 0 && k <= 1024 && k <= x.size(-1), "k is ", k, ": 1 to 1024, and no more than the ", x.size(-1), " experts");
+  require_tiling(renorm == 0 || renorm == 1, "renorm is ", renorm, ", neither 0 nor 1");
+  require_tiling(y.size(-1) == k && expert_idx.sizes() == y.sizes(), "y ", y.sizes(), ", expertIdx ", expert_idx.sizes(), ", k ", k);
+  if (finished.is_given()) require_dtype(finished, {cpu::kBool}, "finished");
+  bool writes_softmax = gives_softmax && renorm == 0;
+  return [=] {
+    Tensor wide = x.to(cpu::kFloat), shares = renorm == 0 ? cpu::op("softmax.int", wide, -1) : wide;
+    auto [values, experts] = top_k(shares, k);
+    if (finished.is_given()) experts = experts.masked_fill(finished.unsqueeze(-1), x.size(-1));
+    y.write(renorm == 0 ? values : cpu::op("softmax.int", values, -1));
+    expert_idx.write(experts);
+    if (writes_softmax) softmax.write(shares);
+  };
+}
+
+namespace {
+
+struct Routing {
+  int64_t first, last, row_idx_type;
+};
+
+// Rows of x in the order of their experts: the pairs (token, choice) of active experts first, stable within an expert.
+void route(const Routing& routing, const Tensor& x, const Tensor& expert_idx, const opapi::Output& expanded_x, const opapi::Output& row_idx,
+           const opapi::Output& counts) {
+  int64_t k = expert_idx.size(1), pairs = expert_idx.numel();
+  Tensor flat = expert_idx.reshape({-1}).to(cpu::kLong);
+  Tensor is_idle = cpu::op("logical_or", flat < cpu::Scalar(routing.first), flat >= cpu::Scalar(routing.last));
+  Tensor order = cpu::ops("sort.stable", flat.masked_fill(is_idle, routing.last), true, -1, false)[1];
+  auto active = static_cast<int64_t>(cpu::op("sum", cpu::op("logical_not", is_idle)).item());
+  Tensor first = order.narrow(0, 0, active), places = cpu::arange(pairs).narrow(0, 0, active);
+  // Rows behind the active ones keep whatever the memory held, as documented.
+  expanded_x.narrow(0, 0, active).copy_(x.index_select(0, cpu::op("floor_divide", first, k)));
+  if (routing.row_idx_type == 0) {
+    row_idx.fill_(-1);
+    row_idx.index_put_({first}, places.to(cpu::kInt));
+  } else {
+    row_idx.narrow(0, 0, active).copy_(first);
+  }
+  for (int64_t expert = routing.first; expert < routing.last; ++expert) {
+    counts[expert - routing.first].copy_(cpu::op("sum", cpu::op("eq.Scalar", flat, expert)));
+  }
+}
+
+}  // namespace
+
+// Dropless, without quantisation, counts by expert: the rest is not emulated. activeNum has to be T * K in the older documents.
+ACLNN(MoeInitRoutingV3, In(x), In(expert_idx), Opt(scale), Opt(offset), Int(active_num), Int(expert_capacity), Int(expert_num),
+      Int(drop_pad_mode), Int(expert_tokens_num_type), Flag(expert_tokens_num_flag), Int(quant_mode), OptInts(active_expert_range),
+      Int(row_idx_type), Out(expanded_x), Out(expanded_row_idx), Out(expert_tokens), OptOut(expanded_scale)) {
+  require_dtype(x, {cpu::kFloat, cpu::kHalf, cpu::kBFloat16, cpu::kChar}, "x");
+  require_dtype(expert_idx, {cpu::kInt}, "expertIdx");
+  require_dtype(expert_tokens, {cpu::kLong}, "expertTokensCountOrCumsum");
+  require(!scale.is_given() && !offset.is_given() && quant_mode == -1, "quantMode ", quant_mode, ", scale and offset are not emulated");
+  require_tiling(x.dim() == 2 && expert_idx.dim() == 2 && x.size(0) == expert_idx.size(0), "x ", x.sizes(), ", expertIdx ", expert_idx.sizes());
+  require_tiling(x.is_contiguous() && expert_idx.is_contiguous(), "x and expertIdx have to be contiguous");
+  require_tiling(active_num == expert_idx.numel(), "activeNum is ", active_num, ", not the ", expert_idx.numel(), " pairs of tokens and experts");
+  require_tiling(expert_num > 0 && expert_num <= 10240, "expertNum is ", expert_num, ": 1 to 10240");
+  require_tiling(drop_pad_mode == 0, "dropPadMode is ", drop_pad_mode, ", not 0");
+  require_tiling(expert_tokens_num_type == 1 && expert_tokens_num_flag, "expertTokensNumType is ", expert_tokens_num_type,
+                 ", expertTokensNumFlag ", expert_tokens_num_flag, ": 1 with true is emulated, 2 is not, 0 is none");
+  require_tiling(row_idx_type == 0 || row_idx_type == 1, "rowIdxType is ", row_idx_type);
+  std::vector<int64_t> range = active_expert_range.value_or(std::vector<int64_t>{0, expert_num});
+  require_tiling(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= expert_num, "activeExpertRange ", range, ", expertNum ",
+                 expert_num);
+  require_tiling(expert_tokens.sizes() == cpu::Ints{range[1] - range[0]}, "expertTokensCountOrCumsum ", expert_tokens.sizes(), " for experts ", range);
+  return [=] {
+    opapi::device_check_index(expert_idx, 0, expert_num, "expertIdx");
+    route({range[0], range[1], row_idx_type}, x, expert_idx, expanded_x, expanded_row_idx, expert_tokens);
+  };
+}
+
+namespace {
+
+
+void refuse_lists(std::initializer_list<std::vector<opapi::Input>> lists) {
+  for (const auto& list : lists) {
+    for (const auto& tensor : list) {
+      require(!tensor.is_given() || tensor.numel() == 0, "bias, quantisation and activation arguments are not emulated, one is ",
+              opapi::describe(tensor));
+    }
+  }
+}
+
+void check_groups(const Tensor& x, const Tensor& weight, const opapi::Input& group_list, const Tensor& y) {
+  require_dtype(x, kFloats, "x");
+  opapi::require_same_dtype(x, weight, "x and weight");
+  opapi::require_same_dtype(x, y, "x and y");
+  require_tiling(x.dim() == 2 && weight.dim() == 3 && x.size(1) == weight.size(1), "x ", x.sizes(), ", weight ", weight.sizes(),
+                 ": (rows, in) and (groups, in, out)");
+  opapi::require_contiguous(x, "x");
+  require(weight.is_contiguous() || weight.transpose(1, 2).is_contiguous(), "weight ", weight.sizes(), " is neither contiguous nor transposed");
+  require_tiling(x.size(1) < 65536 && weight.size(2) < 65536, "x ", x.sizes(), ", weight ", weight.sizes(), ": last dims are below 65536");
+  require_tiling(group_list.is_given(), "groupType 0 needs groupList");
+  require_dtype(group_list, {cpu::kLong}, "groupList");
+  require_tiling(group_list.sizes() == cpu::Ints{weight.size(0)}, "groupList ", group_list.sizes(), " for ", weight.size(0), " groups");
+  require_tiling(weight.size(0) <= 1024, weight.size(0), " groups, at most 1024");
+  require_tiling(y.sizes() == cpu::Ints({x.size(0), weight.size(2)}), "y ", y.sizes(), ", x ", x.sizes(), ", weight ", weight.sizes());
+}
+
+opapi::Run grouped_matmul(const std::vector<opapi::Input>& xs, const std::vector<opapi::Input>& weights, const opapi::Input& group_list,
+                          int64_t split_item, int64_t group_type, int64_t group_list_type, int64_t act_type,
+                          const std::vector<opapi::Output>& ys) {
+  require(xs.size() == 1 && weights.size() == 1 && ys.size() == 1, "lists of ", xs.size(), " x and ", weights.size(), " weights are not emulated");
+  require_tiling(group_type == 0 && (split_item == 2 || split_item == 3), "groupType ", group_type, " with splitItem ", split_item,
+                 ": 0 with 2 or 3 is emulated");
+  require_tiling(act_type == 0, "actType is ", act_type, ": activation is for quantised products alone");
+  require_tiling(group_list_type == 0 || group_list_type == 1, "groupListType is ", group_list_type);
+  opapi::Input x = xs[0], weight = weights[0];
+  opapi::Output y = ys[0];
+  check_groups(x, weight, group_list, y);
+  require_tiling(group_list_type == 0 || weight.size(0) > 1, "groupListType 1 takes no groupList of length 1");
+  return [=] {
+    int64_t row = 0;
+    for (int64_t group = 0; group < weight.size(0); ++group) {
+      auto number = static_cast<int64_t>(group_list[group].item());
+      int64_t rows = group_list_type == 1 ? number : number - row;
+      device_check(rows >= 0 && row + rows <= x.size(0), "groupList leads to row ", row + rows, ", x has ", x.size(0));
+      if (rows > 0) y.narrow(0, row, rows).copy_(cpu::op("mm", x.narrow(0, row, rows), weight[group]));
+      row += rows;
+    }
+    device_check(row == x.size(0), "groupList covers ", row, " rows, x has ", x.size(0));
+  };
+}
+
+}  // namespace
+
+// torch_npu asks whether version 4 exists and calls version 5 where there is one.
+ACLNN(GroupedMatmulV4, Ins(x), Ins(weight), OptIns(bias), OptIns(scale), OptIns(offset), OptIns(antiquant_scale), OptIns(antiquant_offset),
+      OptIns(per_token_scale), Opt(group_list), OptIns(activation_input), OptIns(activation_scale), OptIns(activation_offset), Int(split_item),
+      Int(group_type), Int(group_list_type), Int(act_type), Outs(y), OptIns(activation_out), OptIns(scale_out)) {
+  refuse_lists({bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale, activation_input, activation_scale, activation_offset});
+  return grouped_matmul(x, weight, group_list, split_item, group_type, group_list_type, act_type, y);
+}
+ACLNN(GroupedMatmulV5, Ins(x), Ins(weight), OptIns(bias), OptIns(scale), OptIns(offset), OptIns(antiquant_scale), OptIns(antiquant_offset),
+      OptIns(per_token_scale), Opt(group_list), OptIns(activation_input), OptIns(activation_scale), OptIns(activation_offset), Int(split_item),
+      Int(group_type), Int(group_list_type), Int(act_type), OptInts(tuning), Outs(y), OptIns(activation_out), OptIns(scale_out)) {
+  refuse_lists({bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale, activation_input, activation_scale, activation_offset});
+  return grouped_matmul(x, weight, group_list, split_item, group_type, group_list_type, act_type, y);
+}
+
+namespace {
+
+// (T, K, H) rows of expert results, by the places in `rows` (T * K).
+Tensor rows_by_token(const Tensor& expanded, const Tensor& rows, int64_t k) {
+  return expanded.to(cpu::kFloat).index_select(0, rows.to(cpu::kLong)).unflatten(0, {-1, k});
+}
+
+Tensor weighed_sum(const Tensor& values, const opapi::Input& weights) {
+  Tensor weighed = weights.is_given() ? values * weights.to(cpu::kFloat).unsqueeze(-1) : values;
+  return cpu::op("sum.dim_IntList", weighed, cpu::Ints{1}, false);
+}
+
+void check_rows(const Tensor& expanded, const Tensor& rows, const opapi::Input& weights, const Tensor& out, int64_t k) {
+  require_dtype(expanded, kFloats, "permutedTokens");
+  require_dtype(rows, {cpu::kInt}, "sortedIndices");
+  opapi::require_same_dtype(expanded, out, "permutedTokens and out");
+  require_tiling(expanded.dim() == 2 && rows.sizes() == cpu::Ints{expanded.size(0)}, "permutedTokens ", expanded.sizes(), ", sortedIndices ",
+                 rows.sizes());
+  require_tiling(!weights.is_given() || (weights.dim() == 2 && weights.numel() == rows.numel()), "probs ", weights.is_given() ? weights.sizes() : cpu::Ints{},
+                 ", sortedIndices ", rows.sizes());
+  require_tiling(out.sizes() == cpu::Ints({rows.size(0) / k, expanded.size(1)}), "out ", out.sizes(), ", permutedTokens ", expanded.sizes());
+}
+
+}  // namespace
+
+ACLNN(MoeTokenUnpermute, In(permuted_tokens), In(sorted_indices), Opt(probs), Flag(padded_mode), OptInts(restore_shape), Out(out)) {
+  int64_t k = probs.is_given() ? probs.size(-1) : 1;
+  check_rows(permuted_tokens, sorted_indices, probs, out, k);
+  if (probs.is_given()) require_dtype(probs, kFloats, "probs");
+  require_tiling(k <= 512, "probs has ", k, " experts a token, at most 512");
+  require_tiling(!padded_mode, "paddedMode is not supported");
+  return [=] {
+    opapi::device_check_index(sorted_indices, 0, permuted_tokens.size(0), "sortedIndices");
+    out.write(weighed_sum(rows_by_token(permuted_tokens, sorted_indices, k), probs));
+  };
+}
+
+// dropPadMode 0: the places stand by choice (of V1's routing), 2: by token (of V2's and V3's); 1 and 3 drop tokens, not emulated.
+ACLNN(MoeFinalizeRoutingV2, In(expanded_x), In(expanded_row_idx), Opt(x1), Opt(x2), Opt(bias), Opt(scales), Opt(expert_idx), Int(drop_pad_mode),
+      Out(out)) {
+  int64_t k = scales.is_given() ? scales.size(-1) : 1;
+  check_rows(expanded_x, expanded_row_idx, scales, out, k);
+  require(!bias.is_given(), "bias is not emulated");
+  require_tiling(drop_pad_mode == 0 || drop_pad_mode == 2, "dropPadMode ", drop_pad_mode, ": 0 and 2 are emulated");
+  require_tiling(x1.is_given() || !x2.is_given(), "x2 without x1");
+  if (scales.is_given() && !(expanded_x.type() == cpu::kBFloat16 && scales.type() == cpu::kFloat)) {
+    opapi::require_same_dtype(expanded_x, scales, "expandedX and scales");
+  }
+  for (const auto* skip : {&x1, &x2}) {
+    if (!skip->is_given()) continue;
+    opapi::require_same_dtype(out, *skip, "out and x1 or x2");
+    require_tiling(skip->sizes() == out.sizes(), "x1 or x2 ", skip->sizes(), ", out ", out.sizes());
+  }
+  return [=] {
+    opapi::device_check_index(expanded_row_idx, 0, expanded_x.size(0), "expandedRowIdx");
+    Tensor rows = expanded_row_idx;
+    if (drop_pad_mode == 0) rows = rows.unflatten(0, {k, -1}).transpose(0, 1).reshape({-1});
+    Tensor sum = weighed_sum(rows_by_token(expanded_x, rows, k), scales);
+    for (const auto* skip : {&x1, &x2}) {
+      if (skip->is_given()) sum = sum + skip->to(cpu::kFloat);
+    }
+    out.write(sum);
+  };
+}

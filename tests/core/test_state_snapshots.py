@@ -1,0 +1,241 @@
+"""Random traffic for a model with state: whatever a step reads as a sequence's state is that of all its tokens so far.
+
+The device is a table of states by slot: a state is the list of the tokens, and rows of pictures, that it has seen.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from npu_runner.core.batch import ScheduledBatch
+from npu_runner.core.scheduler import SchedulerLimits
+from npu_runner.core.sequence import Sequence
+from npu_runner.core.state_snapshots import STATE_CHUNK, SnapshotCounters, StateSnapshots, state_alignment
+from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
+from npu_runner.platforms.gated_delta import CHUNK_SIZE
+from tests.core.traffic import MAX_LEN, World
+
+MAX_SEQS = 8
+FIRST_SNAPSHOT = 100
+
+
+def seen_at(sequence: Sequence, place: int) -> Any:
+    """What a state sees of the token at `place`."""
+    for span in sequence.prompt.spans:
+        if span.start <= place < span.start + span.num_tokens:
+            return sequence.prompt.images[span.image_index].content_hash, place - span.start
+    return sequence.tokens(place, place + 1)[0]
+
+
+class StateWorld(World):
+    """Every row goes on from what lies in its slot, or from nothing where it is the first of its sequence."""
+
+    def __init__(self, rng: random.Random, block_size: int, num_blocks: int, limits: SchedulerLimits,
+                 num_snapshots: int):
+        assert limits.state_alignment is not None
+        snapshots = StateSnapshots(num_snapshots, FIRST_SNAPSHOT, limits.state_alignment)
+        super().__init__(rng, block_size, num_blocks, limits, True, snapshots)
+        self.snapshots, self.alignment = snapshots, limits.state_alignment
+        self.states: dict[int, list[Any]] = {}
+
+    def add(self) -> None:
+        super().add()
+        if self.rng.random() < 0.3:
+            prompt = next(reversed(self.live.values())).prompt
+            for _ in range(self.rng.randint(1, 3)):
+                self.add_prompt(prompt)
+
+    def _load_states(self, batch: ScheduledBatch) -> None:
+        self._check_plan(batch)
+        for source, slot in batch.state_loads:
+            self.states[slot] = list(self.states[source])
+
+    def _check_plan(self, batch: ScheduledBatch) -> None:
+        loaded = {source for source, _ in batch.state_loads}
+        saved = [slot for _, _, slot in batch.state_saves]
+        assert len(set(saved)) == len(saved)
+        assert loaded.isdisjoint(saved)
+        assert loaded | set(saved) <= set(range(FIRST_SNAPSHOT, FIRST_SNAPSHOT + self.snapshots.num_snapshots))
+        targets = [slot for _, slot in batch.state_loads]
+        assert len(set(targets)) == len(targets)
+        assert set(targets) <= set(batch.slots_B.tolist())
+        assert batch.is_prefill or not (loaded or saved)
+
+    def _write_and_read(self, batch: ScheduledBatch, row: int, sequence: Sequence) -> None:
+        super()._write_and_read(batch, row, sequence)
+        slot, end = int(batch.slots_B[row]), int(batch.context_lens_B[row])
+        start = end - int(batch.query_lens_B[row])
+        if start == 0:
+            self.states[slot] = []
+        for place in range(start, end):
+            self.states[slot].append(seen_at(sequence, place))
+            for _, offset, snapshot in (save for save in batch.state_saves if save[:2] == (row, place + 1 - start)):
+                assert offset % self.alignment == 0
+                self.states[snapshot] = list(self.states[slot])
+        assert all(offset <= end - start for number, offset, _ in batch.state_saves if number == row)
+        assert self.states[slot] == [seen_at(sequence, place) for place in range(end)], "somebody else's state"
+        if batch.is_prefill:
+            assert start % self.alignment == 0, "warm and cold split alike"
+            assert end % self.alignment == 0 or batch.samples_B[row]
+
+    def _check_blocks(self) -> None:
+        super()._check_blocks()
+        snapshots = self.snapshots
+        slots = [*snapshots._free, *snapshots._slot_of_key.values(), *snapshots._saving.values()]
+        assert sorted(slots) == list(range(FIRST_SNAPSHOT, FIRST_SNAPSHOT + snapshots.num_snapshots))
+        assert not snapshots._saving
+        assert not snapshots._loading
+        assert set(snapshots._slot_of_key) <= set(self.blocks._block_of_hash), "nobody finds the way to it"
+
+
+def make_world(*, block_size: int = 2, alignment: int = 4, num_blocks: int = 200, num_tokens: int = 100,
+               num_snapshots: int = 8, seed: int = 0, max_image_tokens: int = 20) -> StateWorld:
+    limits = SchedulerLimits(max_num_seqs=MAX_SEQS, max_num_batched_tokens=num_tokens, max_model_len=MAX_LEN,
+                             max_image_tokens=max_image_tokens, state_alignment=alignment)
+    return StateWorld(random.Random(seed), block_size, num_blocks, limits, num_snapshots)
+
+
+def serve(world: StateWorld, *prompts: PromptInputs, length: int | None = None) -> list[Sequence]:
+    sequences = [world.add_prompt(prompt, length) for prompt in prompts]
+    while world.live:
+        world.step()
+    return sequences
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(1, 3), (2, 4), (4, 4), (3, 6), (4, 12), (8, 8)]),
+       spare=st.integers(0, 30), num_tokens=st.integers(0, 40), num_snapshots=st.integers(1, 9),
+       failing=st.sampled_from([0.0, 0.2]), most_tokens=st.sampled_from([1, 3]))
+def test_every_state_is_that_of_its_tokens(seed: int, sizes: tuple[int, int], spare: int, num_tokens: int,
+                                           num_snapshots: int, failing: float, most_tokens: int) -> None:
+    block_size, alignment = sizes
+    world = make_world(block_size=block_size, alignment=alignment, num_blocks=-(-MAX_LEN // block_size) + 1 + spare,
+                       num_tokens=alignment + num_tokens, num_snapshots=num_snapshots, seed=seed,
+                       max_image_tokens=seed % 8 + 5)
+    world.failing, world.most_tokens = failing, most_tokens
+    world.run(restarts=True)
+    assert world.scheduler._table.num_free_slots == MAX_SEQS
+
+
+def test_a_repeated_prompt_goes_on_from_its_last_boundary() -> None:
+    world = make_world()
+    prompt = PromptInputs(list(range(18)))
+    serve(world, prompt)
+    assert world.snapshots.counters == SnapshotCounters(taken=1)
+    [again] = serve(world, prompt)
+    assert again.num_cached_tokens == 16
+    assert world.snapshots.counters == SnapshotCounters(taken=1, used=1)
+
+
+def test_a_prompt_that_ends_at_a_boundary_leaves_its_last_token_to_compute() -> None:
+    world = make_world()
+    prompt = PromptInputs(list(range(16)))
+    serve(world, prompt)
+    [again] = serve(world, prompt)
+    assert again.num_cached_tokens == 12
+
+
+def test_snapshots_are_taken_where_prompts_part() -> None:
+    world = make_world()
+    common = [7] * 9
+    serve(world, PromptInputs([*common, *range(20, 31)]))
+    [second] = serve(world, PromptInputs([*common, *range(40, 51)]))
+    assert second.num_cached_tokens == 0, "blocks, but no state"
+    assert second.snapshot_positions == (8, 16)
+    [third] = serve(world, PromptInputs([*common, *range(60, 71)]))
+    assert third.num_cached_tokens == 8
+    assert world.snapshots.counters == SnapshotCounters(taken=4, used=1)
+
+
+def test_completions_of_a_prompt_that_fills_a_step_go_on_from_the_first() -> None:
+    world = make_world(num_tokens=32)
+    first, *others = serve(world, *[PromptInputs(list(range(22)))] * 4)
+    assert first.num_cached_tokens == 0
+    assert [seq.num_cached_tokens for seq in others] == [20] * 3
+
+
+def test_short_completions_do_not_wait_for_each_other() -> None:
+    world = make_world(num_tokens=24)
+    for _ in range(4):
+        world.add_prompt(PromptInputs(list(range(6))))
+    batch = world.scheduler.schedule()
+    assert batch is not None
+    assert batch.batch_size == 4
+    assert len(batch.state_saves) == 1
+
+
+def test_the_least_recently_used_snapshot_goes_first() -> None:
+    world = make_world(num_snapshots=2)
+    prompts = [PromptInputs([n] * 6) for n in range(3)]
+    serve(world, prompts[0])
+    serve(world, prompts[1])
+    serve(world, prompts[0])
+    serve(world, prompts[2])
+    assert world.snapshots.counters == SnapshotCounters(taken=3, used=1, evicted=1)
+    assert serve(world, prompts[0])[0].num_cached_tokens == 4
+    assert serve(world, prompts[1])[0].num_cached_tokens == 0
+
+
+def test_a_snapshot_goes_with_the_block_that_it_follows() -> None:
+    world = make_world(num_blocks=MAX_LEN // 2 + 1)
+    prompt = PromptInputs([1] * 6)
+    serve(world, prompt)
+    serve(world, *[PromptInputs([n] * (MAX_LEN - 4)) for n in range(2, 5)])
+    assert serve(world, prompt)[0].num_cached_tokens == 0
+    assert world.snapshots.counters.evicted > 0
+
+
+def test_a_prefix_computed_again_lives_as_long_as_its_new_blocks() -> None:
+    world = make_world(num_blocks=29)
+    common = [7] * 8
+    serve(world, PromptInputs([*common, *range(20, 26)]), length=15)
+    again = world.add_prompt(PromptInputs([*common, *range(30, 36)]), MAX_LEN)
+    world.step()
+    other = world.add_prompt(PromptInputs([1] * 36), 37)
+    while other.seq_id in world.live:
+        world.step()
+    assert again.seq_id in world.live, "it holds the prefix, and the first copy is gone"
+    third = world.add_prompt(PromptInputs([*common, 40, 41]))
+    while world.live:
+        world.step()
+    assert third.num_cached_tokens == 8
+    assert world.scheduler.num_preemptions == 0
+
+
+def test_an_abandoned_step_leaves_no_snapshot() -> None:
+    world = make_world()
+    prompt = PromptInputs(list(range(18)))
+    sequence = world.add_prompt(prompt)
+    batch = world.scheduler.schedule()
+    assert batch is not None
+    assert [save[:2] for save in batch.state_saves] == [(0, 16)]
+    world.scheduler.abandon()
+    world.step()
+    assert sequence.num_cached_tokens == 0
+    assert world.snapshots.counters == SnapshotCounters(taken=1)
+
+
+def test_pictures_that_fill_a_step_do_not_stop_a_chunk_before_its_boundary() -> None:
+    """Between the two lies no boundary, and together they are more than a step may show to the tower."""
+    images = [ImageInput(bytes([n]) * 16, None, (1, 2, 16), 8) for n in range(2)]  # type: ignore[arg-type]
+    prompt = PromptInputs([9] * 20, images, [ImageSpan(1, 8, 0), ImageSpan(10, 8, 1)])
+    world = make_world(alignment=12, max_image_tokens=8)
+    [sequence] = serve(world, prompt)
+    assert sequence.num_computed_tokens == 0, "it has ended"
+
+
+def test_limits_are_never_lowered_below_what_a_chunk_needs() -> None:
+    world = make_world(alignment=12)
+    world.scheduler.lower_limits(is_prefill=True, num_tokens=3, num_seqs=1)
+    assert world.scheduler.limits.max_num_batched_tokens == 12
+
+
+@pytest.mark.parametrize(("block_size", "alignment"), [(16, 64), (128, 128), (48, 192), (64, 64)])
+def test_alignment_suits_blocks_and_kernels(block_size: int, alignment: int) -> None:
+    assert state_alignment(block_size) == alignment
+    assert STATE_CHUNK == CHUNK_SIZE, "what kernels can hand out"

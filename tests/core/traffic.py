@@ -1,0 +1,207 @@
+"""Random traffic for a scheduler: requests that come, go, fail and are preempted, over a cache that is a table."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+
+from npu_runner.core.batch import ScheduledBatch
+from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.scheduler import Scheduler, SchedulerLimits
+from npu_runner.core.sequence import Sequence
+from npu_runner.core.state_snapshots import StateSnapshots
+from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
+from npu_runner.sampling_params import SamplingParams
+
+MAX_LEN = 40
+
+
+def next_token(tokens: list[int]) -> int:
+    """What a model would do: a function of everything before, and of nothing else."""
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=1).digest()[0] % 5
+
+
+def tokens_of(sequence: Sequence) -> list[int]:
+    return sequence.tokens(0, sequence.num_tokens)
+
+
+class World:
+    """Drives a scheduler and keeps, by slot of the cache, what was written there: the model is a table."""
+
+    def __init__(self, rng: random.Random, block_size: int, num_blocks: int, limits: SchedulerLimits, caching: bool,
+                 snapshots: StateSnapshots | None = None, window: int | None = None):
+        self.rng = rng
+        self.block_size = block_size
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=caching, snapshots=snapshots,
+                                   sliding_window=window)
+        self.window = window
+        self.scheduler = Scheduler(limits, self.blocks)
+        self.limits = limits
+        self.cache: dict[int, Any] = {}
+        self.live: dict[int, Sequence] = {}
+        self.wanted_lens: dict[int, int] = {}
+        self.num_added = 0
+        self.sampler: dict[int, int] = {}
+        """Who is registered in each slot."""
+        self.failing = 0.0
+        self.most_tokens = 1
+
+    def add(self) -> None:
+        length = self.rng.randint(1, MAX_LEN - 2)
+        # Few different prompts, so that prefixes meet.
+        tokens = [self.rng.randint(0, 1) for _ in range(length)] if self.rng.random() < 0.3 else [0] * length
+        prompt = PromptInputs(tokens)
+        if length > 6 and self.rng.random() < 0.4:
+            prompt = self._with_image(tokens)
+        self.add_prompt(prompt)
+
+    def add_prompt(self, prompt: PromptInputs, length: int | None = None) -> Sequence:
+        """`length`: of prompt and output; None: any."""
+        sequence = Sequence(self.num_added, self.num_added, str(self.num_added), 0, prompt, SamplingParams(), 0)
+        self.num_added += 1
+        self.live[sequence.seq_id] = sequence
+        self.wanted_lens[sequence.seq_id] = length or self.rng.randint(len(prompt.token_ids) + 1, MAX_LEN)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def _with_image(self, tokens: list[int]) -> PromptInputs:
+        num_tokens = 3
+        start = self.rng.choice((0, 2))
+        name = bytes([self.rng.randint(0, 1)]) * 16
+        image = ImageInput(name, np.zeros((1, 1, 3), dtype=np.uint8), (1, 2, 2 * num_tokens), num_tokens)
+        tokens[start : start + num_tokens] = [9] * num_tokens
+        return PromptInputs(tokens, [image], [ImageSpan(start, num_tokens, 0)])
+
+    def restart(self) -> None:
+        """After an exception: everything is forgotten, and every sequence begins anew with the tokens that it has."""
+        self.scheduler.reset()
+        for sequence in self.live.values():
+            sequence.restart()
+            self.scheduler.add(sequence)
+
+    def run(self, *, restarts: bool = False) -> None:
+        """Sixty things that happen, then no more failures until all have ended; no block is left behind."""
+        for _ in range(60):
+            action = self.rng.random()
+            if action < 0.25 and self.num_added < 20:
+                self.add()
+            elif action < 0.28:
+                self.abort_one()
+            elif restarts and action < 0.29:
+                self.restart()
+            else:
+                self.step()
+        self.failing = 0.0
+        for _ in range(20_000):
+            if not self.live:
+                break
+            self.step()
+        assert not self.live, "every sequence ends"
+        assert self.blocks.num_used == 0
+
+    def abort_one(self) -> None:
+        if self.live:
+            self._end(self.rng.choice(list(self.live.values())))
+
+    def step(self) -> None:
+        if self.scheduler._held and not (self.scheduler.running or self.scheduler.waiting):
+            self.scheduler.run_alone(None)
+        batch = self.scheduler.schedule()
+        if batch is None:
+            assert not self.live
+            return
+        self._check_batch(batch)
+        if self.rng.random() < self.failing:
+            self._abandon(batch)
+            return
+        self._tell_sampler(batch)
+        self._load_states(batch)
+        scheduled = [seq for seq, _ in self.scheduler._scheduled]
+        for row, sequence in enumerate(scheduled):
+            self._write_and_read(batch, row, sequence)
+        for row, sequence in enumerate(self.scheduler.complete()):
+            for _ in range(self.rng.randint(1, self.most_tokens) if batch.samples_B[row] else 0):
+                assert self.sampler[batch.slots_B[row]] == sequence.seq_id, "its slot samples for another one"
+                sequence.append(next_token(tokens_of(sequence)))
+                if sequence.num_tokens >= self.wanted_lens[sequence.seq_id]:
+                    self._end(sequence)
+                    break
+        self._check_blocks()
+
+    def _abandon(self, batch: ScheduledBatch) -> None:
+        """The step got nowhere, or some of the way."""
+        if self.rng.random() < 0.5:
+            self._tell_sampler(batch)
+        self._load_states(batch)
+        scheduled = [seq for seq, _ in self.scheduler._scheduled]
+        for row, sequence in enumerate(scheduled[: self.rng.randint(0, len(scheduled))]):
+            self._write_and_read(batch, row, sequence)
+        assert self.scheduler.abandon() == scheduled
+        assert self.blocks.num_used == 0
+        assert not self.scheduler.running
+        everybody = [None, [seq for seq in self.live.values() if self.rng.random() < 0.5]]
+        group = self.rng.choice(everybody)
+        self.scheduler.run_alone(group or None)
+        self._check_blocks()
+
+    def _tell_sampler(self, batch: ScheduledBatch) -> None:
+        for slot in batch.freed_slots:
+            self.sampler.pop(slot, None)
+        rows = {slot: row for row, slot in enumerate(batch.slots_B.tolist())}
+        for entry in batch.new_sampling:
+            assert entry.slot not in self.sampler, "somebody is registered there"
+            sequence = self.scheduler._scheduled[rows[entry.slot]][0]
+            assert entry.output_token_ids == sequence.output_token_ids
+            self.sampler[entry.slot] = sequence.seq_id
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.finish("stop")
+        self.scheduler.finish(sequence)
+        del self.live[sequence.seq_id]
+
+    def _check_batch(self, batch: ScheduledBatch) -> None:
+        assert batch.num_tokens <= max(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
+        assert batch.batch_size <= self.limits.max_num_seqs
+        assert len(set(batch.slots_B.tolist())) == batch.batch_size
+        assert int(batch.query_lens_B.sum()) == batch.num_tokens
+
+    def _write_and_read(self, batch: ScheduledBatch, row: int, sequence: Sequence) -> None:
+        """Each token's content is written to its slot; the whole context must then read back as this sequence's."""
+        end = int(batch.context_lens_B[row])
+        table = batch.block_tables_BW[row].tolist()
+        for place in range(end - int(batch.query_lens_B[row]), end):
+            slot = table[place // self.block_size] * self.block_size + place % self.block_size
+            assert slot >= self.block_size, "the null block is nobody's"
+            self.cache[slot] = self._content(sequence, place)
+        for place in self._seen_places(end, int(batch.query_lens_B[row])):
+            slot = table[place // self.block_size] * self.block_size + place % self.block_size
+            assert self.cache.get(slot) == self._content(sequence, place), "somebody else's keys"
+
+    def _load_states(self, batch: ScheduledBatch) -> None:
+        assert not batch.state_loads
+        assert not batch.state_saves
+
+    def _seen_places(self, end: int, query_len: int) -> range:
+        """What the step's tokens read; before it the table names the null block alone, once blocks were given back."""
+        return range(0 if self.window is None else max(0, end - query_len - self.window + 1), end)
+
+    def _content(self, sequence: Sequence, place: int) -> Any:
+        """Keys of a token depend on all tokens and pictures up to it."""
+        images = [(span.start, sequence.prompt.images[span.image_index].content_hash) for span in
+                  sequence.prompt.spans if span.start <= place]
+        return tuple(sequence.tokens(0, place + 1)), tuple(images)
+
+    def _check_blocks(self) -> None:
+        counts: dict[int, int] = {}
+        for sequence in self.live.values():
+            held = sequence.block_table[sequence.num_null_blocks:]
+            assert not any(sequence.block_table[: sequence.num_null_blocks])
+            assert len(set(held)) == len(held)
+            for block in held:
+                counts[block] = counts.get(block, 0) + 1
+        assert counts == {block: n for block, n in enumerate(self.blocks._ref_counts) if n}
+        assert set(counts).isdisjoint(self.blocks._free)
+        assert len(counts) + len(self.blocks._free) == self.blocks.num_usable

@@ -1,0 +1,97 @@
+"""Steps for Gated DeltaNet kernels, and their results by the definition, token by token in float64.
+
+T tokens of a step, B rows, Nk and Nv key and value heads, Dk and Dv their dims, C channels, W convolution kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape, StateSave
+from npu_runner.platforms.step_inputs import AttentionMetadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Rows of these lengths, of which `contexts` tokens came before, in these slots."""
+
+    lengths: list[int]
+    contexts: list[int]
+    slots: list[int]
+    saves: tuple[StateSave, ...] = ()
+
+    def metadata(self, backend: GatedDeltaBackend, device: torch.device, *,
+                 is_prefill: bool = True) -> AttentionMetadata:
+        empty = torch.zeros(0, dtype=torch.int32, device=device)
+        slots = torch.tensor(self.slots, dtype=torch.int32, device=device)
+        totals = [context + length for context, length in zip(self.contexts, self.lengths, strict=True)]
+        plan = backend.plan_prefill(self.lengths, totals, self.saves, device) if is_prefill else None
+        return AttentionMetadata(is_prefill, empty, empty, empty, state_slots_B=slots, state_plan=plan)
+
+
+def gates(a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor) -> tuple[Tensor, Tensor]:
+    """(beta, g) in float64; beta is rounded to the model's dtype, as the models have it."""
+    beta_TV = torch.sigmoid(b_TV).double()
+    softplus_TV = torch.nn.functional.softplus(a_TV.double() + dt_bias_V.double(), threshold=50)
+    return beta_TV, neg_exp_A_V.double() * softplus_TV
+
+
+def convolve(x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """(outputs, states) in float64."""
+    outputs, states = [], conv_state.double().clone()
+    rows = zip(x_TC.double().split(step.lengths), step.contexts, step.slots, strict=True)
+    tail = weight_CW.shape[1] - 1
+    for row, (x_LC, context, slot) in enumerate(rows):
+        before = states[slot] if context else torch.zeros_like(states[slot])
+        inputs = torch.cat([before, x_LC])
+        windows = inputs.unfold(0, tail + 1, 1)
+        outputs.append(torch.nn.functional.silu((windows * weight_CW.double()).sum(-1)))
+        for save in step.saves:
+            if save.row == row:
+                states[save.slot] = inputs[save.offset:save.offset + tail]
+        states[slot] = inputs[len(x_LC):]
+    return torch.cat(outputs), states
+
+
+def delta_rule(qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor, step: Step,
+               shape: GatedDeltaShape) -> tuple[Tensor, Tensor]:
+    """(outputs, states) in float64."""
+    states = state.double().clone()
+    q, k, v = qkv_TC.double().split([shape.key_size, shape.key_size, shape.value_size], dim=1)
+    group = shape.num_v_heads // shape.num_k_heads
+    q, k = (normalised(x.unflatten(1, (shape.num_k_heads, -1))).repeat_interleave(group, dim=1) for x in (q, k))
+    q, v = q * shape.head_k_dim**-0.5, v.unflatten(1, (shape.num_v_heads, -1))
+    out_TVD = torch.zeros_like(v)
+    token = 0
+    for row, (length, context, slot) in enumerate(zip(step.lengths, step.contexts, step.slots, strict=True)):
+        s = states[slot].clone() if context else torch.zeros_like(states[slot])
+        for offset in range(1, length + 1):
+            s *= g_TV[token, :, None, None].exp()
+            missing = (v[token] - torch.einsum("vdk,vk->vd", s, k[token])) * beta_TV[token, :, None]
+            s += missing[:, :, None] * k[token, :, None, :]
+            out_TVD[token] = torch.einsum("vdk,vk->vd", s, q[token])
+            for save in step.saves:
+                if (save.row, save.offset) == (row, offset):
+                    states[save.slot] = s
+            token += 1
+        states[slot] = s
+    return out_TVD, states
+
+
+def normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+def draw_inputs(shape: GatedDeltaShape, num_tokens: int, dtype: torch.dtype, *, correlation: float = 0.0,
+                seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(qkv, a, b) as slices of wider products; `correlation` is the share of every key that all keys have in common."""
+    torch.manual_seed(seed)
+    qkv_TC = torch.randn(num_tokens, shape.num_channels + 32)[:, :shape.num_channels]
+    common = torch.randn(shape.key_size)
+    keys = qkv_TC[:, shape.key_size:2 * shape.key_size]
+    keys.mul_(1 - correlation).add_(common, alpha=correlation)
+    ab = torch.randn(num_tokens, 2 * shape.num_v_heads)
+    return qkv_TC.to(dtype), *ab.to(dtype).split(shape.num_v_heads, dim=1)

@@ -1,0 +1,26 @@
+"""The Triton kernels of paged attention over sliding windows, on a GPU or in triton's interpreter.
+
+On a GPU tests/oracle/test_attention_backends.py tries the same with every backend, and in graphs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.oracle import test_attention_backends as backends
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float32, 1), (torch.float32, 20),
+                                               (torch.float32, 64), (torch.float32, 150), (torch.bfloat16, 33),
+                                               (torch.float32, 1000)])
+def test_windows(dtype: torch.dtype, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter than what one program reads at once, so that some of its rows see nothing of it; longer; and none."""
+    from npu_runner.platforms.cuda.attention import TritonAttention
+
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    torch.manual_seed(0)
+    backend = TritonAttention(num_heads=backends.NUM_HEADS, num_kv_heads=backends.NUM_KV_HEADS,
+                              head_dim=backends.HEAD_DIM, block_size=backends.BLOCK_SIZE, dtype=dtype)
+    backends.assert_steps_equal_definition(backends.Cache(backend, device, dtype, window))

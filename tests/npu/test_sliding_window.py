@@ -1,0 +1,80 @@
+"""Sliding windows on the npu platform give the tokens of the cpu platform: every mode, contexts of several blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.npu.programs.generate import Case
+from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
+from tests.npu.test_tokens_equal_cpu import MODES, assert_close_at_the_first_divergence, emulated
+from tests.oracle.test_sliding_window import ALL_SLIDE, SOME_SLIDE
+
+pytestmark = [pytest.mark.npu, pytest.mark.slow]
+
+# Within a block, from one block to the next, and over blocks; layers of two kinds.
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": 10, **ALL_SLIDE["mistral"]}),
+    ("mistral", {"sliding_window": 130, **ALL_SLIDE["mistral"]}),
+    ("qwen3", {"sliding_window": 37, **SOME_SLIDE["qwen3"]}),
+]
+
+
+def cases_of(mode: str, checkpoint: Any, **settings: Any) -> list[Case]:
+    """Seven prompts of up to three blocks, in chunks; a chunk of a single token among them."""
+    graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": [4]}
+    if mode == "max-autotune":
+        graphs["use_graph_cache"] = False
+    common = {"graph_mode": mode, "max_num_batched_tokens": 101, **SMALL, **FLOAT32, **graphs, **settings}
+    return [Case(str(checkpoint(model_type, **changes)), common, "long texts", 7) for model_type, changes in MODELS]
+
+
+@emulated
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_equal_the_cpu_platform(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    """Batches of up to seven: the largest graph is for four, above it steps run eagerly."""
+    cases = cases_of(mode, checkpoint)
+    for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
+        assert result["tokens"] == on_cpu(case)["tokens"], case.model
+        if mode != "eager":
+            assert_graphs_are_whole(result, [4])
+
+
+@pytest.mark.parametrize("mode", ["eager", "reduce-overhead"])
+def test_in_bfloat16(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    cases = cases_of(mode, checkpoint, dtype="bfloat16", attention_backend="auto")
+    for case in cases:
+        case.logprobs = 8
+    for case, result in zip(cases, on_npu(cases, tmp_path, allow_fp32_attention=False), strict=True):
+        assert_close_at_the_first_divergence(result, on_cpu(case))
+        assert result["after"].get("fallbacks", {}) == {}, "nothing leaves the AI core, nor sorts indices"
+
+
+@emulated
+def test_two_ranks(checkpoint: Any, tmp_path: Path) -> None:
+    cases = cases_of("reduce-overhead", checkpoint, tensor_parallel_size=2)[1:]
+    for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
+        assert result["tokens"] == on_cpu(case)["tokens"]
+
+
+@emulated
+@pytest.mark.parametrize("changes", [{"capture": "recorded"}, {"decode_attention": "unmasked"}], ids=str)
+def test_the_other_ways(changes: dict[str, str], checkpoint: Any, tmp_path: Path) -> None:
+    """Lengths that torch_npu is given call by call, and layers without a window whose decode has no mask."""
+    cases = cases_of("reduce-overhead", checkpoint)
+    variables = {f"NPU_RUNNER_ASCEND_{name.upper()}": value for name, value in changes.items()}
+    for case, result in zip(cases, on_npu(cases, tmp_path, **variables), strict=True):
+        assert result["tokens"] == on_cpu(case)["tokens"]
+
+
+@emulated
+def test_a_null_block_full_of_nan(checkpoint: Any, tmp_path: Path) -> None:
+    """Decode reads nothing behind a window; prefill's band goes over it, so the prompts here are of one chunk."""
+    cases = cases_of("eager", checkpoint, max_num_batched_tokens=2000)
+    for case in cases:
+        case.is_null_block_poisoned = True
+    for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
+        assert result["tokens"] == on_cpu(dataclasses.replace(case, is_null_block_poisoned=False))["tokens"]

@@ -1,0 +1,55 @@
+"""Tiny random checkpoints of families that only transformers knows, written by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.oracle.tiny_checkpoints import VOCAB_SIZE, write_tokenizer
+
+# By whatever of these names a family's config has; its own defaults otherwise.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+    "sliding_window": 1024, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "pad_token_id": 0,
+    "ffn_dim": 96, "word_embed_proj_dim": 64,
+}
+
+
+def make_foreign_checkpoint(path: Path, model_type: str, **changes: Any) -> Path:
+    """A random checkpoint of `model_type` in `path`, with weights scaled up so that greedy tokens vary."""
+    from transformers import AutoModelForCausalLM
+
+    ids = write_tokenizer(path)
+    config = foreign_config(model_type, eos_token_id=ids["<|im_end|>"], **changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "ln_" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.15)
+    model.generation_config.eos_token_id = ids["<|im_end|>"]
+    model.save_pretrained(path)
+    return path
+
+
+def write_config_alone(path: Path, model_type: str, **changes: Any) -> Path:
+    """A folder with config and tokenizer, and no weights: whoever needs those says another error."""
+    ids = write_tokenizer(path)
+    foreign_config(model_type, eos_token_id=ids["<|im_end|>"], **changes).save_pretrained(path)
+    return path
+
+
+def foreign_config(model_type: str, **changes: Any) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    config_class: Any = CONFIG_MAPPING[model_type]
+    default = config_class().to_dict()
+    sizes = {name: size for name, size in SIZES.items() if default.get(name) is not None}
+    given = {**sizes, **changes}
+    return config_class(**{name: value for name, value in given.items() if value is not ...})

@@ -1,0 +1,88 @@
+"""Every text family that transformers has is equal to transformers through the generic strategy, or refused by name.
+
+What must not happen is a family that is served and answers otherwise: that is what the refusals are for.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+import strategies
+from npu_runner import LLM
+from npu_runner.errors import ModelError
+from tests.oracle import reference
+from tests.oracle.foreign_checkpoints import foreign_config, make_foreign_checkpoint
+from tests.oracle.running import SMALL, assert_equals_reference
+
+modeling_auto: Any = pytest.importorskip("transformers.models.auto.modeling_auto")
+
+TEXTS = ["which", "which of the two pictures shows a circle?", "a b c d e f g " * 20, "colour " * 90]
+MOST_PARAMETERS = 20_000_000
+# Names of sizes that few families have; what more some need to be small or whole.
+MORE_SIZES: dict[str, Any] = {
+    "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "dff": 96, "bos_token_id": 1, "ffn_hidden_size": 96,
+    "local_attention": 2048, "moe_layer_start_index": 1, "moe_layer_end_index": 2, "word_embed_proj_dim": 64,
+}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1}, "ernie4_5_moe": {"moe_k": 2},
+    "falcon": {"head_dim": ..., "alibi": False},
+    "gemma2": {"attn_logit_softcapping": None}, "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16}, "ministral": {"head_dim": 16}, "nemotron": {"head_dim": 16},
+}
+# What transformers' classes raise where a config's own defaults do not fit the sizes above.
+UNMADE = (AssertionError, AttributeError, ImportError, IndexError, KeyError, StrictDataclassError, TypeError,
+          ValueError)
+
+
+SERVED = set(re.findall(r"`([\w.-]+)`", re.search(r"Equal are these \d+:(.*?)\nLarger", (
+    Path(__file__).parents[2] / "docs" / "generic.md").read_text(), re.DOTALL)[1]))  # type: ignore[index]
+
+
+def leave_out(model_type: str, why: str) -> NoReturn:
+    """Skip, but for a family that the docs name as equal."""
+    if model_type in SERVED:
+        pytest.fail(f"docs/generic.md says that {model_type} is equal, but {why}")
+    pytest.skip(why)
+
+
+def small_config(model_type: str) -> Any:
+    default = foreign_config(model_type).to_dict()
+    sizes = {name: size for name, size in MORE_SIZES.items() if name in default}
+    return {**sizes, **OF_FAMILY.get(model_type, {})}
+
+
+def make_small(folder: Path, model_type: str) -> Path:
+    """A tiny checkpoint; skips where transformers' own classes cannot make one from these sizes."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        changes = small_config(model_type)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(foreign_config(model_type, **changes))
+        size = sum(parameter.numel() for parameter in model.parameters())
+    except UNMADE as error:
+        leave_out(model_type, f"transformers makes no tiny one: {type(error).__name__}: {error}")
+    if size > MOST_PARAMETERS:
+        leave_out(model_type, f"{size} parameters: its sizes have names of their own")
+    return make_foreign_checkpoint(folder, model_type, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.full("nearly 200 families, a second or two each; twenty of them and every refusal stay")
+@pytest.mark.parametrize("model_type", sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_family_is_equal_or_refused(model_type: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(strategies, "strategies_by_model_type", dict)
+    path = make_small(tmp_path, model_type)
+    reference.load_model.cache_clear()
+    try:
+        llm = LLM(path, platform="cpu", max_num_batched_tokens=128, **SMALL)
+    except ModelError as reason:
+        leave_out(model_type, f"refused: {reason}")
+    with llm:
+        assert_equals_reference(path, llm, [llm.engine.processor.from_text(text) for text in TEXTS])

@@ -1,0 +1,66 @@
+"""Qwen2.5-VL against transformers: windows that do not divide a picture, chunks through pictures, published names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from npu_runner import LLM
+from npu_runner.errors import ModelError
+from tests.core.test_config import spoiled
+from tests.oracle.running import SMALL, assert_equals_reference
+from tests.oracle.test_qwen3_vl import LAYOUTS, SIZES, make_prompts
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "windows of 2 x 2 tokens": {},
+    "windows of 4 x 4, heads of 24": {"vision": {"window_size": 112, "hidden_size": 48}},
+    "no layer sees all": {"vision": {"fullatt_block_indexes": []}},
+    "tied, sections of unlike size": {"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_tokens_and_logits_equal_transformers(name: str, checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint("qwen2_5_vl", **VARIANTS[name])
+    with LLM(path, platform=platform_name, **SMALL) as llm:
+        prompts, images = make_prompts(llm, LAYOUTS)
+        assert_equals_reference(path, llm, prompts, images)
+        assert llm.stats().num_images_encoded == len(SIZES), "the tower runs once for each distinct picture"
+
+
+@pytest.mark.parametrize("num_tokens", [16, 37])
+def test_chunks_may_cut_a_picture(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint("qwen2_5_vl")
+    with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
+        prompts, images = make_prompts(llm, LAYOUTS)
+        assert_equals_reference(path, llm, prompts, images)
+
+
+def test_tensors_named_as_published_load(checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
+    path: Path = checkpoint("qwen2_5_vl")
+    published = spoiled(lambda base: path, tmp_path)
+    tensors = {name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor
+               for name, tensor in load_file(path / "model.safetensors").items()}
+    assert {"visual.merger.mlp.0.weight", "model.embed_tokens.weight"} <= set(tensors)
+    save_file(tensors, published / "model.safetensors", metadata={"format": "pt"})
+    with LLM(published, platform=platform_name, **SMALL) as llm:
+        prompts, images = make_prompts(llm, LAYOUTS[:4])
+        assert_equals_reference(path, llm, prompts, images)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"window_size": 20}, "vision_config.window_size 20 is less than a token's side of 28 pixels"),
+    ({"hidden_act": "gelu"}, "vision hidden_act 'gelu' is not supported in this tower"),
+])
+def test_a_tower_that_we_would_get_wrong_is_refused(changes: dict[str, Any], words: str, checkpoint: Any,
+                                                    tmp_path: Path) -> None:
+    import json
+
+    path: Path = checkpoint("qwen2_5_vl")
+    vision = {**json.loads((path / "config.json").read_text())["vision_config"], **changes}
+    with pytest.raises(ModelError, match=words):
+        LLM(spoiled(lambda base: path, tmp_path, vision_config=vision), platform="cpu", **SMALL)
