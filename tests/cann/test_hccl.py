@@ -38,6 +38,10 @@ def run_ranks(size: int, mode: str, *, program: str = "tests.cann.programs.hccl_
     return [out for out, _ in outputs]
 
 
+def expect(word: str, outputs: list[str]) -> None:
+    assert all(word in out for out in outputs), outputs
+
+
 @pytest.mark.parametrize(("size", "mode"), [(2, "all"), (4, "quick")])
 def test_collectives(size: int, mode: str) -> None:
     """quick leaves out the graph engine, which four ranks take long to compile for and which needs two at most."""
@@ -51,7 +55,7 @@ def test_collectives(size: int, mode: str) -> None:
 def test_the_graph_engine_refuses_a_communicator_of_single_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators are waited for: torch_npu may lose the error of one that is not (docs/ascend.md)."""
     monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
-    assert all("REFUSED" in out for out in run_ranks(2, "shared"))
+    expect("REFUSED", run_ranks(2, "shared"))
 
 
 A3 = {"soc": "Ascend910_9382"}
@@ -61,24 +65,24 @@ AIV = {"HCCL_OP_EXPANSION_MODE": "AIV"}
 @emulated
 @pytest.mark.parametrize("where", [AIV, A3], ids=["aiv", "a3"])
 def test_int64_is_not_compared_on_the_device(where: dict[str, str]) -> None:
-    assert all("REFUSED" in out for out in run_ranks(2, "int64", TASK_QUEUE_ENABLE="0", **where))
+    expect("REFUSED", run_ranks(2, "int64", TASK_QUEUE_ENABLE="0", **where))
 
 
 @emulated
 def test_a_second_communicator_on_the_vector_cores_is_refused() -> None:
-    assert all("REFUSED" in out for out in run_ranks(2, "second", TASK_QUEUE_ENABLE="0", **AIV))
-    assert all("BOTH" in out for out in run_ranks(2, "two", **AIV))
+    expect("REFUSED", run_ranks(2, "second", TASK_QUEUE_ENABLE="0", **AIV))
+    expect("BOTH", run_ranks(2, "two", **AIV))
 
 
 @emulated
 def test_an_a3_takes_six_graphs_with_collectives_on_the_ai_cpu() -> None:
-    assert all("REFUSED AFTER 6" in out for out in run_ranks(2, "seven", **A3))
+    expect("REFUSED AFTER 6", run_ranks(2, "seven", **A3))
 
 
 @emulated
 @pytest.mark.parametrize("mode", ["longer", "eager"])
 def test_ranks_that_captured_different_collectives_are_told(mode: str) -> None:
-    assert all("NAMED" in out for out in run_ranks(2, mode))
+    expect("NAMED", run_ranks(2, mode))
 
 
 def test_a_rank_that_never_arrives_times_out() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -114,20 +115,29 @@ def check_barriers_and_counters() -> None:
     dist.barrier()
 
 
+def leave(message: str) -> NoReturn:
+    """Says what was found and ends the process, all ranks together: the store that others may still ask for lives in
+    rank 0. torch's process group does not work after what the callers did, so nothing is destroyed."""
+    print(message, flush=True)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"left-{RANK}", "")
+    if RANK == 0:
+        store.wait([f"left-{rank}" for rank in range(SIZE)])
+    os._exit(0)
+
+
 def share_a_communicator() -> None:
-    """One for single operators and for the graph engine: refused. torch's process group does not work after that."""
+    """One for single operators and for the graph engine: refused."""
     dist.all_reduce(torch.ones(2).npu())
     message = error_of(lambda: run_in_the_graph_engine(dist.group.WORLD))
     is_refused = "one communicator for single operators and for the graph engine" in message
-    print("REFUSED" if is_refused else f"OTHER {message}", flush=True)
-    os._exit(0)
+    leave("REFUSED" if is_refused else f"OTHER {message}")
 
 
 def smallest_int64() -> None:
     """Refused where collectives are spread out on the device: on the vector cores, and on an A3's AI CPU."""
     message = error_of(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64).npu(), op=dist.ReduceOp.MIN))
-    print("REFUSED" if "int64 is not reduced" in message else f"OTHER {message}", flush=True)
-    os._exit(0)
+    leave("REFUSED" if "int64 is not reduced" in message else f"OTHER {message}")
 
 
 def make_a_second_communicator() -> None:
@@ -135,8 +145,7 @@ def make_a_second_communicator() -> None:
     dist.all_reduce(torch.ones(2).npu())
     second = dist.new_group(list(range(SIZE)))
     message = error_of(lambda: dist.all_reduce(torch.ones(2).npu(), group=second))
-    print("REFUSED" if "a second communicator" in message else f"OTHER {message}", flush=True)
-    os._exit(0)
+    leave("REFUSED" if "a second communicator" in message else f"OTHER {message}")
 
 
 def make_two_communicators_that_differ() -> None:
@@ -165,8 +174,7 @@ def capture_seven_graphs() -> None:
 
     message = error_of(forever)
     is_refused = "error 207005" in message and "6 graphs with collectives" in message
-    print(f"REFUSED AFTER {len(graphs)}" if is_refused else f"OTHER {message}", flush=True)
-    os._exit(0)
+    leave(f"REFUSED AFTER {len(graphs)}" if is_refused else f"OTHER {message}")
 
 
 def replay_other_collectives(is_first_in_a_graph: bool) -> None:
@@ -181,8 +189,7 @@ def replay_other_collectives(is_first_in_a_graph: bool) -> None:
                 dist.all_reduce(x)
     message = error_of(graph.replay if RANK == 0 or is_first_in_a_graph else lambda: dist.all_reduce(x))
     is_named = "all ranks must capture the same ones" in message
-    print("NAMED" if is_named else f"OTHER {message}", flush=True)
-    os._exit(0)
+    leave("NAMED" if is_named else f"OTHER {message}")
 
 
 def miss_a_collective() -> None:
