@@ -77,8 +77,8 @@ def test_where_nothing_ends_early_two_steps_under_way_plan_as_one(seed: int, blo
         world = World(random.Random(seed), block_size, -(-MAX_LEN // block_size) + 1 + spare, limits, True, depth=depth)
         for _ in range(12):
             start = [5] * world.rng.randint(1, MAX_LEN - 2)
-            prompt = PromptInputs([*start, *world.rng.choices((6, 7), k=world.rng.randint(0, MAX_LEN - 2 - len(start)))])
-            sequence = world.add_prompt(prompt)
+            rest = world.rng.choices((6, 7), k=world.rng.randint(0, MAX_LEN - 2 - len(start)))
+            sequence = world.add_prompt(PromptInputs([*start, *rest]))
             sequence.max_num_tokens = world.wanted_lens[sequence.seq_id]
         sequences = list(world.live.values())
         world.run_to_the_end()

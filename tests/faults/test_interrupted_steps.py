@@ -63,13 +63,15 @@ def test_after_an_exception_in_a_step_the_next_call_answers_as_a_fresh_one(size:
     """Steps 1 to 4 are prefills and their chunks, later ones mostly decode."""
     with LLM(checkpoint("qwen3"), tensor_parallel_size=size, **SETTINGS) as llm:
         executor: Executor = llm.engine._executor
-        places: list[tuple[Any, str]] = [(executor, "execute_model"), (llm.engine.scheduler, "schedule"),
-                                         (llm.engine.scheduler, "complete"), (llm.engine.block_manager, "commit"),
+        scheduler = llm.engine.scheduler
+        places: list[tuple[Any, str]] = [(executor, "submit"), (executor, "collect"), (scheduler, "schedule"),
+                                         (scheduler, "complete"), (llm.engine.block_manager, "commit"),
                                          (llm.engine, "_append")]
         if size == 1:
             runner = runner_of(llm)
             sampler: Any = runner.steps.sampler
-            places += [(runner.steps, name) for name in ("admit", "prepare", "launch", "sample", "collect")]
+            places += [(runner.steps, name) for name in ("admit", "prepare", "launch", "sample", "keep_tokens",
+                                                         "collect")]
             places += [(runner.model, "compute_logits"), (sampler, "add"), (sampler._state, "_make_plan"),
                        (sampler._state, "plan"), (sampler._state, "prepare_advance")]
         else:
@@ -102,7 +104,7 @@ def test_an_interrupted_step_of_the_engine_is_made_again(checkpoint: Any, expect
         found: dict[str, Any] = {}
         num_injected = 0
         while engine.has_unfinished_requests():
-            name = ("execute_model", "submit", "collect")[num_injected % 3]
+            name = ("submit", "collect")[num_injected // 2 % 2]
             try:
                 with raising(engine._executor, name, 4, after=num_injected % 2 == 1):
                     for _ in range(5):
