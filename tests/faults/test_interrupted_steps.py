@@ -132,10 +132,13 @@ def test_pictures_that_were_under_way_are_seen_as_before() -> None:
                 assert cache.counters.num_bytes == sum(value.num_bytes for value in cache._values.values())
 
 
-@pytest.mark.parametrize(("size", "num_interrupts"), [(1, 12), pytest.param(2, 12, marks=pytest.mark.slow)])
-def test_ctrl_c_at_random_moments(size: int, num_interrupts: int, checkpoint: Any) -> None:
+@pytest.mark.parametrize(("size", "steps_under_way"), [
+    (1, 2), pytest.param(2, 2, marks=pytest.mark.slow),
+    pytest.param(1, 1, marks=pytest.mark.full("the same with two steps under way stays"))])
+def test_ctrl_c_at_random_moments(size: int, steps_under_way: int, checkpoint: Any) -> None:
+    num_interrupts = 12
     command = [sys.executable, "-m", "tests.faults.interrupts", str(checkpoint("qwen3")), str(size),
-               str(num_interrupts)]
+               str(num_interrupts), str(steps_under_way)]
     done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
     assert done.returncode == 0
     assert json.loads(done.stdout) == [True] * num_interrupts

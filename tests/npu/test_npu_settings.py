@@ -55,6 +55,7 @@ SIDES = [
     ("max-autotune", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_GE_TILING": "device"}),
     ("reduce-overhead", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
     ("reduce-overhead", {"NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
+    ("reduce-overhead", {"NPU_RUNNER_ASCEND_REPLAY": "overlapped"}),
 ]
 
 
