@@ -60,7 +60,8 @@ class Qwen3VLStrategy(CausalLMStrategy):
         # Pictures of one size lie together, so that attention runs over them as one batch.
         order = sorted(range(len(images)), key=lambda i: images[i].grid_thw)
         encoded: dict[int, VisionEmbeddings] = {}
-        for together in _groups(order, [_num_patches(image) for image in images], model.visual.attention.vision_patches):
+        sizes = [_num_patches(image) for image in images]
+        for together in _groups(order, sizes, model.visual.attention.vision_patches):
             embeddings = self._encode(model.visual, [images[i] for i in together])
             encoded.update(zip(together, embeddings, strict=True))
         return [encoded[i] for i in range(len(images))]
