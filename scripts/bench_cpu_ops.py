@@ -34,8 +34,9 @@ def main() -> None:
             micros = [least_micros(operator, ops, arguments.repeats) for ops in (TorchOps(), CpuOps())]
             rows[name] = {"torch": micros[0], "ours": micros[1]}
             print(f"{name:<44}{micros[0]:>10.0f}{micros[1]:>10.0f}{micros[0] / micros[1]:>8.2f}")
-    print(json.dumps({"bench": "bench_cpu_ops", "commit": commit(), "capability": torch.backends.cpu.get_cpu_capability(),
-                      **versions("torch"), "repeats": arguments.repeats, "micros": rows}))
+    print(json.dumps({"bench": "bench_cpu_ops", "commit": commit(), **versions("torch"),
+                      "capability": torch.backends.cpu.get_cpu_capability(), "repeats": arguments.repeats,
+                      "micros": rows}))
 
 
 def operators() -> Iterator[tuple[str, Operator]]:
