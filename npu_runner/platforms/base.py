@@ -63,6 +63,9 @@ class AttentionBackend(ABC):
     windows: tuple[int | None, ...] = (None,)
     """The sliding windows of the model's layers, each once; None: some layer sees all. Steps are planned for these."""
 
+    vision_patches: int | None = None
+    """Patches that a vision tower should take at once, if it is not one picture that has more; None: all of a step."""
+
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
