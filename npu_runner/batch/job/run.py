@@ -6,7 +6,6 @@ changed before the model stands ready.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,21 +17,20 @@ import numpy as np
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Destination, open_destination
-from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, replacing
+from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
-from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputScan
+from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import delivery, making, serving
+from npu_runner.batch.job.closing import check_names, make_report, save_summary
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions, num_cpus
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.report import write_report
 from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.tally import JobSummary, Tally
-from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
@@ -69,7 +67,7 @@ def run_batch(
     `open_model` stands in for a checkpoint and LLMEngine.
     """
     progress = Progress(options.progress)
-    _check_names(options)
+    check_names(options)
     with StopSignals() as signals:
         job = _Job(config, options, progress, signals, open_model)
         try:
@@ -152,7 +150,9 @@ class _Job:
         if not self._is_cut_short:
             file.refuse_changes()
             destination.finish(work.rows, is_ordered=self._options.ordered)
-            self._report(file, work.rows, destination)
+            if self._options.report is not None:
+                make_report(self._options, self._config.max_source_pixels, file, work.rows, destination)
+                self._progress.say(f"report    {self._options.report}")
 
     def _open_input(self, destination: Destination) -> InputFile:
         path = destination.path
@@ -286,7 +286,7 @@ class _Job:
             self._progress.say(line)
         try:
             if self._options.summary is not None:
-                _write_json(self._options.summary, summary.to_json())
+                save_summary(self._options.summary, summary)
         except JobError as second:
             if error is None:
                 raise
@@ -310,42 +310,3 @@ class _Job:
             is_interrupted=error is None and self._is_cut_short,
             error=error,
         )
-
-    def _report(self, file: InputFile, rows: InputScan, destination: Destination) -> None:
-        if self._options.report is None:
-            return
-        assert destination.path is not None, "refused at the start"
-        options = self._options
-        worker = PoolLimits(
-            num_workers=1,
-            task_timeout_seconds=options.preprocessing_timeout,
-            worker_memory_bytes=options.worker_memory_bytes,
-        )
-        write_report(
-            self._options.report, file, rows, destination.path, worker=worker, max_rows=options.report_rows,
-            thumbnails=ThumbnailMaker(
-                options.allowed_media_dir, self._config.max_source_pixels, options.max_media_bytes
-            ),
-            max_row_bytes=options.max_row_bytes,
-        )  # fmt: skip
-        self._progress.say(f"report    {options.report}")
-
-
-def _check_names(options: BatchOptions) -> None:
-    """No file may stand for two. The report and the summary are written last: that they cannot be is said first."""
-    names = {"input": options.input, "output": options.output, "report": options.report, "summary": options.summary}
-    taken: dict[Path, str] = {}
-    for name, value in names.items():
-        if value is None or value == STANDARD_STREAM:
-            continue
-        path = Path(value).resolve()
-        if path in taken:
-            raise ConfigError(f"{name} {value}: is the {taken[path]} as well; choose another name")
-        taken[path] = name
-        if name in ("report", "summary") and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(f"{name} {value}: is a folder or in no existing folder; name a file")
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with late_file_errors(f"summary {path}"), replacing(path) as file:
-        file.write(json.dumps(value, indent=2).encode() + b"\n")
