@@ -16,18 +16,17 @@ import numpy as np
 
 from npu_runner.outputs import EngineStats
 
-CHECKSUM_BYTES = 8
 INDEX, LINE, START, NUM_BYTES = range(4)
 
 
 class RawRow(NamedTuple):
-    """One row. `index`: its number among the rows to serve, from 0; `line`: in the input, from 1.
+    """One row. `number`: its index among the rows to serve, from 0; `line`: in the input, from 1.
 
     `start`, `num_bytes`: where it lies in the input. `checksum`: of its bytes, as the first reading found them. `data`:
     these bytes where they travel with it, else None.
     """
 
-    index: int
+    number: int
     line: int
     start: int
     num_bytes: int
@@ -40,8 +39,8 @@ class RawRow(NamedTuple):
 class RowRun:
     """Neighbouring rows on their way to a replica, in columns: a million of them cost no million objects.
 
-    table_R4: uint64; index, line, start and num_bytes of each. checksums: CHECKSUM_BYTES of each. data: the rows'
-    bytes, one row behind the other; None: the replica reads (start, num_bytes) in the input it was made for.
+    table_R4: uint64; index, line, start and num_bytes of each. checksums: one behind the other, all of one length.
+    data: the rows' bytes, likewise; None: the replica reads (start, num_bytes) in the input it was made for.
     """
 
     table_R4: np.ndarray
@@ -57,18 +56,18 @@ class RowRun:
         return found
 
     def rows(self) -> Iterator[RawRow]:
-        position = 0
+        position, width = 0, len(self.checksums) // max(1, len(self))
         for number, (index, line, start, num_bytes) in enumerate(self.table_R4.tolist()):
-            checksum = self.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+            checksum = self.checksums[number * width : (number + 1) * width]
             data = None if self.data is None else self.data[position : position + num_bytes]
             position += num_bytes
             yield RawRow(index, line, start, num_bytes, checksum, data)
 
 
 class FinishedRow(NamedTuple):
-    """A row's bytes for the output. `outcome`: what the job counts it as; the driver hands it on unread."""
+    """A row's bytes for the output. `number`: its index; `outcome`: what the job counts it as, handed on unread."""
 
-    index: int
+    number: int
     outcome: Any
     data: bytes
 
@@ -163,7 +162,7 @@ class Replica(ABC):
 
     @abstractmethod
     def submit(self, run: RowRun) -> None:
-        """Hand over rows. Returns at once; a dead replica takes them too, and says so in `poll`."""
+        """Hand over rows. Returns at once. One that is dead takes them too, and says so in `poll`."""
 
     @abstractmethod
     def recall(self, num_rows: int) -> None:

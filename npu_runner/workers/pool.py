@@ -30,6 +30,8 @@ from npu_runner.workers.worker import JOB_FAULT, OUT_OF_MEMORY, READY, RESULT
 Task = TypeVar("Task")
 
 MAX_ATTEMPTS = 2
+NOT_YET: Any = object()
+"""What `tasks` gives while it has no task and may have one later; `look_again` says when."""
 # A worker that dies before it is ready has met no task: its environment is broken, and another will die as well.
 _MAX_FAILED_STARTS = 3
 _SHORTEST_START_SECONDS = 120.0
@@ -149,6 +151,10 @@ class WorkerPool(Generic[Task]):
         self._task_allowance = num_tasks
         self._wake()
 
+    def look_again(self) -> None:
+        """There may be tasks where NOT_YET was the last word. From any thread."""
+        self._wake()
+
     def worker_pids(self) -> list[int]:
         return [worker.process.pid for worker in list(self._workers)]
 
@@ -233,6 +239,8 @@ class WorkerPool(Generic[Task]):
         task = next(self._tasks, None)
         if task is None:
             self._tasks_are_read = True
+            return None
+        if task is NOT_YET:
             return None
         self._num_started += 1
         return task, 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from npu_runner.errors import ConfigError
 from npu_runner.limits import LIMITS, MIB
+from npu_runner.replicas.placement import AUTO
 
 PROGRESS_STYLES = ("auto", "bar", "lines", "off")
 _MAX_DEFAULT_WORKERS = 16
@@ -38,8 +39,13 @@ class BatchOptions:
     """Most rows on the page; failed and unexpected answers come first."""
     cached_tokens: bool = False
     """Report each row's prefix-cache hits in its usage. They depend on timing, so rows are not reproducible then."""
+    data_parallel_size: int | str = 1
+    """Replicas of the model on this host, each on devices of its own (tensor_parallel_size of them); they share the
+    rows of the job. auto: as many as there are devices for."""
+    max_replica_restarts: int = 3
+    """How often a replica that died is started again; its rows go to the others."""
     preprocessing_workers: int | None = None
-    """Processes that decode pictures and tokenize; None: half of the CPU cores, 16 at most."""
+    """Processes that decode pictures and tokenize, for each replica; None: half of its CPU cores, 16 at most."""
     preprocessing_timeout: float = 120.0
     """Seconds after which preprocessing of one row is given up."""
     max_row_bytes: int = LIMITS.max_row_bytes
@@ -55,6 +61,11 @@ class BatchOptions:
     """bar, lines or off; auto: a bar on a terminal and lines elsewhere."""
 
     def __post_init__(self) -> None:
+        if self.data_parallel_size != AUTO and (not isinstance(self.data_parallel_size, int)
+                                                or self.data_parallel_size < 1):
+            raise ConfigError(f"data_parallel_size: {self.data_parallel_size!r} is no number of replicas, nor auto")
+        if self.max_replica_restarts < 0:
+            raise ConfigError(f"max_replica_restarts: {self.max_replica_restarts} is negative; 0 starts none again")
         if self.preprocessing_workers is not None and self.preprocessing_workers < 1:
             raise ConfigError(f"preprocessing_workers: {self.preprocessing_workers} is not a positive number")
         if not self.preprocessing_timeout > 0:
@@ -71,11 +82,11 @@ class BatchOptions:
         if self.allowed_media_dir is not None and not self.allowed_media_dir.is_dir():
             raise ConfigError(f"allowed_media_dir: {str(self.allowed_media_dir)!r} is not a folder")
 
-    @property
-    def num_workers(self) -> int:
+    def num_workers(self, num_cores: int) -> int:
+        """Preprocessing workers of a replica that has so many cores."""
         if self.preprocessing_workers is not None:
             return self.preprocessing_workers
-        return max(1, min(_MAX_DEFAULT_WORKERS, num_cpus() // 2))
+        return max(1, min(_MAX_DEFAULT_WORKERS, num_cores // 2))
 
 
 def num_cpus() -> int:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,25 +20,25 @@ from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job import delivery, making, serving
+from npu_runner.batch.job import delivery, making
 from npu_runner.batch.job.closing import check_names, make_report, save_summary
+from npu_runner.batch.job.crew import Crew, recruit, report_of
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
+from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions, num_cpus
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.job.signals import Interrupted, StopSignals
-from npu_runner.batch.job.tally import JobSummary, Tally
-from npu_runner.batch.rows.input_row import InputRow
+from npu_runner.batch.job.tally import JobSummary, ReplicaReport, Tally
 from npu_runner.batch.rows.openai_response import JobStamp
-from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError
-from npu_runner.multimodal.media import MediaRules
-from npu_runner.outputs import EngineStats
-from npu_runner.workers.pool import PoolLimits, WorkerPool
+from npu_runner.replicas.base import ReplicaStats
+from npu_runner.replicas.fleet import Fleet
+from npu_runner.replicas.row_queue import RowQueue
 
 _MAX_DIGEST_THREADS = 4
 
@@ -110,8 +109,9 @@ class _Job:
         self._serve_ended: float | None = None
         self._work: _Work | None = None
         self._num_resumed = self._num_failed_kept = 0
-        self._stats = EngineStats()
-        self._num_replaced = 0
+        self._stats = ReplicaStats()
+        self._replicas: tuple[ReplicaReport, ...] = ()
+        self._num_workers = 0
 
     def run(self, destination: Destination) -> None:
         destination.look()
@@ -166,63 +166,69 @@ class _Job:
         # The folder that was looked at, whatever a hub id stands for a moment later.
         given = self._config.replace(model=str(work.model_folder), revision=None)
         taken = making.config_to_go_on_with(given, destination.earlier)
-        model = self._open_model(taken)
-        # Workers prepare the first rows while the model loads, and its weights are hashed.
+        book = RowBook(work.rows, work.wanted, file.source)
+        suspects = Suspects(destination.path, overwrite=self._options.overwrite)
+        crew = recruit(taken, self._options, file.source, self._open_model)
+        self._num_workers = crew.num_workers
+        queue = RowQueue(book.num_rows)
+        if self._options.ordered and destination.path is None:
+            queue.allow(self._window(crew))
         with (
-            self._start_pool(model, file, work.wanted, destination) as pool,
+            Fleet(
+                crew.replicas, queue, hooks_for(book, suspects, self._progress.say), max_restarts=crew.max_restarts,
+                given_up=known_suspects(queue, book, suspects),
+            ) as fleet,
             self._digests(work) as digests,
-            making.load(model, given, taken, destination) as engine,
-        ):
-            pool.raise_failure()
-            facts = ", ".join(f"{name} {value}" for name, value in engine.describe().items())
-            self._progress.say(f"model {work.model_folder}: {facts}\n{engine.ledger}")
+        ):  # fmt: skip
+            with making.loading(given, taken, destination):
+                facts = fleet.load()
+            shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
+            self._progress.say(f"model {work.model_folder}: {shown}\n{facts.ledger}")
             if not digests.is_done:
                 self._progress.say("the model is ready; waiting until its weights are hashed")
             manifest = making.manifest_of(
-                destination, model, engine, model_name=work.model_folder.name, model_files=work.model_files,
+                destination, facts, model_name=work.model_folder.name, model_files=work.model_files,
                 weights=digests.lines(), input=work.rows.identity,
             )  # fmt: skip
             # From here on a signal lets the step under way end, and then the job.
             self._signals.defer()
-            self._serve_rows(engine, pool, destination, manifest, file)
+            writer = destination.begin(manifest)
+            if self._options.overwrite:
+                suspects.clear()
+            fleet.begin(self._stamp(manifest))
+            self._drive(fleet, book, suspects, self._delivery(writer, queue, crew))
 
     def _digests(self, work: _Work) -> WeightDigests:
         return WeightDigests(work.model_folder, num_threads=max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2)))
 
-    def _serve_rows(
-        self, engine: Any, pool: WorkerPool[InputRow], destination: Destination, manifest: Manifest, file: InputFile
-    ) -> None:
+    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery) -> None:
         assert self._work is not None, "no work was planned yet"
-        writer = destination.begin(manifest)
-        suspects = Suspects(destination.path, overwrite=self._options.overwrite)
         self._serve_began = time.monotonic()
+        driver = Driver(
+            fleet, book, delivery, tally=self._tally, progress=self._progress,
+            should_stop=lambda: self._signals.is_requested, suspects=suspects,
+        )  # fmt: skip
         try:
-            with self._delivery(writer, pool) as rows_out:
+            with delivery:
                 self._progress.start(self._work.rows.num_rows, self._num_resumed)
-                ServingLoop(
-                    engine,
-                    pool,
-                    rows_out,
-                    name_of=file.source.name,
-                    stamp=self._stamp(manifest),
-                    tally=self._tally,
-                    progress=self._progress,
-                    should_stop=lambda: self._signals.is_requested,
-                    suspects=suspects,
-                ).run()
-            self._progress.update(self._tally, engine.stats, is_last=True)
+                driver.run()
+            self._progress.update(self._tally, driver.engine_stats, is_last=True)
             if not self._is_cut_short:
                 suspects.clear()
         finally:
             self._serve_ended = time.monotonic()
-            self._stats, self._num_replaced = replace(engine.stats()), pool.num_replaced
+            self._stats = driver.stats()
+            self._replicas = tuple(report_of(slot) for slot in fleet.slots) if len(fleet.slots) > 1 else ()
             self._progress.close()
 
-    def _delivery(self, writer: AnswerWriter, pool: WorkerPool[InputRow]) -> Delivery:
+    def _delivery(self, writer: AnswerWriter, queue: RowQueue, crew: Crew) -> Delivery:
         # A file is put in order when all of its rows are there; only a stream has to keep to it.
         if self._options.ordered and writer.is_stream:
-            return OrderedDelivery(writer, self._tally, pool.allow)
+            return OrderedDelivery(writer, self._tally, queue.allow, window=self._window(crew))
         return Delivery(writer, self._tally)
+
+    def _window(self, crew: Crew) -> int:
+        return delivery.MAX_ROWS_OUT_OF_ORDER * len(crew.replicas)
 
     def _stamp(self, manifest: Manifest) -> JobStamp:
         return JobStamp(
@@ -232,34 +238,6 @@ class _Job:
             splits_reasoning="prompts.reasoning_tokens" in manifest.settings,
             with_cached_tokens=self._options.cached_tokens,
         )
-
-    def _start_pool(
-        self, model: ModelSide, file: InputFile, wanted: np.ndarray, destination: Destination
-    ) -> WorkerPool[InputRow]:
-        options, folder = self._options, self._options.allowed_media_dir
-        preprocessor = RowPreprocessor(
-            source=file.source,
-            processor=model.processor,
-            media=MediaRules(
-                allowed_dir=None if folder is None else folder.resolve(),
-                max_images=self._config.max_images_per_prompt,
-                max_bytes=options.max_media_bytes,
-                max_total_bytes=options.max_prompt_media_bytes,
-            ),
-            max_row_bytes=options.max_row_bytes,
-            generation_defaults=dict(model.generation_defaults),
-            seed=self._config.seed,
-        )
-        is_windowed = self._options.ordered and destination.path is None
-        limits = PoolLimits(
-            num_workers=options.num_workers,
-            task_timeout_seconds=options.preprocessing_timeout,
-            worker_memory_bytes=options.worker_memory_bytes,
-            # Without a setting the platform's default counts, which is none above 256.
-            max_ready=serving.max_waiting_requests(self._config.max_num_seqs or 0),
-            max_tasks=delivery.MAX_ROWS_OUT_OF_ORDER if is_windowed else float("inf"),
-        )
-        return WorkerPool(preprocessor, file.rows(wanted), limits, [file.source.descriptor])
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> None:
         self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
@@ -302,11 +280,13 @@ class _Job:
             num_resumed=self._num_resumed,
             num_failed_in_output=self._num_failed_kept + self._tally.num_failed,
             tally=self._tally,
-            stats=self._stats,
+            stats=self._stats.engine,
+            wait_seconds=self._stats.wait_seconds,
+            replicas=self._replicas,
             start_seconds=began - self._started,
             serve_seconds=ended - began,
-            num_workers=self._options.num_workers,
-            num_workers_replaced=self._num_replaced,
+            num_workers=self._num_workers,
+            num_workers_replaced=self._stats.num_workers_replaced,
             is_interrupted=error is None and self._is_cut_short,
             error=error,
         )
