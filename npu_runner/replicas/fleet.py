@@ -40,9 +40,10 @@ class FleetHooks:
     """The rows of these indices, for a replica."""
     say: Callable[[str], None]
     """A line for the person who watches."""
-    accuse: Callable[[Sequence[int], ReplicaDeadError], Verdict | None]
-    """These rows were under way in a death, and run alone from now on. Of a single one that was alone: the verdict, if
-    that is enough to give it up."""
+    suspect: Callable[[Sequence[int]], None]
+    """These rows run alone from now on, in this run and in later ones: they were under way when replicas died."""
+    accuse: Callable[[int, ReplicaDeadError], Verdict | None]
+    """This row alone was under way in a death. The verdict, if that is enough to give it up."""
 
 
 class Fleet:
@@ -60,7 +61,7 @@ class Fleet:
         self._woken: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         self.slots = [Slot(number, make, self._woken.put) for number, make in enumerate(replicas)]
         self._facts: ReplicaFacts | None = None
-        self._terms: Any = None
+        self._has_begun, self._terms = False, None
         self._finished: list[FinishedRow] = []
         self._verdicts = list(given_up)
         rows.drop(verdict.index for verdict in given_up)
@@ -93,7 +94,7 @@ class Fleet:
 
     def begin(self, terms: Any) -> None:
         """From here on rows are answered. `terms` go to every replica, to later ones as well."""
-        self._terms = terms
+        self._has_begun, self._terms = True, terms
         for slot in self.slots:
             if slot.replica is not None and slot.facts is not None:
                 slot.replica.begin(terms)
@@ -169,7 +170,7 @@ class Fleet:
             self._facts = facts
         _refuse_another(slot.name, self._facts, facts)
         slot.facts = facts
-        if self._terms is not None:
+        if self._has_begun:
             assert slot.replica is not None, f"{slot.name} is dead"
             slot.replica.begin(self._terms)
 
@@ -198,12 +199,12 @@ class Fleet:
         if len(under_way) == 1:
             (row,) = under_way
             self._rows.isolate(row)
-            verdict = self._hooks.accuse([row], error)
+            verdict = self._hooks.accuse(row, error)
             if verdict is not None:
                 self._verdicts.append(verdict)
                 return {row}
         elif suspects or is_last:  # who may have ended a job is suspected in the next run
-            self._hooks.accuse(sorted(under_way) if is_last else suspects, error)
+            self._hooks.suspect(sorted(under_way) if is_last else suspects)
         return set()
 
     def _places(self) -> list[Slot]:

@@ -69,7 +69,12 @@ class Driver:
 
 
 def hooks_for(book: RowBook, suspects: Suspects, say: Callable[[str], None]) -> FleetHooks:
-    return FleetHooks(make_run=book.run, say=say, accuse=functools.partial(_accuse, suspects, book))
+    return FleetHooks(
+        make_run=book.run,
+        say=say,
+        suspect=functools.partial(_suspect, suspects, book),
+        accuse=functools.partial(_accuse, suspects, book),
+    )
 
 
 def known_suspects(queue: RowQueue, book: RowBook, suspects: Suspects) -> list[Verdict]:
@@ -84,15 +89,16 @@ def known_suspects(queue: RowQueue, book: RowBook, suspects: Suspects) -> list[V
     return verdicts
 
 
-def _accuse(suspects: Suspects, book: RowBook, rows: Sequence[int], error: ReplicaDeadError) -> Verdict | None:
-    """Note rows that were under way in a death. Of a single one: why it is given up, if that was enough."""
-    names = [name for name in map(book.name, rows) if name is not None]
-    if len(rows) > 1 or not names:
-        suspects.suspect(names)
-        return None
-    suspects.accuse(EngineDeadError(str(error), request_ids=tuple(names), blame=error.blame))
-    found = suspects.verdict(names[0])
-    return None if found is None else Verdict(index=rows[0], code=str(found.code), message=found.message)
+def _suspect(suspects: Suspects, book: RowBook, rows: Sequence[int]) -> None:
+    suspects.suspect(name for name in map(book.name, rows) if name is not None)
+
+
+def _accuse(suspects: Suspects, book: RowBook, row: int, error: ReplicaDeadError) -> Verdict | None:
+    name = book.name(row)
+    assert name is not None, f"row {row} has no custom_id, and no engine takes such a row"
+    suspects.accuse(EngineDeadError(str(error), request_ids=(name,), blame=error.blame))
+    found = suspects.verdict(name)
+    return None if found is None else Verdict(index=row, code=str(found.code), message=found.message)
 
 
 def _given_up(book: RowBook, verdict: Verdict) -> FinishedRow:
