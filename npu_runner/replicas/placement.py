@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from npu_runner.errors import ConfigError
 
@@ -45,9 +46,16 @@ def place(platform: str, num_replicas: int | None, num_ranks: int) -> list[Place
     found = _ask(platform, num_ranks)
     if found["platform"] == "cpu":
         return _on_cores(cores, num_replicas)
+    return on_devices(found, cores, num_replicas, num_ranks)
+
+
+def on_devices(
+    found: Mapping[str, Any], cores: list[int], num_replicas: int | None, num_ranks: int
+) -> list[Placement]:
+    """Neighbouring devices for each replica. `found`: platform, num_devices, and devices and environment of shares."""
     num_devices = found["num_devices"]
     if num_replicas is None:
-        if num_devices % num_ranks or num_devices < num_ranks:
+        if num_devices % num_ranks:
             raise ConfigError(
                 f"data_parallel_size auto: tensor_parallel_size {num_ranks} does not divide the {num_devices} devices "
                 f"that are visible; set one that does, or a number of replicas, at most {num_devices // num_ranks}"
@@ -97,7 +105,7 @@ def _ranges(cores: list[int]) -> str:
     return str(cores[0]) if len(cores) == 1 else f"{cores[0]}-{cores[-1]}"
 
 
-def _ask(platform: str, num_ranks: int) -> dict:
+def _ask(platform: str, num_ranks: int) -> dict[str, Any]:
     command = [sys.executable, "-m", _PROBE, platform, str(num_ranks)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -106,7 +114,7 @@ def _ask(platform: str, num_ranks: int) -> dict:
         reason = done.stderr.strip().splitlines()
         raise ConfigError(f"data_parallel_size: the devices of platform {platform} cannot be counted "
                           f"({reason[-1] if reason else f'exit status {done.returncode}'})")
-    found: dict = json.loads(lines[-1])
+    found: dict[str, Any] = json.loads(lines[-1])
     if "error" in found:
         raise ConfigError(found["error"])
     return found
