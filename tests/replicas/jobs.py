@@ -17,7 +17,9 @@ REPLICA, RANK = b"npu_runner.replicas.process_main", b"npu_runner.engine.executo
 _ANY = b"npu_runner."
 
 
-def start_scripted(folder: Path, *, stage: str = "", **options: Any) -> subprocess.Popen[bytes]:
+def start_scripted(
+    folder: Path, *, stage: str = "", stdout: int | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
     """A job over scripted engines, from in.jsonl to out.jsonl in `folder`."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
@@ -28,7 +30,7 @@ def start_scripted(folder: Path, *, stage: str = "", **options: Any) -> subproce
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "tests.replicas.scripted_job", json.dumps(fields)], stderr=subprocess.PIPE,
-        env={**os.environ, "STAGE": stage},
+        stdout=stdout, env={**os.environ, "STAGE": stage},
     )  # fmt: skip
 
 

@@ -73,6 +73,11 @@ def test_more_than_the_host_has_is_refused_by_name(num_replicas: int | None, num
         on_devices(devices(8, num_ranks), CORES, num_replicas, num_ranks)
 
 
+def test_the_cpu_has_no_devices_to_count() -> None:
+    with pytest.raises(ConfigError, match="the cpu platform has cores only; give a number"):
+        place("cpu", None, 1)
+
+
 def test_a_platform_that_cannot_be_used_is_named() -> None:
     with pytest.raises(ConfigError, match="platform 'npu' cannot be used here"):
         place("npu", 2, 1)

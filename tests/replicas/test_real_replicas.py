@@ -28,7 +28,7 @@ from tests.replicas.jobs import (
     wait_until_gone,
 )
 
-NUM_PICTURES = 24
+NUM_PICTURES = 16
 NUM_KILLS = 40
 
 
@@ -43,7 +43,7 @@ def requests(folder: Path) -> list[dict[str, Any] | bytes]:
             image.save(folder / f"{number}-{index}.png")
             parts.append({"type": "image_url", "image_url": {"url": f"{number}-{index}.png"}})
         made.append(row(f"picture {number}", messages=[{"role": "user", "content": parts}], max_tokens=48))
-        made.append(row(f"text {number}", "Hello!", temperature=number % 3, n=1 + number % 2, max_tokens=60,
+        made.append(row(f"text {number}", "Hello!", temperature=number % 3, n=1 + number % 2, max_tokens=48,
                         ignore_eos=True))  # fmt: skip
     missing = [{"type": "image_url", "image_url": {"url": "no.png"}}]
     return [*made, row("missing", messages=[{"role": "user", "content": missing}]), row("seeded", "Who?", seed=7)]
