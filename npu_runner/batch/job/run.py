@@ -23,10 +23,10 @@ from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job import delivery, making, serving
+from npu_runner.batch.job import delivery, making
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
-from npu_runner.batch.job.options import BatchOptions, num_cpus
+from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.report import write_report
 from npu_runner.batch.job.serving import ServingLoop
@@ -38,9 +38,11 @@ from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
+from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.outputs import EngineStats
+from npu_runner.workers.options import num_cpus
 from npu_runner.workers.pool import PoolLimits, WorkerPool
 
 _MAX_DIGEST_THREADS = 4
@@ -256,7 +258,7 @@ class _Job:
             task_timeout_seconds=options.preprocessing_timeout,
             worker_memory_bytes=options.worker_memory_bytes,
             # Without a setting the platform's default counts, which is none above 256.
-            max_ready=serving.max_waiting_requests(self._config.max_num_seqs or 0),
+            max_ready=max_waiting_requests(self._config.max_num_seqs or 0),
             max_tasks=delivery.MAX_ROWS_OUT_OF_ORDER if is_windowed else float("inf"),
         )
         return WorkerPool(preprocessor, file.rows(wanted), limits, [file.source.descriptor])

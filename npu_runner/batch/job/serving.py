@@ -18,23 +18,14 @@ from npu_runner.batch.job.tally import Outcome, Tally, answered
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
+from npu_runner.engine.waiting import WaitingRoom
 from npu_runner.errors import EngineDeadError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.pool import Finished, WorkerFailure, WorkerPool
 
-# Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
-_LEAST_WAITING_REQUESTS = 64
-# ... and this share of max_num_seqs, since an eighth of it must be able to join before a prefill interrupts others.
-_WAITING_SHARE = 4
-MAX_WAITING_BYTES = 1 << 29
 _IDLE_SECONDS = 0.2
-
-
-def max_waiting_requests(max_num_seqs: int) -> int:
-    """Most requests that wait in the engine, and most that wait for it in the pool."""
-    return max(_LEAST_WAITING_REQUESTS, max_num_seqs // _WAITING_SHARE)
 
 
 class Engine(Protocol):
@@ -83,8 +74,7 @@ class ServingLoop:
         self._should_stop = should_stop
         self._in_flight: dict[str, _InFlight] = {}
         self._delivery = delivery
-        self._max_waiting = max_waiting_requests(engine.max_num_seqs)
-        self._sizes: deque[int] = deque(maxlen=self._max_waiting)
+        self._room = WaitingRoom(engine.max_num_seqs)
         self._suspects = suspects or Suspects(None)
         self._to_run_alone: deque[Finished[InputRow]] = deque()
         self._is_one_alone = False
@@ -125,11 +115,7 @@ class ServingLoop:
     def _may_admit(self, num_waiting: int) -> bool:
         if self._is_one_alone or self._to_run_alone:
             return False
-        return num_waiting < self._max_waiting and self._bytes_of_last(num_waiting) < MAX_WAITING_BYTES
-
-    def _bytes_of_last(self, count: int) -> int:
-        """First come, first served: the requests that wait are those admitted last."""
-        return sum(list(self._sizes)[-count:]) if count else 0
+        return self._room.has_room(num_waiting)
 
     def _wait(self) -> None:
         started = time.monotonic()
@@ -167,7 +153,7 @@ class ServingLoop:
             self._fail(row, result.custom_id, refusal)
             return False
         self._in_flight[result.custom_id] = _InFlight(row, result.model, result.expected)
-        self._sizes.append(finished.num_bytes)
+        self._room.enter(finished.num_bytes)
         return True
 
     def _finish(self, output: RequestOutput) -> None:
