@@ -24,7 +24,7 @@ from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.limits import plain_template_kwargs
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
-from npu_runner.outputs import CompletionOutput, EngineStats, RequestOutput
+from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.prompt_feed import PromptFeed, Request
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.options import PreprocessingOptions
@@ -60,7 +60,8 @@ class LLM:
         self.engine = LLMEngine(config)
         self._max_ready = max_waiting_requests(self.engine.max_num_seqs)
         self._workers = PromptWorkers(self.engine.processor, options, max_ready=self._max_ready)
-        self._num_requests = 0
+        self.num_requests = 0
+        """So far: the request_id of the next one is request-<num_requests>."""
         self._call = 0
         """Number of the call that the engine works for; a stream of an earlier one has ended."""
         self._is_torn = False
@@ -226,12 +227,12 @@ class LLM:
     def _answers(self, feed: PromptFeed, return_errors: bool) -> Results:
         engine = self.engine
         room = WaitingRoom(engine.max_num_seqs)
-        first, indices = self._num_requests, dict[str, int]()
+        first, indices = self.num_requests, dict[str, int]()
         while engine.has_unfinished_requests() or not feed.is_over:
             for index, error in self._admit(feed, room, first, indices):
                 if not return_errors:
                     raise _with_index(index, error)
-                yield index, _failed(f"request-{first + index}", error)
+                yield index, RequestOutput.failed(f"request-{first + index}", error)
             if engine.has_unfinished_requests():
                 for output in engine.step():
                     yield indices.pop(output.request_id), output
@@ -248,7 +249,7 @@ class LLM:
             ready = feed.get(0.0 if is_busy else _IDLE_SECONDS) if not is_busy or time.monotonic() < deadline else None
             if ready is None:
                 return
-            self._num_requests = max(self._num_requests, first + ready.index + 1)
+            self.num_requests = max(self.num_requests, first + ready.index + 1)
             request_id = f"request-{first + ready.index}"
             try:
                 if isinstance(ready.prompt, RequestError):
@@ -304,10 +305,3 @@ def _text_task(item: Any) -> PromptTask | PromptInputs:
 
 def _with_index(index: int, error: RequestError) -> RequestError:
     return RequestError(f"prompt {index}: {error.message}", error.code, error.param)
-
-
-def _failed(request_id: str, error: RequestError) -> RequestOutput:
-    """What stands for the answer to a request that could not be served."""
-    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", error=error.message,
-                                  error_code=error.code)
-    return RequestOutput(request_id, [completion])
