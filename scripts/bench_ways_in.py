@@ -1,9 +1,9 @@
 """The same rows through the batch job, through LLM.chat and through Ray Data: what a way in costs beside the others.
 
 shapes-vl on the CPU over the picture files of bench_cpu.py; every way in a process of its own, in turn, with the same
-answers. Time counts from when the model stands ready to the last answer, preparing included. The job prepares rows while
-its model loads: what those take is measured by itself and added to its time (bench_cpu.py). LLM.chat and Ray Data's
-actor have answered one row before, so that their workers run. Prints a table, then one JSON line.
+answers. Time counts from when the model stands ready to the last answer, preparing included. The job prepares rows
+while its model loads: what those take is measured by itself and added to its time (bench_cpu.py). LLM.chat and Ray
+Data's actor have answered one row before, so that their workers run. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def measure_llm(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> di
     params = SamplingParams(temperature=0, max_tokens=bench_cpu.MAX_TOKENS)
     with LLM(bench_cpu.MODEL, platform="cpu") as llm:
         llm.chat(conversations[:1], params, allowed_media_dir=arguments.folder)
-        llm.engine.reset()  # its blocks are no prefix of the others, but nobody has to believe that
         started = time.perf_counter()
         if arguments.way == "stream":
             stream = llm.chat(iter(conversations), params, allowed_media_dir=arguments.folder, stream_results=True)

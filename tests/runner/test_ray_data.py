@@ -123,7 +123,7 @@ def test_what_is_wrong_with_the_pipeline_is_an_error(predictor: LLMPredictor) ->
             predictor(batch)
     with pytest.raises(ConfigError, match="batch_format"):
         predictor([{"prompt": "x"}])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="sampling_params of all rows: .*'tempersture'"):
+    with pytest.raises(ConfigError, match=r"sampling_params of all rows: .*'tempersture'"):
         LLMPredictor(str(SHAPES_VL), sampling_params={"tempersture": 1})
     with pytest.raises(ConfigError, match="unknown setting 'max_num_sequences'"):
         LLMPredictor(str(SHAPES_VL), max_num_sequences=1)
