@@ -59,7 +59,8 @@ class Fleet:
         self._hooks = hooks
         self._max_restarts = max_restarts
         self._woken: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self.slots = [Slot(number, make, self._woken.put) for number, make in enumerate(replicas)]
+        wake = self._woken.put if len(replicas) > 1 else _nobody_waits
+        self.slots = [Slot(number, make, wake) for number, make in enumerate(replicas)]
         self._facts: ReplicaFacts | None = None
         self._has_begun, self._terms = False, None
         self._finished: list[FinishedRow] = []
@@ -273,6 +274,10 @@ class Fleet:
             return
         slot.lone = self._rows.take_suspect()
         self._give(slot, [slot.lone])
+
+
+def _nobody_waits(slot: Slot) -> None:
+    """One replica alone is waited for in its own `poll`."""
 
 
 def _refuse_another(name: str, first: ReplicaFacts, facts: ReplicaFacts) -> None:

@@ -112,7 +112,12 @@ class WorkerPool(Generic[Task]):
         self.num_replaced = 0
         """Workers that died or were killed for being stuck, and were replaced."""
         self._thread = threading.Thread(target=self._supervise, name="preprocessing-pool", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt while it starts: nobody will have a pool to close
+            self._is_closing.set()
+            self._wake()
+            raise
 
     def get(self, timeout: float | None = 0.0) -> Finished[Task] | None:
         """The next result; None when there is none within `timeout` seconds (None: wait) or when all are fetched.
@@ -159,7 +164,7 @@ class WorkerPool(Generic[Task]):
         return [worker.process.pid for worker in list(self._workers)]
 
     def close(self) -> None:
-        """Kill the workers, whatever they do, and return when they are gone."""
+        """Kill the workers, whatever they do, and return when they are gone. May be called again, when interrupted."""
         self._is_closing.set()
         self._wake()
         self._thread.join()
@@ -172,7 +177,7 @@ class WorkerPool(Generic[Task]):
         self.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full of wake-up calls already, or all is done
+        with contextlib.suppress(OSError):  # full of wake-up calls already, or all is done and one end closed
             self._wake_sender.send(b"w")
 
     # Everything below runs in the pool's own thread.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from npu_runner.batch.files.input_file import RowFile
 from npu_runner.batch.job.model_side import ModelSide
-from npu_runner.batch.job.options import BatchOptions, num_cpus
+from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import RowServer, ServerPlan, num_rows_ahead, server_plan
 from npu_runner.batch.job.tally import ReplicaReport
 from npu_runner.config import RunnerConfig
@@ -16,6 +16,7 @@ from npu_runner.replicas.base import Replica
 from npu_runner.replicas.placement import AUTO, Placement, place
 from npu_runner.replicas.process import ProcessReplica
 from npu_runner.replicas.slot import MakeReplica, Slot
+from npu_runner.workers.options import num_cpus
 
 
 @dataclass(frozen=True, kw_only=True)

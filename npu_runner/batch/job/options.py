@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from npu_runner.errors import ConfigError
-from npu_runner.limits import LIMITS, MIB
+from npu_runner.limits import LIMITS
 from npu_runner.replicas.placement import AUTO
+from npu_runner.workers.options import PreprocessingOptions, default_num_workers
 
 PROGRESS_STYLES = ("auto", "bar", "lines", "off")
-_MAX_DEFAULT_WORKERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +67,9 @@ class BatchOptions:
             raise ConfigError(f"max_replica_restarts: {self.max_replica_restarts} is negative; 0 starts none again")
         if self.preprocessing_workers is not None and self.preprocessing_workers < 1:
             raise ConfigError(f"preprocessing_workers: {self.preprocessing_workers} is not a positive number")
-        if not self.preprocessing_timeout > 0:
-            raise ConfigError(f"preprocessing_timeout: {self.preprocessing_timeout} seconds is not positive")
-        for name in ("max_row_bytes", "max_media_bytes", "max_prompt_media_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not a positive number")
-        if self.worker_memory_bytes < 64 * MIB:
-            raise ConfigError(f"worker_memory_bytes: {self.worker_memory_bytes} is less than 64 MiB")
+        if self.max_row_bytes < 1:
+            raise ConfigError(f"max_row_bytes: {self.max_row_bytes} is not a positive number")
+        self.preprocessing()
         if self.report_rows < 1:
             raise ConfigError(f"report_rows: {self.report_rows} is not a positive number")
         if self.progress not in PROGRESS_STYLES:
@@ -82,13 +77,14 @@ class BatchOptions:
         if self.allowed_media_dir is not None and not self.allowed_media_dir.is_dir():
             raise ConfigError(f"allowed_media_dir: {str(self.allowed_media_dir)!r} is not a folder")
 
+    def preprocessing(self) -> PreprocessingOptions:
+        """Those of the options that any preparing takes. Raises ConfigError for one out of range."""
+        return PreprocessingOptions(
+            preprocessing_workers=self.preprocessing_workers, preprocessing_timeout=self.preprocessing_timeout,
+            max_media_bytes=self.max_media_bytes, max_prompt_media_bytes=self.max_prompt_media_bytes,
+            worker_memory_bytes=self.worker_memory_bytes,
+        )  # fmt: skip
+
     def num_workers(self, num_cores: int) -> int:
         """Preprocessing workers of a replica that has so many cores."""
-        if self.preprocessing_workers is not None:
-            return self.preprocessing_workers
-        return max(1, min(_MAX_DEFAULT_WORKERS, num_cores // 2))
-
-
-def num_cpus() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.preprocessing_workers or default_num_workers(num_cores)

@@ -17,10 +17,11 @@ import npu_runner
 from npu_runner.batch.files.fingerprint import WeightDigests
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.serving import ServingLoop, max_waiting_requests
+from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.rows.input_row import InputRow, RowSource
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.config import RunnerConfig
+from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import NpuRunnerError
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.replicas.base import (

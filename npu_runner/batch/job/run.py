@@ -28,7 +28,7 @@ from npu_runner.batch.job.crew import Crew, recruit, report_of
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
-from npu_runner.batch.job.options import BatchOptions, num_cpus
+from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.tally import JobSummary, ReplicaReport, Tally
@@ -39,6 +39,7 @@ from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostE
 from npu_runner.replicas.base import ReplicaStats
 from npu_runner.replicas.fleet import Fleet
 from npu_runner.replicas.row_queue import RowQueue
+from npu_runner.workers.options import num_cpus
 
 _MAX_DIGEST_THREADS = 4
 

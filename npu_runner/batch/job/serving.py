@@ -6,7 +6,6 @@ Everything it holds is bounded: the engine's queue here, finished prompts in the
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,23 +14,13 @@ from npu_runner.batch.job.tally import Outcome, answered
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
+from npu_runner.engine.waiting import WaitingRoom
 from npu_runner.errors import EngineDeadError, ReplicaDeadError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.replicas.base import FinishedRow
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.pool import Finished, WorkerFailure, WorkerPool
-
-# Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
-_LEAST_WAITING_REQUESTS = 64
-# ... and this share of max_num_seqs, since an eighth of it must be able to join before a prefill interrupts others.
-_WAITING_SHARE = 4
-MAX_WAITING_BYTES = 1 << 29
-
-
-def max_waiting_requests(max_num_seqs: int) -> int:
-    """Most requests that wait in the engine, and most that wait for it in the pool."""
-    return max(_LEAST_WAITING_REQUESTS, max_num_seqs // _WAITING_SHARE)
 
 
 class Engine(Protocol):
@@ -74,8 +63,7 @@ class ServingLoop:
         self._stamp = stamp
         self._in_flight: dict[str, _InFlight] = {}
         self._given_back: set[str] = set()
-        self._max_waiting = max_waiting_requests(engine.max_num_seqs)
-        self._sizes: deque[int] = deque(maxlen=self._max_waiting)
+        self._room = WaitingRoom(engine.max_num_seqs)
         self._must_step = False
         self.begun: list[int] = []
         """Rows that the engine was given; what they do to it comes in the next turn."""
@@ -131,14 +119,11 @@ class ServingLoop:
 
     def _admit(self) -> None:
         num_waiting = self._engine.stats().num_waiting
-        while num_waiting < self._max_waiting and self._bytes_of_last(num_waiting) < MAX_WAITING_BYTES:
+        while self._room.has_room(num_waiting):
             finished = self._pool.get()
             if finished is None:
                 break
             num_waiting += self._take(finished)
-
-    def _bytes_of_last(self, count: int) -> int:
-        return sum(list(self._sizes)[-count:]) if count else 0
 
     def _wait(self, seconds: float) -> None:
         started = time.monotonic()
@@ -168,7 +153,7 @@ class ServingLoop:
             self._fail(row, result.custom_id, refusal)
             return False
         self._in_flight[result.custom_id] = _InFlight(row, result.model, result.expected, result.params.n)
-        self._sizes.append(finished.num_bytes)
+        self._room.enter(finished.num_bytes)
         self.begun.append(row.sequence)
         return True
 
