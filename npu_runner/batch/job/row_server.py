@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import npu_runner
+from npu_runner.batch.files.elsewhere import CarriedRow
 from npu_runner.batch.files.fingerprint import WeightDigests
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
@@ -29,6 +30,7 @@ from npu_runner.replicas.base import (
     Event,
     Finished,
     Progressed,
+    RawRow,
     Ready,
     Replica,
     ReplicaFacts,
@@ -127,7 +129,7 @@ class RowServer(Replica):
         self._loop = ServingLoop(self._engine, self._pool, name_of=self._plan.source.name, stamp=terms)
 
     def submit(self, run: RowRun) -> None:
-        self._feed.add([InputRow(*row[:5]) for row in run.rows()])
+        self._feed.add([_input_row(row) for row in run.rows()])
         self._pool.look_again()
 
     def recall(self, num_rows: int) -> None:
@@ -203,6 +205,10 @@ class RowServer(Replica):
             **{f"prompts.{name}": value for name, value in self._model.processor.identity().items()},
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
         }
+
+
+def _input_row(row: RawRow) -> InputRow:
+    return InputRow(*row[:5]) if row.data is None else CarriedRow(*row)
 
 
 class _Feed:
