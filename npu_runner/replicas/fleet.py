@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from npu_runner.replicas.slot import MakeReplica, Slot
 _MAX_ROWS_OF_RUN = 32
 # Rows that one replica has and has not begun, with which it does not wait until others have none.
 _FEW_ROWS = 10
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class Fleet:
         self._woken: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         wake = self._woken.put if len(replicas) > 1 else _nobody_waits
         self.slots = [Slot(number, make, wake) for number, make in enumerate(replicas)]
+        self._look_at = 0.0
         self._facts: ReplicaFacts | None = None
         self._has_begun, self._terms = False, None
         self._finished: list[FinishedRow] = []
@@ -136,8 +139,9 @@ class Fleet:
                 slot.restart()
 
     def _whom_to_ask(self, timeout_seconds: float) -> Iterable[Slot]:
-        """Those that have something to say; all of them, once in a while."""
-        if len(self.slots) == 1:
+        """Those that have something to say; all of them, once in a while: one that is stopped says nothing."""
+        if len(self.slots) == 1 or time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
             return self.slots
         woken: set[Slot] = set()
         with contextlib.suppress(queue.Empty):

@@ -49,6 +49,7 @@ class ProcessReplica(Replica):
         self._inherited = tuple(inherited)
         self._token = f"{os.getpid()}-{next(_numbers)}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
         self._inbox = Inbox(_MAX_INBOX_BYTES)
         self._failure: NpuRunnerError | None = None
         self._stopped_since: float | None = None
@@ -67,6 +68,7 @@ class ProcessReplica(Replica):
             "PYTHONPATH": os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH")))),
             family.TOKEN_VARIABLE: self._token,
         }
+        self._socket, self._channel = ours, Channel(ours)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "npu_runner.replicas.process_main", str(theirs.fileno()), str(os.getpid())],
@@ -76,7 +78,6 @@ class ProcessReplica(Replica):
                 env=environment,
                 start_new_session=True,  # Ctrl-C in a terminal is for the driver alone, which then ends its replicas
             )
-        self._socket, self._channel = ours, Channel(ours)
         self._reader = threading.Thread(target=self._read, args=(wake,), name=f"{self.name}: reader", daemon=True)
         self._reader.start()
         self._send(sys.path)
@@ -118,7 +119,8 @@ class ProcessReplica(Replica):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join()
+        if self._reader is not None:
+            self._reader.join()
         self._channel.close()
         left = family.end_members(self._token)
         if left:

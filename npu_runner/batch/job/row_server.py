@@ -208,7 +208,10 @@ class RowServer(Replica):
 
 
 def _input_row(row: RawRow) -> InputRow:
-    return InputRow(*row[:5]) if row.data is None else CarriedRow(*row)
+    number, line, start, num_bytes, checksum, data = row
+    if data is None:
+        return InputRow(number, line, start, num_bytes, checksum)
+    return CarriedRow(number, line, start, num_bytes, checksum, data)
 
 
 class _Feed:
