@@ -69,6 +69,7 @@ class Driver:
 
 
 def hooks_for(book: RowBook, suspects: Suspects, say: Callable[[str], None]) -> FleetHooks:
+    """What a fleet asks of a job."""
     return FleetHooks(
         make_run=book.run,
         say=say,
