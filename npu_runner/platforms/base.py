@@ -164,6 +164,12 @@ class GraphCompiler(ABC):
         return None
 
 
+def chosen_devices(visible: str | None, devices: Sequence[int]) -> str:
+    """What a variable must list for a process to see these devices. `visible`: what it lists here; None: all."""
+    names = None if visible is None else [name.strip() for name in visible.split(",")]
+    return ",".join(str(device) if names is None else names[device] for device in devices)
+
+
 class GraphResourceError(Exception):
     """The device cannot hold one more graph; what was captured stays usable."""
 
@@ -218,6 +224,10 @@ class Platform(ABC):
     @abstractmethod
     def device_count(self) -> int:
         """Devices of this host; the CPU counts as many as anybody asks for."""
+
+    def device_environment(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
+        """Variables for processes that are to see only these of the `num_devices` that this one sees."""
+        return {}
 
     @abstractmethod
     def make_ops(self) -> Ops: ...
