@@ -144,7 +144,7 @@ def test_ctrl_c_at_random_moments(size: int, steps_under_way: int, checkpoint: A
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_at_random_moments_while_pictures_are_prepared(size: int) -> None:
-    command = [sys.executable, "-m", "tests.faults.interrupts", SHAPES_VL.name, str(size), "6"]
+    command = [sys.executable, "-m", "tests.faults.interrupts", SHAPES_VL.name, str(size), "6", "1"]
     done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
     assert done.returncode == 0
     assert json.loads(done.stdout) == [True] * 6
