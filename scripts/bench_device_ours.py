@@ -1,4 +1,4 @@
-"""npu-runner's side of bench_gpu: each function is one measurement, in a process of its own."""
+"""npu-runner's side of bench_device: each function is one measurement, in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from bench_common import measure_head_start
-from bench_gpu_bytes import RouterRecord, bytes_per_step
-from bench_gpu_shapes import make_text_model, make_vision_model
-from bench_gpu_work import Sizes, decode_prompts, longest_side, text_requests, write_pictures
+from bench_device_bytes import RouterRecord, bytes_per_step
+from bench_device_shapes import make_text_model, make_vision_model
+from bench_device_work import Sizes, decode_prompts, longest_side, text_requests, write_pictures
 
 from npu_runner import LLM, RunnerConfig, SamplingParams
 from npu_runner.multimodal.inputs import PromptInputs

@@ -1,4 +1,4 @@
-"""The work that both sides of bench_gpu do: the same prompts, lengths and pictures for everybody."""
+"""The work that both sides of bench_device do: the same prompts, lengths and pictures for everybody."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ import sys
 from typing import Any
 
 from bench_common import ROOT, commit, versions
-from bench_gpu_work import SIZES, Sizes
+from bench_device_work import SIZES, Sizes
 
 FAMILIES = {"moe": "(e)", "hybrid": "(f)"}
 TITLES = {"text": "(a) text", "decode": "(b) decode", "pictures": "(c) pictures", "mixed": "(d) mixed pictures",
           **{f"{family}-{kind}": f"{letter} {family} {kind}" for family, letter in FAMILIES.items()
              for kind in ("text", "decode", "pictures")}}
 SIDES = ("npu_runner", "transformers")
-_RESULT = "bench_gpu result: "
+_RESULT = "bench_device result: "
 # From a graph's launch to its tokens the device works, while the host launches the sampler and waits.
 _WHILE_DEVICE_WORKS = ("launch", "sample", "wait")
 
@@ -72,7 +72,7 @@ def main() -> None:
         else:
             results[part] = {side: run_child(part, side) for side in sides}
         print("\n".join(report(part, results[part])), flush=True)
-    print(json.dumps({"bench": "bench_gpu", "commit": arguments.commit, "device": device_name(arguments.platform),
+    print(json.dumps({"bench": "bench_device", "commit": arguments.commit, "device": device_name(arguments.platform),
                       "versions": versions("torch", "triton", "transformers", "flashinfer-python", "npu-runner"),
                       "sizes": arguments.sizes, "platform": arguments.platform, "dtype": arguments.dtype,
                       "graph_mode": arguments.graph_mode, "attention_backend": arguments.attention_backend,
@@ -85,14 +85,14 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
     sizes: Sizes = SIZES[arguments.sizes].of_family(family)
     settings = {"platform": arguments.platform, "dtype": arguments.dtype}
     if side == "transformers":
-        import bench_gpu_peers as peers
+        import bench_device_peers as peers
 
         measure_peer = {"text": peers.measure_text, "decode": peers.measure_decode}[part]
         try:
             return measure_peer(sizes, settings, arguments.peer_repeats or arguments.repeats)
         except peers.PeerStoppedError as stopped:
             return {"failed": str(stopped)}
-    import bench_gpu_ours as ours
+    import bench_device_ours as ours
 
     settings |= {name: getattr(arguments, name) for name in ("graph_mode", "graph_batch_sizes", "attention_backend")}
     if is_pictures(part):
