@@ -2,8 +2,8 @@
 
 A tiny model in bfloat16 decodes a full batch. The cost of a layer is the difference between checkpoints of two and of
 four layers of its kind (--kind, default: all kinds); what is left of the forward, and the sampler (greedy, and a draw
-from the whole vocabulary), come beside it. Then a layer of a vision tower of Qwen3-VL's shape. Counts and bytes are what
-a device gets to do.
+from the whole vocabulary), come beside it. Then a layer of a vision tower of Qwen3-VL's shape. Counts and bytes are
+what a device gets to do.
 
 The host's time is that of this machine's Python and torch_npu while nothing runs (the emulation computes when somebody
 waits): good to compare modes and versions of this code on one machine, and no figure of an Ascend host.

@@ -1,4 +1,5 @@
-"""What a decode step costs on the emulated device, counted: launches of a layer of each kind, one copy in, one out."""
+"""What a decode step costs on the emulated device, counted: launches of a layer of each kind and of what is outside the
+layers, one copy in, one out."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ MODES = ["eager", "reduce-overhead", "max-autotune"]
 # GE operators that are no kernels of their own: views, and transposes of weights, which go into the product.
 VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
 BATCH_SIZE = 4
+MOST_OF_A_DRAW = 12
+MOST_OUTSIDE = 20
 
 
 # What the host does for the attention of each layer, beside launching it.
@@ -63,6 +66,11 @@ def test_launches_of_a_layer_and_one_copy_each_way(kind: LayerKind, mode: str, c
     assert on_device < cost["cache_bytes"] / 100, "neither the KV cache nor the states are copied"
     assert mode == "eager" or "graphs" in cost["groups"], "the step went through a graph"
     assert cost["fallbacks"] == {}, "nothing leaves the AI core"
+    assert sum(cost["draw"].values()) <= MOST_OF_A_DRAW, cost["draw"]
+    assert sum(cost["greedy"].values()) <= MOST_OF_A_DRAW, cost["greedy"]
+    if kind is KINDS["dense"]:  # of the others a layer of another kind is outside
+        beside = sum(count for name, count in cost["forward"].items() if name not in VIEWS)
+        assert beside + sum(cost["draw"].values()) <= MOST_OUTSIDE, (cost["forward"], cost["draw"])
     # A layer without attention needs nothing of the host.
     assert cost["host_per_layer"] == (OF_THE_HOST[mode] if kind.has_attention else {})
 

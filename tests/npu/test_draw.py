@@ -1,4 +1,4 @@
-"""A draw at once from the whole vocabulary, against its definition in float64; on the host, where its operators are too."""
+"""A draw at once from the whole vocabulary, against its definition in float64; on the CPU, which has its operators."""
 
 from __future__ import annotations
 
