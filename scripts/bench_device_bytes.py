@@ -43,14 +43,17 @@ class RouterRecord:
                  traceback: TracebackType | None) -> None:
         self._ops.route = self._route  # type: ignore[method-assign]
 
-    def last(self, num_tokens: int, num_layers: int) -> list[Tensor]:
+    def last(self, num_tokens: int, num_layers: int) -> list[Tensor] | None:
+        """None where the router is part of compiled code, which nobody sees."""
         found = list(self._chosen[num_tokens])[-num_layers:]
-        assert len(found) == num_layers, "the router of compiled code is not seen; take another --graph-mode"
-        return found
+        return found if len(found) == num_layers else None
 
 
-def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRecord) -> dict[str, int]:
-    """Of a step of `batch_size` sequences with `context` tokens each. States are read and written, all else is read."""
+def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRecord) -> dict[str, int | None]:
+    """Of a step of `batch_size` sequences with `context` tokens each. States are read and written, all else is read.
+
+    Those of experts are None where nobody saw which ones a step chose.
+    """
     model, config = runner.get_model(), runner.model_config
     layers = [module for module in model.decoder.modules() if isinstance(module, ExpertWeights)]
     active = chosen.last(batch_size, len(layers)) if layers else []
@@ -58,8 +61,9 @@ def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRec
     state_bytes = sum(_state_bytes(layer.mixer) for layer in config.layers
                       if isinstance(layer.mixer, GatedDeltaNetConfig))
     return {"weight_bytes": _weight_bytes(model, config.tie_word_embeddings) - sum(map(_bytes, layers)),
-            "expert_bytes": sum(_bytes(layer) // len(layer.gate_up) * len(experts_TK.unique())
-                                for layer, experts_TK in zip(layers, active, strict=True)),
+            "expert_bytes": None if active is None else
+            sum(_bytes(layer) // len(layer.gate_up) * len(experts_TK.unique())
+                for layer, experts_TK in zip(layers, active, strict=True)),
             "kv_bytes": batch_size * context * kv_bytes, "state_bytes": 2 * batch_size * state_bytes}
 
 
