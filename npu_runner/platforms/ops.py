@@ -51,6 +51,8 @@ class Ops(ABC):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
 
+    experts_form: str = "plain operators"
+    """What computes experts, for reports."""
     experts_in_out: bool = False
     """Experts' weights lie as (experts, inputs, outputs) and not as (experts, outputs, inputs)."""
 

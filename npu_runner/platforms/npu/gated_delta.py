@@ -35,8 +35,11 @@ class NpuGatedDelta(TorchGatedDelta):
         self.refusal = self._try_fused(dtype, device)
         """Why decode steps do not go through the fused operator, or None."""
         self.name = "fused" if self.refusal is None else "torch"
-        logger.info("Gated DeltaNet decodes through %s", "npu_recurrent_gated_delta_rule" if self.refusal is None
-                    else f"plain operators ({self.refusal})")
+        logger.info("Gated DeltaNet decodes through %s", self.form)
+
+    @property
+    def form(self) -> str:
+        return "npu_recurrent_gated_delta_rule" if self.refusal is None else f"plain operators ({self.refusal})"
 
     # -- decoding --------------------------------------------------------------------------------------------------
 

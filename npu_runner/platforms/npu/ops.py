@@ -21,6 +21,7 @@ _FUSED_ROTARY_HEAD_DIMS = (64, 128)
 
 
 class NpuOps(TorchOps):
+    experts_form = "npu_moe_init_routing_v2 and npu_grouped_matmul"
     experts_in_out = True  # the grouped product takes (groups, in, out)
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
