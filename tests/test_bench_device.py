@@ -55,7 +55,7 @@ def test_every_part_of_ours_at_tiny_sizes() -> None:
 
 def test_idle_share_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from bench_device_ours import idle_share
+    from bench_device_idle import idle_share
 
     second = 1_000_000_000
     before, overlapping, last = (0, second), (10 * second, 12 * second), (11 * second, 13 * second)
