@@ -19,7 +19,8 @@ _MOST_LAYERS = 1024
 class RouterRecord:
     """Keeps, by number of tokens, the experts that the last forward chose in each layer: of a graph, its own tensors.
 
-    While it is open the platform's router tells it. Compiled code cannot.
+    While it is open the platform's router tells it. Compiled code cannot: what is known there of as many tokens is of
+    other steps, before.
     """
 
     def __init__(self, platform_name: str):
@@ -43,26 +44,28 @@ class RouterRecord:
                  traceback: TracebackType | None) -> None:
         self._ops.route = self._route  # type: ignore[method-assign]
 
-    def last(self, num_tokens: int, num_layers: int) -> list[Tensor] | None:
-        """None where the router is part of compiled code, which nobody sees."""
+    def last(self, num_tokens: int, num_layers: int) -> list[Tensor]:
         found = list(self._chosen[num_tokens])[-num_layers:]
-        return found if len(found) == num_layers else None
+        assert len(found) == num_layers, "the router of compiled code is not seen; take another --graph-mode"
+        return found
 
 
-def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRecord) -> dict[str, int | None]:
+def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRecord | None) -> dict[str, int | None]:
     """Of a step of `batch_size` sequences with `context` tokens each. States are read and written, all else is read.
 
-    Those of experts are None where nobody saw which ones a step chose.
+    Those of experts are None where nobody saw which ones a step chose (`chosen` None).
     """
     model, config = runner.get_model(), runner.model_config
     layers = [module for module in model.decoder.modules() if isinstance(module, ExpertWeights)]
-    active = chosen.last(batch_size, len(layers)) if layers else []
+    active: list[Tensor] | None = []
+    if layers:
+        active = chosen.last(batch_size, len(layers)) if chosen is not None else None
     kv_bytes = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * runner.k_cache.element_size()
     state_bytes = sum(_state_bytes(layer.mixer) for layer in config.layers
                       if isinstance(layer.mixer, GatedDeltaNetConfig))
     return {"weight_bytes": _weight_bytes(model, config.tie_word_embeddings) - sum(map(_bytes, layers)),
             "expert_bytes": None if active is None else
-            sum(_bytes(layer) // len(layer.gate_up) * len(experts_TK.unique())
+            sum(_bytes(layer) // len(layer.gate_up) * len(experts_TK.cpu().unique())
                 for layer, experts_TK in zip(layers, active, strict=True)),
             "kv_bytes": batch_size * context * kv_bytes, "state_bytes": 2 * batch_size * state_bytes}
 
