@@ -1,6 +1,6 @@
 """A process that is sent SIGINT at random moments of its calls; says whether each next call answers as the first did.
 
-    python -m tests.faults.interrupts MODEL TENSOR_PARALLEL_SIZE NUM_INTERRUPTS
+    python -m tests.faults.interrupts MODEL TENSOR_PARALLEL_SIZE NUM_INTERRUPTS STEPS_UNDER_WAY
 
 It leads a group of processes of its own, and the signal goes to the whole group, as from a terminal.
 """
@@ -42,10 +42,10 @@ def interrupted(llm: LLM, delay: float) -> bool:
     return False
 
 
-def main(model: str, size: str, num_interrupts: str) -> None:
+def main(model: str, size: str, num_interrupts: str, steps_under_way: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     rng = random.Random(5)
-    with LLM(model, tensor_parallel_size=int(size), **SETTINGS) as llm:
+    with LLM(model, tensor_parallel_size=int(size), async_scheduling=steps_under_way == "2", **SETTINGS) as llm:
         expected = answers(llm)
         started = time.monotonic()
         assert answers(llm) == expected
