@@ -1,10 +1,14 @@
 """What one decode step costs an Ascend device, counted on the emulated CANN, for the three graph modes.
 
 A tiny model in bfloat16 decodes a full batch. The cost of a layer is the difference between checkpoints of two and of
-four layers of its kind (--kind). Counts and bytes are what a device gets to do; times are not measured, and would mean
-nothing here.
+four layers of its kind (--kind, default: all kinds); what is left of the forward, and the sampler (greedy, and a draw
+from the whole vocabulary), come beside it. Then a layer of a vision tower of Qwen3-VL's shape. Counts and bytes are
+what a device gets to do.
 
-Starts the emulated CANN by itself, and builds it when it is not there. Prints tables, then one JSON line.
+The host's time is that of this machine's Python and torch_npu while nothing runs (the emulation computes when somebody
+waits): good to compare modes and versions of this code on one machine, and no figure of an Ascend host.
+
+Starts the emulated CANN by itself, and builds it when it is not there. Prints tables, then one JSON line for each kind.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from bench_common import ROOT, commit
 MODES = ("eager", "reduce-overhead", "max-autotune")
 # GE operators that launch nothing: views, and transposes of weights, which go into the product.
 VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
+COUNTED = {"launches a layer": "per_layer", "launches of the forward beside": "forward",
+           "launches of the sampler, greedy": "greedy", "launches of the sampler, plain draw": "draw"}
 
 Calls = dict[str, float]
 
@@ -31,24 +37,67 @@ Calls = dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--kind", default="dense", choices=sorted(layer_kinds().KINDS), help="of layer")
+    parser.add_argument("--kind", choices=(*layer_kinds().KINDS, "tower"), action="append",
+                        help="of layer; may be repeated; default: all")
     parser.add_argument("--mode", choices=MODES, action="append", help="may be repeated; default: all three")
     arguments = parser.parse_args()
     if among_tests("cann.environment").has_real_cann():
         parser.error("this host has a real CANN, which counts nothing; run it where libascendcl.so is not to be found")
-    modes = arguments.mode or MODES
-    with tempfile.TemporaryDirectory() as name:
-        models = make_models(Path(name), layer_kinds().KINDS[arguments.kind])
-        emulation = layer_kinds().KINDS[arguments.kind].emulation
-        costs = {mode: measure(mode, models, arguments.batch_size, Path(name), emulation) for mode in modes}
-    for title, key in (("launches a layer", "per_layer"), ("launches of the rest of a step", "rest")):
+    kinds = arguments.kind or [*layer_kinds().KINDS, "tower"]
+    for name in [name for name in kinds if name != "tower"]:
+        costs = measure_kind(name, arguments.mode or MODES, arguments.batch_size)
+        print_kind(name, costs)
+        print(json.dumps({"bench": "bench_npu_ops", "commit": commit(), "kind": name,
+                          "batch_size": arguments.batch_size, "versions": versions(),
+                          "modes": {mode: summary(cost) for mode, cost in costs.items()}}), flush=True)
+    if "tower" in kinds:
+        print_tower()
+
+
+def measure_kind(name: str, modes: Any, batch_size: int) -> dict[str, dict[str, Any]]:
+    """Counts by mode, and the host's times, which are measured in a process of their own."""
+    kind = layer_kinds().KINDS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        models = make_models(Path(folder), kind)
+        return {mode: measure(mode, models, batch_size, Path(folder), kind.emulation)
+                | measure(mode, models, batch_size, Path(folder), {**kind.emulation, "lazy": "1"}) for mode in modes}
+
+
+def print_kind(name: str, costs: dict[str, dict[str, Any]]) -> None:
+    print(f"== {name}")
+    for title, key in COUNTED.items():
         print_calls(title, {mode: launched(cost[key]) for mode, cost in costs.items()})
+    print_row("outside the layers, with a draw", [f"{outside(cost):g}" for cost in costs.values()])
+    print()
     print_calls("host's calls a layer", {mode: cost["host_per_layer"] for mode, cost in costs.items()})
     for title, key in (("copies", "copies"), ("synchronisations", "syncs")):
         print_traffic(title, {mode: cost[key] for mode, cost in costs.items()})
-    print(json.dumps({"bench": "bench_npu_ops", "commit": commit(), "kind": arguments.kind,
-                      "batch_size": arguments.batch_size,
-                      "versions": versions(), "modes": {mode: summary(cost) for mode, cost in costs.items()}}))
+    print_host(costs)
+
+
+def print_host(costs: dict[str, dict[str, Any]]) -> None:
+    count = next(iter(costs.values()))["num_layers"]
+    print_row(f"host, ms a step of {count} layers", list(costs))
+    for phase, title in (("prepare", "prepare and send"), ("launch", "launch, or replay"), ("sample", "sampler")):
+        print_row(f"  {title}", [f"{cost['host_milliseconds'][phase]:.3f}" for cost in costs.values()])
+    print_row("  launch, of each layer", [f"{cost['host_milliseconds_per_layer']['launch']:.3f}"
+                                          for cost in costs.values()])
+    print()
+
+
+def print_tower() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        done = among_tests("cann.environment").run_python(
+            ["-m", "tests.npu.programs.tower_cost", str(results)], allow_fp32_attention=True)
+        if done.returncode != 0:
+            raise SystemExit(f"tower: {done.stderr[-4000:]}")
+        cost = json.loads(results.read_text())
+    print("== vision tower")
+    print_calls("launches a layer", {"eager": cost["per_layer"]})
+    print_calls("launches beside, deepstack with", {"eager": cost["rest"]})
+    print(json.dumps({"bench": "bench_npu_ops", "commit": commit(), "kind": "tower", "versions": versions(),
+                      "launches_per_layer": sum(cost["per_layer"].values()), "per_layer": cost["per_layer"]}))
 
 
 def among_tests(name: str) -> Any:
@@ -85,6 +134,11 @@ def measure(mode: str, models: dict[int, str], batch_size: int, folder: Path,
     return dict(json.loads(results.read_text()))
 
 
+def outside(cost: dict[str, Any]) -> float:
+    """Launches of a step that belong to no layer, the sampler's draw with them."""
+    return sum(launched(cost["forward"]).values()) + sum(cost["draw"].values())
+
+
 def launched(calls: Calls) -> Calls:
     return {name: count for name, count in calls.items() if name not in VIEWS}
 
@@ -118,10 +172,10 @@ def print_row(name: str, cells: list[str]) -> None:
 
 
 def summary(cost: dict[str, Any]) -> dict[str, Any]:
-    return {"launches_per_layer": sum(launched(cost["per_layer"]).values()),
-            "launches_beside": sum(launched(cost["rest"]).values()), "per_layer": launched(cost["per_layer"]),
-            "host_per_layer": cost["host_per_layer"], "fallbacks": cost["fallbacks"],
-            "copies": cost["copies"], "syncs": cost["syncs"], "cache_bytes": cost["cache_bytes"]}
+    return {"launches_per_layer": sum(launched(cost["per_layer"]).values()), "launches_outside": outside(cost),
+            **{key: launched(cost[key]) for key in COUNTED.values()},
+            **{key: cost[key] for key in ("host_per_layer", "fallbacks", "copies", "syncs", "cache_bytes",
+                                          "host_milliseconds", "host_milliseconds_per_layer")}}
 
 
 def versions() -> dict[str, str]:

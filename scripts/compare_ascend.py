@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_common import ROOT, commit, versions
-from bench_gpu_shapes import make_text_model
+from bench_device_shapes import make_text_model
 
 PREFIX = "NPU_RUNNER_ASCEND_"
 Settings = Mapping[str, Any]

@@ -3,8 +3,10 @@
 # and what can be done in two ways, measured both ways (scripts/compare_ascend.py).
 # Writes a folder and, beside it, a .tar.gz that you can attach to an issue. It holds versions, variables and results, no
 # checkpoint and no pictures of yours.
-# usage: regress_ascend.sh [--out FOLDER] [--rows N] [--quick] [-- PYTEST ARGUMENTS]
+# usage: regress_ascend.sh [--out FOLDER] [--rows N] [--quick] [--bench] [-- PYTEST ARGUMENTS]
 #   --quick   minutes instead of hours: the doctor does not generate, the job runs eagerly, two sides of a tiny model
+#   --bench   also scripts/bench_device.py on this NPU, with vllm-ascend beside it where that is installed; with --quick
+#             at tiny sizes, whose figures mean nothing
 # Exit status 1: something failed; report.txt says what.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -12,12 +14,14 @@ cd "$(dirname "$0")/.." || exit 1
 out=regress-ascend-$(date +%Y%m%d-%H%M%S)
 rows=64
 quick=
+bench=
 tests=(-m npu tests/npu)
 while [ $# -gt 0 ]; do
     case $1 in
         --out) out=$2; shift 2 ;;
         --rows) rows=$2; shift 2 ;;
         --quick) quick=1; shift ;;
+        --bench) bench=1; shift ;;
         --) shift; tests=("$@"); break ;;
         *) echo "regress_ascend.sh: $1 is unknown; see the head of this file" >&2; exit 2 ;;
     esac
@@ -26,12 +30,14 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 report=$out/report.txt
 python=${PYTHON:-python3}
+steps=0
 failures=0
 
 # Runs a program with its output in a file, and notes in the report how it ended.
 step() {
     local name=$1 file=$2 started=$SECONDS status=0
     shift 2
+    steps=$((steps + 1))
     echo "== $name"
     scripts/run_ascend.sh --exec "$@" >"$out/$file" 2>&1 || status=$?
     [ "$status" = 0 ] || failures=$((failures + 1))
@@ -59,11 +65,13 @@ step() {
 
 doctor=(doctor --platform npu)
 job=(--max-num-seqs 16)
+figures=(--platform npu)
 compare=(--num-devices "$(find /dev -maxdepth 1 -name 'davinci[0-9]*' | wc -l)")
 if [ -n "$quick" ]; then
     doctor+=(--skip-generation)
     job+=(--enforce-eager)
     compare=(--size tiny --repeats 1 --only decode_attention)
+    figures+=(--sizes tiny --graph-mode eager --part decode --repeats 1 --no-peer)
 fi
 step doctor doctor.txt "$python" -m npu_runner "${doctor[@]}"
 step tests tests.txt "$python" -m pytest --junitxml "$out/tests.xml" "${tests[@]}"
@@ -73,6 +81,7 @@ step batch batch.txt "$python" -m npu_runner batch --platform npu "${job[@]}" \
     --allowed-media-dir "$out/job/pictures" --summary "$out/summary.json"
 rm -rf "$out/job"
 step compare compare.txt "$python" scripts/compare_ascend.py "${compare[@]}"
+[ -z "$bench" ] || step bench bench.txt "$python" scripts/bench_device.py "${figures[@]}"
 
 {
     echo
@@ -82,6 +91,11 @@ step compare compare.txt "$python" scripts/compare_ascend.py "${compare[@]}"
     echo "both ways:"
     grep -v '^{' "$out/compare.txt"
     echo
+    if [ -n "$bench" ]; then
+        echo "figures (bench.txt has them as JSON, too):"
+        grep -E '^(\([a-f]\)|    )' "$out/bench.txt"
+        echo
+    fi
     echo "failed tests:"
     grep -E '^(FAILED|ERROR)' "$out/tests.txt" || echo none
     echo
@@ -90,5 +104,5 @@ step compare compare.txt "$python" scripts/compare_ascend.py "${compare[@]}"
     cat "$out/host.txt"
 } >>"$report"
 tar -C "$(dirname "$out")" -czf "$out.tar.gz" "$(basename "$out")"
-echo "$failures of 5 steps failed; report: $report, everything: $out.tar.gz"
+echo "$failures of $steps steps failed; report: $report, everything: $out.tar.gz"
 [ "$failures" = 0 ]

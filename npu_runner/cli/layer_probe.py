@@ -25,6 +25,7 @@ from npu_runner.model_config import (
     LayerConfig,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     RopeConfig,
     VisionConfig,
 )
@@ -49,7 +50,10 @@ _DELTA = GatedDeltaNetConfig(num_k_heads=4, num_v_heads=8, head_k_dim=128, head_
 _MIXERS: dict[str, AttentionConfig | GatedDeltaNetConfig] = {
     **dict.fromkeys(_HEADS, AttentionConfig(qk_norm=True)),
     "Gated DeltaNet layer, 4/8 heads of 128": _DELTA,
+    "experts layer, 8 of 8 experts": AttentionConfig(qk_norm=True),
 }
+# All of them: which ones are chosen where two are nearly as good is each device's rounding, and would tell nothing.
+_EXPERTS = {"experts layer, 8 of 8 experts": MoEConfig(num_experts=8, top_k=8, intermediate_size=768, renormalise=True)}
 
 
 class Probe:
@@ -59,10 +63,12 @@ class Probe:
         self._device_side = _Side(pick_platform(platform), getattr(torch, dtype))
         self._cpu_side = _Side(pick_platform("cpu"), torch.float32)
 
-    def errors(self, names: Sequence[str]) -> Iterator[tuple[str, float]]:
-        """Each layer's name, and the largest distance of a row of its output from the CPU's, relative to its length."""
+    def errors(self, names: Sequence[str]) -> Iterator[tuple[str, float, str]]:
+        """Each layer's name, the largest distance of a row of its output from the CPU's, relative to its length, and
+        which of its forms the device took; "" where there is one."""
         for name in names:
-            yield name, self._error(_decoder_config(name) if name in _MIXERS else _tower_config())
+            config = _decoder_config(name) if name in _MIXERS else _tower_config()
+            yield name, self._error(config), self._device_side.form(config)
 
     def _error(self, config: ModelConfig | VisionConfig) -> float:
         dtype = self._device_side.dtype
@@ -88,6 +94,15 @@ class _Side:
                                                  head_dim=head_dim, block_size=_BLOCK_SIZE, dtype=self.dtype)
         gated_delta = None if delta is None else self.platform.make_gated_delta(delta, self.dtype)
         return LayerContext(self.platform.make_ops(), attention, TensorParallel(), self.dtype, self.device, gated_delta)
+
+    def form(self, config: ModelConfig | VisionConfig) -> str:
+        """What computes the part of the layer that can be computed in more than one way."""
+        if isinstance(config, VisionConfig):
+            return ""
+        if (delta := gated_delta_shape(config, TensorParallel())) is not None:
+            return f"decodes through {self.platform.make_gated_delta(delta, self.dtype).form}"
+        is_mixture = isinstance(config.layers[0].channel, MoEConfig)
+        return f"through {self.platform.make_ops().experts_form}" if is_mixture else ""
 
 
 def _draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -199,7 +214,7 @@ def _decoder_config(name: str) -> ModelConfig:
         model_type="qwen3", vocab_size=8, hidden_size=_HIDDEN_SIZE, num_heads=num_heads, num_kv_heads=num_kv_heads,
         head_dim=_HEAD_DIM, max_position_embeddings=4096, rms_norm_eps=1e-6, tie_word_embeddings=True,
         rope=RopeConfig(theta=5e6), dtype="bfloat16",
-        layers=(LayerConfig(mixer=_MIXERS[name], channel=MLPConfig(intermediate_size=_MLP_WIDTH)),),
+        layers=(LayerConfig(mixer=_MIXERS[name], channel=_EXPERTS.get(name, MLPConfig(intermediate_size=_MLP_WIDTH))),),
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class LogprobsTensors:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """token_ids_B: int64 on the device; -1 where a row has no token: its logits hold NaN or +inf, or all are banned."""
+    """token_ids_B: int32 on the device; -1 where a row has no token: its logits hold NaN or +inf, or all are banned."""
 
     token_ids_B: Tensor
     next_input_ids_B: Tensor
@@ -97,11 +97,15 @@ class Sampler:
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
                  sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values,
+                 draw_from_softmax: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
                  download: Callable[[Tensor], Download] = lambda x: Download(x.cpu())):
-        """sort_ascending: the platform's, see Ops; download: likewise, see Platform."""
+        """sort_ascending, draw_from_softmax: the platform's, see Ops; download: likewise, see Platform."""
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=eos_token_ids,
                                     device=device)
         self._sort_ascending = sort_ascending
+        self._draw_from_softmax = draw_from_softmax
+        # The same rows as in the step before have the same temperatures, and their plan is the same object.
+        self._temperatures: tuple[StepPlan, Tensor] | None = None
         self._download = download
         self._untold: list[tuple[SamplerOutput, list[tuple[int, Watch]]]] = []
 
@@ -131,7 +135,7 @@ class Sampler:
         """
         self._tell_tokens()
         plan = self._state.plan(host_slots)
-        if plan.counted is not None or plan.groups:
+        if plan.counted is not None:
             slots_B = slots_B.long()
         tokens_B1, token_ids_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan)
         logprobs = None
@@ -159,7 +163,9 @@ class Sampler:
 
     def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor,
                 plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """(a token per row, in rows without one any; the same with -1 in those), (B, 1) int64 each."""
+        """(a token per row, in rows without one any; the same with -1 in those), (B, 1) each, the latter int32."""
+        if plan.is_plain_draw and (drawn_B1 := self._draw_at_once(logits_BV, slots_B, uniforms_B, plan)) is not None:
+            return drawn_B1, drawn_B1
         largest_B1, tokens_B1, is_unusable_B1 = _most_probable(logits_BV)
         adjusted_AV, is_unusable_A1 = logits_BV, is_unusable_B1
         if plan.adjusted is not None:
@@ -173,11 +179,19 @@ class Sampler:
                                   group.rows.take(tokens_B1), group.rows.take(slots_B),
                                   group.rows.take(uniforms_B)[:, None])
             tokens_B1 = group.rows.put(tokens_B1, drawn_G1)
-        token_ids_B1 = tokens_B1.masked_fill(is_unusable_B1, -1)
+        token_ids_B1 = tokens_B1.to(torch.int32).masked_fill_(is_unusable_B1, -1)
         if plan.adjusted is not None:
             token_ids_A1 = plan.adjusted.take(token_ids_B1).masked_fill(is_unusable_A1, -1)
             token_ids_B1 = plan.adjusted.put(token_ids_B1, token_ids_A1)
         return tokens_B1, token_ids_B1
+
+    def _draw_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan) -> Tensor | None:
+        """A draw for every row as the platform does it; None where it leaves that to `_draw`."""
+        if self._draw_from_softmax is None:
+            return None
+        if self._temperatures is None or self._temperatures[0] is not plan:
+            self._temperatures = plan, self._state.fields(slots_B)[Field.TEMPERATURE]
+        return self._draw_from_softmax(logits_BV, self._temperatures[1], uniforms_B[:, None])
 
     def _adjust(self, logits_BV: Tensor, slots_B: Tensor, plan: StepPlan) -> Tensor:
         """A copy of the logits of rows that ask for it, after penalties, bias and bans."""

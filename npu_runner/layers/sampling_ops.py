@@ -27,9 +27,10 @@ def most_probable(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
 
 def is_unusable(logits_BV: Tensor, largest_B1: Tensor) -> Tensor:
     """(B, 1) bool: there is a NaN or +inf, or no token that can be sampled."""
-    # A sum carries NaN on every device; whether max does is each vendor's choice.
-    total_B1 = logits_BV.sum(-1, keepdim=True, dtype=torch.float32)
-    return (total_B1 != total_B1) | (largest_B1 - largest_B1 != 0.0)
+    # A sum carries NaN on every device; whether max does is each vendor's choice. Less the largest it is NaN for
+    # infinities, too: an infinite largest one is that of the sum.
+    excess_B1 = logits_BV.sum(-1, keepdim=True, dtype=torch.float32) - largest_B1
+    return excess_B1 != excess_B1
 
 
 def token_weights(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tensor) -> Tensor:

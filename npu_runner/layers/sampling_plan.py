@@ -75,6 +75,14 @@ class StepPlan:
     """The same on the host."""
     num_logprobs: int
 
+    @property
+    def is_plain_draw(self) -> bool:
+        """All rows draw from the whole of the model's own distribution, and nothing else is asked for."""
+        if self.adjusted is not None or self.logprobs is not None or len(self.groups) != 1:
+            return False
+        group = self.groups[0]
+        return group.rows.index is None and not group.sorts and not group.uses_min_p
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowsOfStep:

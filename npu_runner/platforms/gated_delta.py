@@ -95,6 +95,11 @@ class GatedDeltaBackend(ABC):
     name: str
     """For logs and reports: what computes it."""
 
+    @property
+    def form(self) -> str:
+        """The same in more words: what decode steps go through, and why not through something fused."""
+        return self.name
+
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], saves: Sequence[StateSave],
                      device: torch.device) -> Any:

@@ -7,6 +7,7 @@ D hidden size, I MLP width, E experts; all of this rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,8 @@ class Ops(ABC):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
 
+    experts_form: str = "plain operators"
+    """What computes experts, for reports."""
     experts_in_out: bool = False
     """Experts' weights lie as (experts, inputs, outputs) and not as (experts, outputs, inputs)."""
 
@@ -82,3 +85,12 @@ class Ops(ABC):
     def sort_ascending(self, x: Tensor) -> Tensor:
         """The values of each row (the last dim), smallest first; a fresh tensor."""
         return x.sort(dim=-1).values
+
+    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """What draws from the whole vocabulary at once; None: the sampler's plain operators do.
+
+        (logits (B, V), temperatures (B, 1) float32, uniforms in [0, 1) (B, 1) float32) -> tokens (B, 1) int32: the
+        first whose running sum of softmax(logits / temperature) passes the uniform, never one that weighs nothing; -1
+        where a row has no token: its logits hold NaN or +inf, or are all -inf.
+        """
+        return None

@@ -426,6 +426,7 @@ class ModelRunner(ModelRunnerBase):
             eos_token_ids=self.processor.end_token_ids(self.model_config),
             device=self.device,
             sort_ascending=self.ops.sort_ascending,
+            draw_from_softmax=self.ops.softmax_draw(),
             download=self.platform.download,
         )
 

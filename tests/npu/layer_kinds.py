@@ -49,10 +49,10 @@ KINDS = {
     "dense": LayerKind(model_type="qwen3", launches=_everywhere(13), changes=_plain),
     "experts": LayerKind(model_type="qwen3_moe", launches=_everywhere(17), changes=_plain),
     "gated delta, fused": LayerKind(
-        model_type="qwen3_5_text", launches={"eager": 24, "reduce-overhead": 24, "max-autotune": 60},
+        model_type="qwen3_5_text", launches={"eager": 24, "reduce-overhead": 24, "max-autotune": 45},
         changes=_delta, emulation={"cann_version": "9.2.0"}, has_attention=False),
     "gated delta, plain": LayerKind(
-        model_type="qwen3_5_text", launches={"eager": 48, "reduce-overhead": 48, "max-autotune": 60},
+        model_type="qwen3_5_text", launches={"eager": 35, "reduce-overhead": 35, "max-autotune": 45},
         changes=_delta, has_attention=False),
     "gated attention": LayerKind(
         model_type="qwen3_5_text", launches={"eager": 21, "reduce-overhead": 21, "max-autotune": 25},

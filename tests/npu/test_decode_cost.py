@@ -1,14 +1,17 @@
-"""What a decode step costs on the emulated device, counted: launches of a layer of each kind, one copy in, one out."""
+"""What a decode step costs on the emulated device, counted: launches of a layer of each kind and of what is outside the
+layers, one copy in, one out."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cann.environment import has_real_cann, run_python
+from tests.cann.environment import ROOT, has_real_cann, run_python
 from tests.npu.layer_kinds import KINDS, LAYERS, LayerKind
 
 pytestmark = [
@@ -20,6 +23,10 @@ MODES = ["eager", "reduce-overhead", "max-autotune"]
 # GE operators that are no kernels of their own: views, and transposes of weights, which go into the product.
 VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
 BATCH_SIZE = 4
+# Twelve for the draw, and one for the ids that a step under way goes on from.
+MOST_OF_A_DRAW = 13
+# Eager and captured steps have one less than those of GE.
+MOST_OUTSIDE = 22
 
 
 # What the host does for the attention of each layer, beside launching it.
@@ -63,6 +70,11 @@ def test_launches_of_a_layer_and_one_copy_each_way(kind: LayerKind, mode: str, c
     assert on_device < cost["cache_bytes"] / 100, "neither the KV cache nor the states are copied"
     assert mode == "eager" or "graphs" in cost["groups"], "the step went through a graph"
     assert cost["fallbacks"] == {}, "nothing leaves the AI core"
+    assert sum(cost["draw"].values()) <= MOST_OF_A_DRAW, cost["draw"]
+    assert sum(cost["greedy"].values()) <= MOST_OF_A_DRAW, cost["greedy"]
+    if kind is KINDS["dense"]:  # of the others a layer of another kind is outside
+        beside = sum(count for name, count in cost["forward"].items() if name not in VIEWS)
+        assert beside + sum(cost["draw"].values()) <= MOST_OUTSIDE, (cost["forward"], cost["draw"])
     # A layer without attention needs nothing of the host.
     assert cost["host_per_layer"] == (OF_THE_HOST[mode] if kind.has_attention else {})
 
@@ -83,3 +95,18 @@ def test_what_the_host_does_for_each_layer_can_be_left_out(
     cost = measured(KINDS["dense"], mode, checkpoint, tmp_path, **setting)
     assert cost["host_per_layer"] == {}
     assert sum(launches_of(cost).values()) == KINDS["dense"].launches[mode]
+
+
+@pytest.mark.full("prints what the tests above hold; a minute")
+def test_the_script_prints_layers_the_sampler_the_tower_and_the_time_of_the_host() -> None:
+    command = [sys.executable, str(ROOT / "scripts/bench_npu_ops.py"), "--mode", "eager", "--kind", "dense", "--kind",
+               "tower"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    dense, tower = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    cost = dense["modes"]["eager"]
+    assert (cost["launches_per_layer"], tower["launches_per_layer"]) == (13, 15)
+    assert cost["launches_outside"] <= MOST_OUTSIDE
+    assert all(cost["host_milliseconds"][phase] > 0 for phase in ("prepare", "launch", "sample"))
+    for title in ("launches of the sampler, plain draw", "copies of a step", "host, ms a step of 4 layers"):
+        assert title in done.stdout

@@ -117,20 +117,22 @@ def test_arguments_and_exit_status_pass_through(installed: dict[str, str]) -> No
 @pytest.mark.npu
 def test_the_regression_reports_what_ran(installed: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "regression"
-    command = [ROOT / "scripts/regress_ascend.sh", "--out", out, "--rows", "3", "--quick", "--",
-               "tests/npu/test_launchers.py", "-k", "dry_run"]
+    command = [ROOT / "scripts/regress_ascend.sh", "--out", out, "--rows", "3", "--quick", "--bench",
+               "--", "tests/npu/test_launchers.py", "-k", "dry_run"]
     done = subprocess.run(command, env={**installed, "PYTHON": sys.executable}, capture_output=True, text=True,
                           timeout=600)
     report = (out / "report.txt").read_text()
     assert done.returncode == 0, done.stdout + report
-    for step in ("doctor", "tests", "pictures", "batch", "compare"):
+    for step in ("doctor", "tests", "pictures", "batch", "compare", "bench"):
         assert f"{step:24} ok" in report
     assert json.loads((out / "summary.json").read_text())["rows"]["answered"] == 3
     assert "OMP_WAIT_POLICY=PASSIVE" in report
     for side in ("masked", "unmasked"):
         assert re.search(rf"DECODE_ATTENTION={side} +\d+\.\d+ start_s +\d+\.\d+ step_ms", report), report
+    assert re.search(r"\(b\) decode: \d+ GB/s read; eager\n.*device idle\n +1 +\d+\.\d{3} ", report), report
     with tarfile.open(f"{out}.tar.gz") as archive:
-        assert {"regression/report.txt", "regression/tests.xml", "regression/answers.jsonl"} <= set(archive.getnames())
+        packed = {f"regression/{name}" for name in ("report.txt", "bench.txt", "tests.xml", "answers.jsonl")}
+        assert packed <= set(archive.getnames())
 
 
 def test_the_regression_says_what_failed(tmp_path: Path) -> None:

@@ -15,13 +15,24 @@ from tests.npu.programs.sabotage import DECODER, DTYPE, SABOTAGES
 
 
 @pytest.mark.npu
-def test_layers_of_real_shapes_agree_with_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cann_version", ["9.0.0", "9.2.0"])
+def test_layers_of_real_shapes_agree_with_the_cpu_and_their_forms_are_named(cann_version: str, tmp_path: Path) -> None:
     reports = tmp_path / "reports"
-    done = run_python(["-m", "npu_runner.cli.doctor_layers", "npu", str(reports)], timeout=300)
+    done = run_python(["-m", "npu_runner.cli.doctor_layers", "npu", str(reports)], timeout=300,
+                      cann_version=cann_version)
     assert done.returncode == 0, done.stderr[-4000:]
     found = judge(Outcome([json.loads(line) for line in reports.read_text().splitlines()], None))
-    assert len(found) == 4 * len(BOUNDS)
+    assert len(found) == 5 * len(BOUNDS)
     assert {check.status for check in found} == {"ok"}, found
+    text = {check.name: check.found for check in found}
+    for dtype in BOUNDS:
+        assert "npu_grouped_matmul" in text[f"experts layer, 8 of 8 experts ({dtype})"]
+    if not has_real_cann():
+        delta = {dtype: text[f"Gated DeltaNet layer, 4/8 heads of 128 ({dtype})"] for dtype in BOUNDS}
+        assert "decodes through plain operators (the fused operator takes bfloat16" in delta["float16"]
+        fused = "decodes through npu_recurrent_gated_delta_rule"
+        assert delta["bfloat16"].endswith(fused) == (cann_version == "9.2.0"), delta
+        assert cann_version == "9.2.0" or "decodes through plain operators (" in delta["bfloat16"]
 
 
 @pytest.mark.npu

@@ -155,7 +155,7 @@ def test_what_is_optional_is_missing_somewhere_and_used() -> None:
          "torch.ops.npu.npu_scatter_kv is not in"),
         ("ops.py", "row_idx_type=0", "row_type=0", "torch_npu.npu_moe_init_routing_v2: no row_type"),
         ("ops.py", "group_list_type=kind", "list_type=kind", "torch_npu.npu_grouped_matmul: no list_type"),
-        ("gated_delta.py", "ssm_state_indices=metadata", "slots=metadata",
+        ("gated_delta.py", "ssm_state_indices=slots_B", "slots=slots_B",
          "torch_npu.npu_recurrent_gated_delta_rule: no slots"),
     ],
 )  # fmt: skip

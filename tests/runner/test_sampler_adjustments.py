@@ -185,7 +185,7 @@ def test_logprobs_are_those_of_the_model_itself():
     assert output.logprobs is not None
     assert output.token_ids_B[2] == 7
     assert output.logprob_rows.tolist() == [0, 1, 2], "the last one did not ask"
-    sampled_B = expected_BV.gather(-1, output.token_ids_B[:, None])[:, 0]
+    sampled_B = expected_BV.gather(-1, output.token_ids_B[:, None].long())[:, 0]
     np.testing.assert_allclose(output.logprobs.sampled_L, sampled_B[:3], atol=1e-5, rtol=1e-5)
     top = expected_BV[:3].topk(5, dim=-1)
     assert output.logprobs.top_ids.tolist() == top.indices.tolist()

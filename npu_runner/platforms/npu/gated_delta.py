@@ -31,11 +31,15 @@ class NpuGatedDelta(TorchGatedDelta):
         self._one_token_each = torch.ones(_MOST_ROWS, dtype=torch.int32, device=device)
         # x rsqrt(sum x^2 + eps) is the root-mean-square norm with this weight, and eps / K.
         self._l2_weight = torch.full((shape.head_k_dim,), shape.head_k_dim**-0.5, device=device)
+        self._scaled_l2_weight = self._l2_weight * shape.head_k_dim**-0.5
         self.refusal = self._try_fused(dtype, device)
         """Why decode steps do not go through the fused operator, or None."""
         self.name = "fused" if self.refusal is None else "torch"
-        logger.info("Gated DeltaNet decodes through %s", "npu_recurrent_gated_delta_rule" if self.refusal is None
-                    else f"plain operators ({self.refusal})")
+        logger.info("Gated DeltaNet decodes through %s", self.form)
+
+    @property
+    def form(self) -> str:
+        return "npu_recurrent_gated_delta_rule" if self.refusal is None else f"plain operators ({self.refusal})"
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
@@ -51,32 +55,44 @@ class NpuGatedDelta(TorchGatedDelta):
 
     def delta_rule(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
                    state: Tensor, metadata: AttentionMetadata) -> Tensor:
-        # The graph engine declares the operator for states in bfloat16 alone.
-        if metadata.is_prefill or self.refusal is not None or isinstance(metadata.plan, DeviceLengths):
+        if metadata.is_prefill:
             return super().delta_rule(qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, metadata)
-        shape, num_rows = self.shape, len(qkv_TC)
+        shape, slots_B = self.shape, metadata.state_slots_B
+        beta_BV, g_BV = b_TV.sigmoid(), neg_exp_A_V * F.softplus(a_TV + dt_bias_V)
+        # The graph engine declares the operator for states in bfloat16 alone.
+        if self.refusal is not None or isinstance(metadata.plan, DeviceLengths):
+            return self._recur(qkv_TC, beta_BV, g_BV, state, slots_B)
         qk_BC, v_BC = qkv_TC.split([2 * shape.key_size, shape.value_size], dim=-1)
-        qk_BKD = torch_npu.npu_rms_norm(qk_BC.unflatten(-1, (2 * shape.num_k_heads, shape.head_k_dim)),
-                                        self._l2_weight, L2_EPS / shape.head_k_dim)[0]
-        q_BKD, k_BKD = qk_BKD.chunk(2, dim=1)
+        q_BKD, k_BKD = self._normalised(qk_BC, self._l2_weight).chunk(2, dim=1)
         return torch_npu.npu_recurrent_gated_delta_rule(
-            q_BKD, k_BKD, v_BC.unflatten(-1, (shape.num_v_heads, shape.head_v_dim)), state, beta=b_TV.sigmoid(),
-            scale=shape.head_k_dim**-0.5, actual_seq_lengths=self._one_token_each[:num_rows],
-            ssm_state_indices=metadata.state_slots_B, g=neg_exp_A_V * F.softplus(a_TV + dt_bias_V),
+            q_BKD, k_BKD, v_BC.unflatten(-1, (shape.num_v_heads, shape.head_v_dim)), state, beta=beta_BV,
+            scale=shape.head_k_dim**-0.5, actual_seq_lengths=self._one_token_each[: len(qkv_TC)],
+            ssm_state_indices=slots_B, g=g_BV,
         )
 
-    def _decode(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, state: Tensor, slots_B: Tensor) -> Tensor:
+    def _recur(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, state: Tensor, slots_B: Tensor | None) -> Tensor:
         """One token a row in plain operators, of which the graph engine knows all."""
-        q_BKD, k_BKD, v_BVD = self._heads(qkv_BC)
+        assert slots_B is not None, "a model with states has slots"
+        shape = self.shape
+        q_BC, k_BC, v_BC = qkv_BC.float().split([shape.key_size, shape.key_size, shape.value_size], dim=-1)
+        # A norm each, so that both lie as the products want them; queries also times K^-1/2.
+        q_BKD = self._normalised(q_BC, self._scaled_l2_weight)
+        k_BKD = self._normalised(k_BC, self._l2_weight)
+        v_BVD = v_BC.unflatten(-1, (shape.num_v_heads, shape.head_v_dim))
         states = state.index_select(0, slots_B) * g_BV.exp()[..., None, None]
         # The value heads of a key head lie side by side, as rows of one product.
-        rows = states.unflatten(1, (self.shape.num_k_heads, -1)).flatten(2, 3).flatten(0, 1)
+        rows = states.unflatten(1, (shape.num_k_heads, -1)).flatten(2, 3).flatten(0, 1)
         keys = k_BKD.flatten(0, 1).unsqueeze(1)
         seen_BVD = torch.bmm(rows, keys.mT).view(v_BVD.shape)
         errors = ((v_BVD - seen_BVD) * beta_BV.unsqueeze(-1)).view(rows.shape[0], -1, 1)
-        rows = rows + errors * keys
+        rows = torch.addcmul(rows, errors, keys)
         self._write(state, slots_B, rows.view(states.shape))
         return torch.bmm(rows, q_BKD.flatten(0, 1).unsqueeze(-1)).view(v_BVD.shape).to(qkv_BC.dtype)
+
+    def _normalised(self, x_BC: Tensor, weight_D: Tensor) -> Tensor:
+        """Heads (B, heads, K) of x, of length 1 where the weight is K^-1/2; of x's dtype."""
+        head_dim = self.shape.head_k_dim
+        return torch_npu.npu_rms_norm(x_BC.unflatten(-1, (-1, head_dim)), weight_D, L2_EPS / head_dim)[0]
 
     def _write(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
         # index_copy_ sorts its indices in bfloat16, and compilers copy the pool for it.

@@ -110,6 +110,10 @@ class _AclGraph:
 
     def _capture(self, inputs: StepInputs) -> None:
         num_rows = self._batch_size
+        # torchair compares where an input's storage begins with where its values do, and copies those for which the two
+        # differ onto themselves at each replay: all but the first of a bucket's, which share one storage.
+        for tensor in inputs:
+            torch._dynamo.mark_static_address(tensor)
         # Lengths that happen to be equal while they are traced must not become one symbol.
         with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False), _in_place_operators():
             for length in (_LEAST_TRACED, _LEAST_TRACED + 1):

@@ -6,11 +6,14 @@ E experts, K of them a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
+from npu_runner.platforms.npu.draw import draw_from_softmax
 from npu_runner.platforms.torch_ops import TorchOps
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
@@ -18,6 +21,7 @@ _FUSED_ROTARY_HEAD_DIMS = (64, 128)
 
 
 class NpuOps(TorchOps):
+    experts_form = "npu_moe_init_routing_v2 and npu_grouped_matmul"
     experts_in_out = True  # the grouped product takes (groups, in, out)
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -73,6 +77,9 @@ class NpuOps(TorchOps):
         hidden = torch_npu.npu_swiglu(_grouped(rows, gate_up, counts_E))
         # The graph engine has no converter of this one: torchair.py brings one.
         return torch_npu.npu_moe_token_unpermute(_grouped(hidden, down, counts_E), places, probs=weights_TK)
+
+    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        return draw_from_softmax
 
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
         # F.gelu drops the approximation on its way: the kernel behind it computes the one with tanh for both.

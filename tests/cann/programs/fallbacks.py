@@ -38,3 +38,9 @@ def check_what_the_ai_core_has_no_kernel_for() -> None:
     wide = torch.ones(5, 4, dtype=torch.float64).npu()
     assert counted("ai_cpu", lambda: wide.mul(wide)) == {"aclnnMul: float64": 1}
     assert counted("ai_cpu", lambda: torch.nn.functional.embedding(torch.tensor([1, 2]).npu(), x)) == {}
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        values = torch.ones(2, 4, dtype=dtype).npu()
+        assert counted("ai_cpu", lambda: values.cumsum(-1, dtype=dtype)) == {}  # noqa: B023 - called at once
+    whole = torch.ones(2, 4, dtype=torch.int64).npu()
+    assert counted("ai_cpu", lambda: whole.cumsum(-1)) == {"aclnnCumsum: integers other than int32": 1}
+    assert counted("ai_cpu", lambda: torch.searchsorted(x, x)) == {"aclnnSearchSorted": 1}

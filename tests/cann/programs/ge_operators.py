@@ -55,6 +55,8 @@ def check_element_by_element() -> None:
                 i % 4,
                 i + i,
                 torch.add(a, b, alpha=2),
+                torch.addcmul(a, b, p),
+                torch.addcmul(a, b[:1], p[:, :1], value=-0.5),
                 i * 3,
                 a == b,
                 a != b,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 DECODER, TOWER = "decoder layer, 16/8 heads of 128", "tower layer, 16 heads of 72"
-DELTA = "Gated DeltaNet layer, 4/8 heads of 128"
+DELTA, EXPERTS = "Gated DeltaNet layer, 4/8 heads of 128", "experts layer, 8 of 8 experts"
 DTYPE = "float16"
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -21,6 +21,9 @@ SABOTAGES: dict[str, tuple[str, str, str, Change]] = {
     "nothing, decoder": ("NpuOps", "silu_and_mul", DECODER, lambda good: good),
     "nothing, tower": ("NpuAttention", "vision", TOWER, lambda good: good),
     "nothing, Gated DeltaNet": ("NpuGatedDelta", "convolve", DELTA, lambda good: good),
+    "nothing, experts": ("NpuOps", "experts", EXPERTS, lambda good: good),
+    "weights of other experts": ("NpuOps", "experts", EXPERTS, lambda good: lambda self, x, weights, *rest: good(
+        self, x, weights.roll(1, -1).contiguous(), *rest)),
     "taps backwards": ("NpuGatedDelta", "convolve", DELTA, lambda good: lambda self, x, taps, *rest: good(
         self, x, taps.flip(-1), *rest)),
     "states kept for longer": ("NpuGatedDelta", "delta_rule", DELTA, lambda good: lambda self, qkv, a, b, rate, *rest:
@@ -54,7 +57,7 @@ def main() -> None:
         good = getattr(homes[owner], method)
         setattr(homes[owner], method, change(good))
         with torch.inference_mode():
-            ((_, errors[name]),) = probe.errors([layer])
+            ((_, errors[name], _),) = probe.errors([layer])
         setattr(homes[owner], method, good)
     print(json.dumps(errors))
 

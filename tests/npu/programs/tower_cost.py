@@ -94,7 +94,8 @@ def main(results_path: str) -> None:
     few, many = outputs("npu", 2, torch.bfloat16)[1], outputs("npu", 4, torch.bfloat16)[1]
     per_layer = {name: (count - few.get(name, 0)) / 2 for name, count in many.items() if count != few.get(name, 0)}
     results: dict[str, Any] = {
-        "per_layer": per_layer, "rest": {name: few[name] - 2 * per_layer.get(name, 0) for name in few},
+        "per_layer": per_layer,
+        "rest": {name: count for name in few if (count := few[name] - 2 * per_layer.get(name, 0))},
         "distances": {f"{str(dtype)[6:]} {activation}": distance(dtype, activation)
                       for dtype in (torch.float32, torch.bfloat16) for activation in ("gelu_pytorch_tanh", "gelu")},
     }

@@ -138,6 +138,14 @@ def add_scaled(call: Call) -> Tensor:
     return to_device((first + second * alpha).contiguous())
 
 
+@register("Addcmul")
+def add_product(call: Call) -> Tensor:
+    summand, first, second, value = call.hosts()
+    if not summand.dtype == first.dtype == second.dtype == value.dtype:
+        raise GraphEngineError(f"Addcmul takes one dtype, not {[item.dtype for item in call.hosts()]}")
+    return to_device((summand + first * second * value).contiguous())
+
+
 @register("MaskedFill")
 def masked_fill(call: Call) -> Tensor:
     value, mask, filling = call.hosts()

@@ -103,6 +103,9 @@ ACLNN(LogSumExp, In(self), Ints(dims), Flag(keep_dims), Out(out)) {
 }
 ACLNN(Cumsum, In(self), Int(dim), Type(dtype), Out(out)) {
   opapi::require_same_shape(self, out, "self and out");
+  if (dtype != cpu::kFloat && dtype != cpu::kHalf && dtype != cpu::kBFloat16 && dtype != cpu::kInt) {
+    opapi::falls_back("ai_cpu", "aclnnCumsum: integers other than int32");
+  }
   return [=] { out.write(cpu::op("cumsum", self, dim, dtype)); };
 }
 ACLNN(Cumprod, In(self), Num(dim), Type(dtype), Out(out)) {
@@ -140,6 +143,7 @@ ACLNN(Kthvalue, In(self), Int(k), Int(dim), Flag(keep_dim), Out(values), Out(ind
   };
 }
 ACLNN(SearchSorted, In(sorted), In(self), Flag(is_int32), Flag(right), Opt(sorter), Out(out)) {
+  opapi::falls_back("ai_cpu", "aclnnSearchSorted");
   return [=] {
     out.write(cpu::op("searchsorted.Tensor", sorted, self, is_int32, right, std::nullopt, sorter));
   };

@@ -1,4 +1,4 @@
-"""scripts/bench_gpu.py at sizes that a CPU does in seconds: that it counts what it says. Times mean nothing here."""
+"""scripts/bench_device.py at sizes that a CPU does in seconds: that it counts what it says. Times mean nothing here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 @pytest.mark.slow
 @pytest.mark.full("every part of a benchmark, a process each; nothing that serves depends on it")
 def test_every_part_of_ours_at_tiny_sizes() -> None:
-    command = [sys.executable, str(SCRIPTS / "bench_gpu.py"), "--platform", "cpu", "--sizes", "tiny",
+    command = [sys.executable, str(SCRIPTS / "bench_device.py"), "--platform", "cpu", "--sizes", "tiny",
                "--dtype", "float32", "--repeats", "1", "--no-peer"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -55,7 +55,7 @@ def test_every_part_of_ours_at_tiny_sizes() -> None:
 
 def test_idle_share_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from bench_gpu_ours import idle_share
+    from bench_device_idle import idle_share
 
     second = 1_000_000_000
     before, overlapping, last = (0, second), (10 * second, 12 * second), (11 * second, 13 * second)
@@ -64,7 +64,7 @@ def test_idle_share_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch
 
 def test_questions_have_the_tokens_that_they_are_said_to_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from bench_gpu_work import SIZES, write_pictures
+    from bench_device_work import SIZES, write_pictures
 
     sizes = dataclasses.replace(SIZES["real"], num_pictures=3, picture=(32, 32))
     rows = write_pictures(tmp_path, sizes).read_text().splitlines()

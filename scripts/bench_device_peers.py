@@ -1,4 +1,4 @@
-"""transformers' side of bench_gpu: each function is one measurement, in a process of its own.
+"""transformers' side of bench_device: each function is one measurement, in a process of its own.
 
 The same shapes with random weights, built on the device; the same prompts and lengths. On a GPU with the settings that
 its authors recommend for speed: compiled, and flash attention where that is installed, which it picks by itself.
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_gpu_shapes import make_text_model
-from bench_gpu_work import Sizes, decode_prompts, text_requests
+from bench_device_shapes import make_text_model
+from bench_device_work import Sizes, decode_prompts, text_requests
 
 _PATIENCE_SECONDS = 150.0
 _REPORT_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""The work that both sides of bench_gpu do: the same prompts, lengths and pictures for everybody."""
+"""The work that both sides of bench_device do: the same prompts, lengths and pictures for everybody."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class Sizes:
     answer_tokens: int
     moe_model: str
     hybrid_model: str
+    bandwidth_bytes: int
+    """Read to measure the bandwidth."""
 
     def of_family(self, family: str) -> Sizes:
         """The same work for one model of a family, "moe" or "hybrid"; with "" as it is."""
@@ -45,11 +47,11 @@ class Sizes:
 
 SIZES = {
     "real": Sizes("qwen3-0.6b", 256, 100, 1024, "qwen3-8b", (1, 8, 64), 512, 64, "qwen3-vl-4b", 256, (896, 672), 32,
-                  128, "qwen3.6-35b-a3b", "qwen3.5-9b"),
+                  128, "qwen3.6-35b-a3b", "qwen3.5-9b", 4 << 30),
     "host": Sizes("tiny", 256, 30, 60, "tiny", (1, 64, 256), 64, 64, "tiny-vl", 64, (96, 64), 8, 6, "tiny-moe",
-                  "tiny-hybrid"),
+                  "tiny-hybrid", 64 << 20),
     "tiny": Sizes("tiny", 16, 5, 40, "tiny", (1, 3), 24, 8, "tiny-vl", 6, (96, 64), 8, 6, "tiny-moe",
-                  "tiny-hybrid"),
+                  "tiny-hybrid", 64 << 20),
 }
 _NUM_TOKEN_IDS = 10000
 # Each is one token of shapes-vl's tokenizer behind a space, as "Describe" is at the start.

@@ -1,4 +1,4 @@
-"""The bytes that a decode step must move, for bench_gpu: weights, experts that were chosen, keys and values, states."""
+"""The bytes that a decode step must move, for bench_device: weights, chosen experts, keys and values, states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _MOST_LAYERS = 1024
 class RouterRecord:
     """Keeps, by number of tokens, the experts that the last forward chose in each layer: of a graph, its own tensors.
 
-    While it is open the platform's router tells it. Compiled code cannot.
+    While it is open the platform's router tells it. Compiled code cannot: what is known there of as many tokens is of
+    other steps, before.
     """
 
     def __init__(self, platform_name: str):
@@ -49,17 +50,23 @@ class RouterRecord:
         return found
 
 
-def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRecord) -> dict[str, int]:
-    """Of a step of `batch_size` sequences with `context` tokens each. States are read and written, all else is read."""
+def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRecord | None) -> dict[str, int | None]:
+    """Of a step of `batch_size` sequences with `context` tokens each. States are read and written, all else is read.
+
+    Those of experts are None where nobody saw which ones a step chose (`chosen` None).
+    """
     model, config = runner.get_model(), runner.model_config
     layers = [module for module in model.decoder.modules() if isinstance(module, ExpertWeights)]
-    active = chosen.last(batch_size, len(layers)) if layers else []
+    active: list[Tensor] | None = []
+    if layers:
+        active = chosen.last(batch_size, len(layers)) if chosen is not None else None
     kv_bytes = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * runner.k_cache.element_size()
     state_bytes = sum(_state_bytes(layer.mixer) for layer in config.layers
                       if isinstance(layer.mixer, GatedDeltaNetConfig))
     return {"weight_bytes": _weight_bytes(model, config.tie_word_embeddings) - sum(map(_bytes, layers)),
-            "expert_bytes": sum(_bytes(layer) // len(layer.gate_up) * len(experts_TK.unique())
-                                for layer, experts_TK in zip(layers, active, strict=True)),
+            "expert_bytes": None if active is None else
+            sum(_bytes(layer) // len(layer.gate_up) * len(experts_TK.cpu().unique())
+                for layer, experts_TK in zip(layers, active, strict=True)),
             "kv_bytes": batch_size * context * kv_bytes, "state_bytes": 2 * batch_size * state_bytes}
 
 

@@ -1,0 +1,71 @@
+"""scripts/bench_device.py on the npu platform, as an Ascend host runs it: tiny sizes here, whose times mean nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cann.environment import SITE, has_real_cann, run_python
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def run_bench(*arguments: str, **emulation: Any) -> tuple[str, dict[str, Any]]:
+    """(the table, the results of the JSON line)."""
+    done = run_python(["scripts/bench_device.py", "--platform", "npu", "--sizes", "tiny", "--repeats", "1", "--no-peer",
+                       *arguments], timeout=900, **emulation)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["platform"] == "npu"
+    return done.stdout, report["results"]
+
+
+@pytest.mark.npu
+def test_decode_steps_of_an_npu_and_no_made_up_idle_share() -> None:
+    table, results = run_bench("--part", "decode", "--graph-mode", "eager")
+    for size in (1, 3):
+        batch = results["decode"]["npu_runner"]["batches"][str(size)]
+        assert batch["bytes"]["kv_bytes"] == size * 24 * (2 * 2 * 2 * 16 * 2)
+        assert all(value > 0 for value in batch["parts"].values()), batch["parts"]
+        if not has_real_cann():
+            assert results["decode"]["profiled"][str(size)]["idle_share"] is None
+    if not has_real_cann():
+        assert table.count("not available (torch_npu's profiler left no kernel_details.csv") == 2, table
+
+
+@pytest.mark.npu
+@pytest.mark.full("two processes a part over the emulation; the decode part runs in every test run")
+def test_every_kind_of_part_through_captured_graphs() -> None:
+    parts = ("text", "pictures", "moe-decode")
+    _, results = run_bench("--graph-batch-sizes", "1", "3", *(word for part in parts for word in ("--part", part)),
+                           memory_bytes=4 << 30)
+    assert list(results) == list(parts)
+    assert results["text"]["npu_runner"]["output_tokens_per_second"][0] > 0
+    assert results["pictures"]["npu_runner"][0]["pictures_per_second"] > 0
+    decode = results["moe-decode"]["npu_runner"]
+    assert decode["graphs"].partition(" (")[0] == "1, 3"
+    # Compiled code has the router inside, and nobody sees what it chose.
+    assert decode["batches"]["3"]["bytes"]["expert_bytes"] is None
+
+
+def test_kernels_are_read_from_the_file_that_torch_npu_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = SITE / "torch_npu/profiler/analysis/prof_common_func/_csv_headers.py"
+    if not headers.exists():
+        pytest.skip("the wheel is not here; tests/cann/setup_site.py installs it")
+    columns = runpy.run_path(str(headers))["CsvHeaders"].OP_SUMMARY_KERNEL_BASE_HEADERS
+    with (tmp_path / "kernel_details.csv").open("w", newline="") as file:
+        rows = csv.DictWriter(file, columns, restval="N/A")
+        rows.writeheader()
+        for start, duration in (("1763800000000000.125", "250000.5"), ("1763800000500000.125", "250000.0")):
+            rows.writerow({"Name": "aclnnMatmul", "Start Time(us)": start, "Duration(us)": duration})
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from bench_device_idle import idle_share, kernel_spans
+
+    spans = kernel_spans(tmp_path / "kernel_details.csv")
+    assert [end - start for start, end in spans] == pytest.approx([250_000_500, 250_000_000], abs=1000)
+    assert idle_share(spans, 1.0) == pytest.approx(0.5, abs=1e-3)
