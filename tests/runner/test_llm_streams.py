@@ -154,13 +154,14 @@ def test_a_bad_conversation_is_named_and_the_next_call_is_as_ever(llm: LLM, expe
 
 def test_what_shows_without_a_picture_read_is_refused_before_anything_runs(llm: LLM) -> None:
     before = llm.stats()
+    fine: list[Any] = [[{"role": "user", "content": "which"}]] * 200  # more than may wait
     for bad, params in (([{"role": "user", "content": []}], GREEDY), ("x", GREEDY), (7, GREEDY),
                         (CONVERSATIONS[0], GREEDY.replace(stop_token_ids=[10**6]))):
-        with pytest.raises(RequestError, match="prompt 6: "):
-            llm.chat([*CONVERSATIONS, bad], [GREEDY] * 6 + [params])
+        with pytest.raises(RequestError, match="prompt 200: "):
+            llm.chat([*fine, bad], [GREEDY] * 200 + [params])
     for prompt in ({"images": []}, {"prompt": "x", "images": 7}):
-        with pytest.raises(RequestError, match="prompt 1: "):
-            llm.generate(["x", prompt], GREEDY)
+        with pytest.raises(RequestError, match="prompt 200: "):
+            llm.generate([*["x"] * 200, prompt], GREEDY)
     assert llm.stats().num_prefill_steps == before.num_prefill_steps
 
 
