@@ -187,6 +187,7 @@ def test_settings_have_to_be_as_many_as_the_prompts(llm: LLM) -> None:
     for prompts in (["a"] * 3, iter(["a"] * 3)):
         with pytest.raises(RequestError, match="2 sampling_params for more prompts"):
             llm.generate(prompts, iter([GREEDY] * 2))
+    assert len(llm.generate(["a"] * 3, iter([GREEDY] * 3))) == 3
     assert len(llm.generate(["a"] * 3, itertools.cycle([GREEDY, GREEDY.replace(max_tokens=2)]))) == 3
 
 
