@@ -49,7 +49,8 @@ def answers_to_pictures(llm: LLM) -> Answers:
 
 def processes_left() -> list[str]:
     """Children of this process, whichever of its threads has started them."""
-    return [child for path in Path(f"/proc/{os.getpid()}/task").glob("*/children") for child in path.read_text().split()]
+    threads = Path(f"/proc/{os.getpid()}/task")
+    return [child for path in threads.glob("*/children") for child in path.read_text().split()]
 
 
 def interrupted(llm: LLM, delay: float, call: Callable[[LLM], Answers]) -> bool:
