@@ -68,9 +68,11 @@ class Driver:
         return self.stats().engine
 
 
-def hooks_for(book: RowBook, suspects: Suspects, say: Callable[[str], None]) -> FleetHooks:
+def hooks_for(
+    book: RowBook, suspects: Suspects, say: Callable[[str], None], *, rows_carry_data: bool = False
+) -> FleetHooks:
     return FleetHooks(
-        make_run=book.run,
+        make_run=book.run_with_data if rows_carry_data else book.run,
         say=say,
         suspect=functools.partial(_suspect, suspects, book),
         accuse=functools.partial(_accuse, suspects, book),
