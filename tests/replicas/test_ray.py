@@ -6,6 +6,7 @@ Raylets, actors and their deaths are real; engines follow a script. Skipped wher
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,23 @@ def test_a_driver_that_is_killed_leaves_no_actor_and_goes_on_without_ray(
     assert 20 <= num_rows(tmp_path / "out.jsonl") < NUM_ROWS
     assert run(tmp_path, data_parallel_size=1)[0] == 3
     assert lines(tmp_path) == undisturbed
+
+
+@pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
+@pytest.mark.slow
+def test_a_signal_ends_the_job_in_good_order_and_its_actors_with_it(
+    cluster: Any, tmp_path: Path, undisturbed: list[bytes]
+) -> None:
+    write_rows(tmp_path / "in.jsonl", rows())
+    job = start(tmp_path, cluster)
+    wait_for_rows(job, tmp_path / "out.jsonl", 10)
+    left = actors()
+    job.send_signal(signal.SIGTERM)  # Ray has a handler of its own for it
+    status, said = ended(job)
+    assert (status, "SIGTERM: stopping" in said) == (1, True), said
+    wait_until_gone(left)
+    assert set(lines(tmp_path)) <= set(undisturbed)
+    assert leftovers(tmp_path) == set()
 
 
 @pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
