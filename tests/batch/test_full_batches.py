@@ -53,6 +53,7 @@ class SchedulerAlone:
             self.decode_sizes.append(batch.batch_size)
         done = []
         for sequence in self.scheduler.complete():
+            assert sequence is not None
             sequence.append(7)
             # Answers of different lengths, so that they do not end together.
             if sequence.num_output_tokens > NUM_OUTPUT_TOKENS * (1 + sequence.seq_id % 7) // 7:

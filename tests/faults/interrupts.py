@@ -1,6 +1,6 @@
 """A process that is sent SIGINT at random moments of its calls; says whether each next call answers as the first did.
 
-    python -m tests.faults.interrupts MODEL TENSOR_PARALLEL_SIZE NUM_INTERRUPTS
+    python -m tests.faults.interrupts MODEL TENSOR_PARALLEL_SIZE NUM_INTERRUPTS STEPS_UNDER_WAY
 
 With the embedded model (shapes-vl) calls are conversations with pictures, prepared in workers, results read as they
 finish; else raw prompts. It leads a group of processes of its own, and the signal goes to the whole group, as from a
@@ -66,12 +66,13 @@ def interrupted(llm: LLM, delay: float, call: Callable[[LLM], Answers]) -> bool:
     return False
 
 
-def main(model: str, size: str, num_interrupts: str) -> None:
+def main(model: str, size: str, num_interrupts: str, steps_under_way: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     rng = random.Random(5)
     has_pictures = model == SHAPES_VL.name
     call = answers_to_pictures if has_pictures else answers
-    with LLM(model, tensor_parallel_size=int(size), **(PICTURE_SETTINGS if has_pictures else SETTINGS)) as llm:
+    settings = {**(PICTURE_SETTINGS if has_pictures else SETTINGS), "async_scheduling": steps_under_way == "2"}
+    with LLM(model, tensor_parallel_size=int(size), **settings) as llm:
         expected = call(llm)
         started = time.monotonic()
         assert call(llm) == expected

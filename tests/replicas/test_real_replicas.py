@@ -152,7 +152,7 @@ def run_and_kill(folder: Path, output: Path, rng: random.Random, num_ranks: int,
         if rng.random() < 0.3:
             time.sleep(rng.uniform(0.0, 8.0))
         else:
-            wait_for_rows(job, output, num_rows(output) + rng.randint(1, 20))
+            wait_for_rows(job, output, num_rows(output) + rng.randint(1, 6))
         victim = rng.choice(["driver", "replica", "replica", "rank"])
         pids = {"driver": [job.pid], "replica": processes(REPLICA, job.pid), "rank": processes(RANK, job.pid)}[victim]
         if not pids or job.poll() is not None:

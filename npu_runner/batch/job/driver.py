@@ -71,6 +71,7 @@ class Driver:
 def hooks_for(
     book: RowBook, suspects: Suspects, say: Callable[[str], None], *, rows_carry_data: bool = False
 ) -> FleetHooks:
+    """What a fleet asks of a job. `rows_carry_data`: rows go to replicas with their bytes."""
     return FleetHooks(
         make_run=book.run_with_data if rows_carry_data else book.run,
         say=say,

@@ -19,6 +19,7 @@ from npu_runner.platforms.base import (
     PlatformDefaults,
     chosen_devices,
 )
+from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.ops import Ops
 
@@ -58,7 +59,8 @@ class CudaPlatform(Platform):
     attention_backends = ("triton", "flashinfer")
     distributed_backend = "nccl"
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
-                                graph_mode="reduce-overhead")
+                                graph_mode="reduce-overhead",
+                                async_scheduling=False)  # until it has been run, and measured, on a device
 
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
 
@@ -152,6 +154,9 @@ class CudaPlatform(Platform):
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
+
+    def download(self, tensor: Tensor) -> Download:
+        return Download.start(tensor, torch.cuda.Event())
 
     def describe(self) -> dict[str, str]:
         import triton

@@ -23,6 +23,7 @@ from npu_runner.platforms.base import (
     PlatformDefaults,
     chosen_devices,
 )
+from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.npu.host_settings import (
     check_graph_mode,
@@ -57,7 +58,7 @@ class NpuPlatform(Platform):
     distributed_backend = "hccl"
     # Blocks of 128: the only size that every document of the attention kernel allows for prefill and decode.
     defaults = PlatformDefaults(block_size=128, max_num_seqs=128, max_num_batched_tokens=8192,
-                                graph_mode="reduce-overhead")
+                                graph_mode="reduce-overhead", async_scheduling=True)
     supported_block_sizes = (128,)
     lost_error_remedy = "run again with ASCEND_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     keeps_graphs = ("max-autotune",)
@@ -215,6 +216,9 @@ class NpuPlatform(Platform):
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
+
+    def download(self, tensor: Tensor) -> Download:
+        return Download.start(tensor, torch.npu.Event())
 
     def describe(self) -> dict[str, str]:
         import torch_npu
