@@ -74,6 +74,8 @@ def _add_option(parser: argparse._ActionsContainer, field: dataclasses.Field[Any
     elif kind == int | str:
         parser.add_argument(flag, type=_number_or_word, metavar="N|auto", **options)
     else:
+        if "alone" in field.metadata:  # what the option stands for without a value
+            options |= {"nargs": "?", "const": field.metadata["alone"]}
         metavar = {int: "N", float: "X", str: "TEXT", Path: "PATH"}[kind]
         parser.add_argument(flag, type=kind, metavar=metavar, **options)
 

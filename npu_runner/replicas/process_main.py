@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from npu_runner.errors import NpuRunnerError, ReplicaDeadError
 from npu_runner.replicas.base import Event, Finished, Ready, Replica, Returned
@@ -45,10 +45,17 @@ def main(descriptor: int, parent: int) -> None:
         return
 
 
+class Link(Protocol):
+    """What a servant needs of a Channel."""
+
+    def receive(self) -> tuple[Any, int]: ...
+    def send(self, message: Any) -> None: ...
+
+
 class Servant:
     """Runs one replica for the driver."""
 
-    def __init__(self, make: Callable[[], Replica], channel: Channel):
+    def __init__(self, make: Callable[[], Replica], channel: Link):
         self._make = make
         self._channel = channel
         self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()

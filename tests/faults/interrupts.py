@@ -48,8 +48,9 @@ def answers_to_pictures(llm: LLM) -> Answers:
 
 
 def processes_left() -> list[str]:
-    """Children of this process, whatever session they lead."""
-    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    """Children of this process, whichever of its threads has started them."""
+    threads = Path(f"/proc/{os.getpid()}/task")
+    return [child for path in threads.glob("*/children") for child in path.read_text().split()]
 
 
 def interrupted(llm: LLM, delay: float, call: Callable[[LLM], Answers]) -> bool:

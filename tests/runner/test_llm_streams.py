@@ -154,13 +154,14 @@ def test_a_bad_conversation_is_named_and_the_next_call_is_as_ever(llm: LLM, expe
 
 def test_what_shows_without_a_picture_read_is_refused_before_anything_runs(llm: LLM) -> None:
     before = llm.stats()
+    fine: list[Any] = [[{"role": "user", "content": "which"}]] * 200  # more than may wait
     for bad, params in (([{"role": "user", "content": []}], GREEDY), ("x", GREEDY), (7, GREEDY),
                         (CONVERSATIONS[0], GREEDY.replace(stop_token_ids=[10**6]))):
-        with pytest.raises(RequestError, match="prompt 6: "):
-            llm.chat([*CONVERSATIONS, bad], [GREEDY] * 6 + [params])
+        with pytest.raises(RequestError, match="prompt 200: "):
+            llm.chat([*fine, bad], [GREEDY] * 200 + [params])
     for prompt in ({"images": []}, {"prompt": "x", "images": 7}):
-        with pytest.raises(RequestError, match="prompt 1: "):
-            llm.generate(["x", prompt], GREEDY)
+        with pytest.raises(RequestError, match="prompt 200: "):
+            llm.generate([*["x"] * 200, prompt], GREEDY)
     assert llm.stats().num_prefill_steps == before.num_prefill_steps
 
 
@@ -186,6 +187,7 @@ def test_settings_have_to_be_as_many_as_the_prompts(llm: LLM) -> None:
     for prompts in (["a"] * 3, iter(["a"] * 3)):
         with pytest.raises(RequestError, match="2 sampling_params for more prompts"):
             llm.generate(prompts, iter([GREEDY] * 2))
+    assert len(llm.generate(["a"] * 3, iter([GREEDY] * 3))) == 3
     assert len(llm.generate(["a"] * 3, itertools.cycle([GREEDY, GREEDY.replace(max_tokens=2)]))) == 3
 
 

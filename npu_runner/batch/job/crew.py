@@ -26,6 +26,8 @@ class Crew:
     replicas: list[MakeReplica]
     num_workers: int
     max_restarts: int = 0
+    rows_carry_data: bool = False
+    """They do not see the driver's descriptor of the input, nor the input by its path."""
 
 
 def recruit(

@@ -68,10 +68,12 @@ class Driver:
         return self.stats().engine
 
 
-def hooks_for(book: RowBook, suspects: Suspects, say: Callable[[str], None]) -> FleetHooks:
-    """What a fleet asks of a job."""
+def hooks_for(
+    book: RowBook, suspects: Suspects, say: Callable[[str], None], *, rows_carry_data: bool = False
+) -> FleetHooks:
+    """What a fleet asks of a job. `rows_carry_data`: rows go to replicas with their bytes."""
     return FleetHooks(
-        make_run=book.run,
+        make_run=book.run_with_data if rows_carry_data else book.run,
         say=say,
         suspect=functools.partial(_suspect, suspects, book),
         accuse=functools.partial(_accuse, suspects, book),

@@ -53,8 +53,8 @@ def manifest_of(
 ) -> Manifest:  # fmt: skip
     """The manifest of this output: the earlier one, if nothing that shapes answers has changed since."""
     settings = dict(facts.settings)
-    if facts.weights is not None and (changes := differences(weights, dict(facts.weights))):
-        raise ConfigError(f"the replicas have loaded other weights than this host sees: {'; '.join(changes)}")
+    if facts.weights is not None and (changes := differences({**model_files, **weights}, dict(facts.weights))):
+        raise ConfigError(f"the replicas have loaded another model than this host sees: {'; '.join(changes)}")
     earlier = destination.earlier
     if earlier is None or not earlier.has_served:
         return Manifest(

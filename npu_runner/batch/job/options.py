@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from npu_runner.errors import ConfigError
@@ -43,6 +43,11 @@ class BatchOptions:
     rows of the job. auto: as many as there are devices for."""
     max_replica_restarts: int = 3
     """How often a replica that died is started again; its rows go to the others."""
+    ray: str | None = field(default=None, metadata={"alone": AUTO})
+    """Run the replicas as actors of the Ray cluster at HOST:PORT, on whatever hosts have room; auto, or the option
+    alone: of the cluster that this host belongs to. data_parallel_size counts them then."""
+    shared_input: bool = False
+    """With ray: every host sees the input under the same path, so rows travel as places in it and not as bytes."""
     preprocessing_workers: int | None = None
     """Processes that decode pictures and tokenize, for each replica; None: half of its CPU cores, 16 at most."""
     preprocessing_timeout: float = 120.0
@@ -65,6 +70,8 @@ class BatchOptions:
             raise ConfigError(f"data_parallel_size: {self.data_parallel_size!r} is no number of replicas, nor auto")
         if self.max_replica_restarts < 0:
             raise ConfigError(f"max_replica_restarts: {self.max_replica_restarts} is negative; 0 starts none again")
+        if self.shared_input and self.ray is None:
+            raise ConfigError("shared_input: replicas of this host read the input as it is; it goes with ray")
         if self.preprocessing_workers is not None and self.preprocessing_workers < 1:
             raise ConfigError(f"preprocessing_workers: {self.preprocessing_workers} is not a positive number")
         if self.max_row_bytes < 1:

@@ -15,7 +15,7 @@ from typing import Any
 
 import npu_runner
 from npu_runner.batch.files.elsewhere import CarriedRow
-from npu_runner.batch.files.fingerprint import WeightDigests
+from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.serving import ServingLoop
@@ -184,12 +184,12 @@ class RowServer(Replica):
     def _load(self) -> ReplicaFacts:
         with ExitStack() as hashing:
             digests = None
+            folder = Path(self._plan.config.model)
             if self._plan.digest_threads:
-                folder = Path(self._plan.config.model)
                 digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
             self._engine = self._open.enter_context(self._model.load())
             self._pool.raise_failure()
-            weights = None if digests is None else digests.lines()
+            weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs
         return ReplicaFacts(
             version=npu_runner.__version__,

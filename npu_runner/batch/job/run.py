@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import delivery, making
 from npu_runner.batch.job.closing import check_names, make_report, save_summary
-from npu_runner.batch.job.crew import Crew, recruit, report_of
+from npu_runner.batch.job.crew import Crew, report_of
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
+from npu_runner.batch.job.gathering import gathered
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.progress import Progress
@@ -169,19 +171,24 @@ class _Job:
         taken = making.config_to_go_on_with(given, destination.earlier)
         book = RowBook(work.rows, work.wanted, file.source)
         suspects = Suspects(destination.path, overwrite=self._options.overwrite)
-        crew = recruit(taken, self._options, file.source, self._open_model)
-        self._num_workers = crew.num_workers
+        with gathered(taken, self._options, file.source, self._open_model) as crew:
+            self._num_workers = crew.num_workers
+            self._serve_with(crew, work, destination, book, suspects, loading=making.loading(given, taken, destination))
+
+    def _serve_with(
+        self, crew: Crew, work: _Work, destination: Destination, book: RowBook, suspects: Suspects, *,
+        loading: AbstractContextManager[None],
+    ) -> None:  # fmt: skip
         queue = RowQueue(book.num_rows)
         if self._options.ordered and destination.path is None:
             queue.allow(self._window(crew))
+        hooks = hooks_for(book, suspects, self._progress.say, rows_carry_data=crew.rows_carry_data)
+        given_up = known_suspects(queue, book, suspects)
         with (
-            Fleet(
-                crew.replicas, queue, hooks_for(book, suspects, self._progress.say), max_restarts=crew.max_restarts,
-                given_up=known_suspects(queue, book, suspects),
-            ) as fleet,
+            Fleet(crew.replicas, queue, hooks, max_restarts=crew.max_restarts, given_up=given_up) as fleet,
             self._digests(work) as digests,
-        ):  # fmt: skip
-            with making.loading(given, taken, destination):
+        ):
+            with loading:
                 facts = fleet.load()
             shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
             self._progress.say(f"model {work.model_folder}: {shown}\n{facts.ledger}")
