@@ -19,7 +19,7 @@ from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters, StateSnapshots, state_alignment
-from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
+from npu_runner.engine.detokenizer import IncrementalDetokenizer, detokenizer_for, token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.logprobs import LogprobsRecord
 from npu_runner.engine.quarantine import Quarantine
@@ -132,7 +132,7 @@ class LLMEngine:
             )
             self._next_seq_id += 1
             generation = _Generation(
-                sequence, IncrementalDetokenizer(self.processor.tokenizer, stop=params.stop), end_tokens,
+                sequence, detokenizer_for(params, self.processor.tokenizer), end_tokens,
                 len(prompt.token_ids) + min(room, params.max_tokens or room),
                 None if params.logprobs is None else LogprobsRecord(params.logprobs),
             )
@@ -258,6 +258,7 @@ class LLMEngine:
             generation.logprobs.append(output.logprobs, row)
         may_stop = not params.min_tokens or sequence.num_output_tokens >= params.min_tokens
         if may_stop and token in generation.end_tokens:
+            generation.detokenizer.append_end_token(token)
             self._finish(generation, "stop", stop_reason=token if token in params.stop_token_ids else None)
         elif (stop := generation.detokenizer.append([token], stops_allowed=may_stop)) is not None:
             self._finish(generation, "stop", stop_reason=stop)
@@ -291,7 +292,8 @@ class LLMEngine:
         if thinking is None or tokens is None:
             return SplitAnswer(None, text, 0)
         return split_answer(
-            text, sequence.output_token_ids, thinking=thinking, tokens=tokens, tokenizer=self.processor.tokenizer
+            text, sequence.output_token_ids, thinking=thinking, tokens=tokens, tokenizer=self.processor.tokenizer,
+            skip_special_tokens=sequence.params.skip_special_tokens,
         )
 
     # -- checks, figures, end --------------------------------------------------------------------------------------

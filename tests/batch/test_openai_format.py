@@ -25,7 +25,7 @@ from tests.batch.scripted import row
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 # Ours, after vLLM; OpenAI's types know nothing of them.
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos",
-          "chat_template_kwargs"}
+          "chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens"}
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -136,6 +136,8 @@ BAD_BODIES = [
     ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
     ({"audio": {"voice": "alloy"}}, "unsupported_parameter", "audio"),
     ({"colour": "red"}, "unknown_parameter", "colour"),
+    ({"skip_special_tokens": 1}, "invalid_type", "skip_special_tokens"),
+    ({"include_stop_str_in_output": "yes"}, "invalid_type", "include_stop_str_in_output"),
     ({"colour": "red", "max_tokens": "x"}, "unknown_parameter", "colour"),
 ]
 

@@ -138,6 +138,8 @@ class ChatBody(_Strict):
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     user: str | None = None
