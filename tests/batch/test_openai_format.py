@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 from pydantic import TypeAdapter
 
-from npu_runner.batch.rows.openai_format import (
-    ChatBody,
-    parse_row,
-    read_json,
-    refuse_half_characters,
-)
+from npu_runner.batch.rows.chat import ChatBody
+from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.sampling_params import SamplingParams

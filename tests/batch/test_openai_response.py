@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
+from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.limits import LIMITS
 from npu_runner.outputs import CompactLogprobs, CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
@@ -44,7 +45,7 @@ OUTPUTS = st.builds(
 
 @given(OUTPUTS)
 def test_every_answer_is_a_chat_completion(output: RequestOutput) -> None:
-    data = answer_row(output, custom_id="row \N{SNOWMAN}", model="mine", stamp=STAMP)
+    data = answer_row(output, custom_id="row \N{SNOWMAN}", form=ChatForm(model="mine"), stamp=STAMP)
     assert data.endswith(b"\n")
     assert data.count(b"\n") == 1
     result = json.loads(data)
@@ -73,10 +74,10 @@ def test_every_answer_is_a_chat_completion(output: RequestOutput) -> None:
 
 @given(OUTPUTS)
 def test_bytes_follow_from_request_and_answer(output: RequestOutput) -> None:
-    first = answer_row(output, custom_id="a", model=None, stamp=STAMP)
+    first = answer_row(output, custom_id="a", form=ChatForm(), stamp=STAMP)
     warmer = RequestOutput("a", output.completions, output.num_prompt_tokens, output.num_prompt_tokens)
-    assert first == answer_row(warmer, custom_id="a", model=None, stamp=STAMP), "the prefix cache shows in the answer"
-    assert json.loads(first)["id"] != json.loads(answer_row(output, custom_id="b", model=None, stamp=STAMP))["id"]
+    assert first == answer_row(warmer, custom_id="a", form=ChatForm(), stamp=STAMP), "a warm cache shows"
+    assert json.loads(first)["id"] != json.loads(answer_row(output, custom_id="b", form=ChatForm(), stamp=STAMP))["id"]
 
 
 def describe(token_id: int) -> tuple[str, bytes]:
@@ -106,11 +107,11 @@ def test_log_probabilities_kept_as_numbers_are_written_as_those_of_objects(num_t
     ids = np.arange(floats.size, dtype=np.int32).reshape(floats.shape) % 4
     compact = CompactLogprobs(ids, floats, describe)
     completions = [CompletionOutput(index, "x", [1], "stop", logprobs=compact) for index in range(2)]
-    row = answer_row(RequestOutput("a", completions), custom_id="a", model=None, stamp=STAMP)
+    row = answer_row(RequestOutput("a", completions), custom_id="a", form=ChatForm(), stamp=STAMP)
     for choice in json.loads(row)["response"]["body"]["choices"]:
         assert choice["logprobs"] == {"content": by_openai_format(compact), "refusal": None}
     objects = [CompletionOutput(index, "x", [1], "stop", logprobs=list(compact)) for index in range(2)]
-    assert row == answer_row(RequestOutput("a", objects), custom_id="a", model=None, stamp=STAMP)
+    assert row == answer_row(RequestOutput("a", objects), custom_id="a", form=ChatForm(), stamp=STAMP)
     whole = json.dumps(json.loads(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     assert row == whole.encode() + b"\n"
 
@@ -128,7 +129,7 @@ def test_the_largest_row_of_log_probabilities_takes_little_more_memory_than_its_
     ]
     tracemalloc.start()
     try:
-        row = answer_row(RequestOutput("a", completions), custom_id="a", model=None, stamp=STAMP)
+        row = answer_row(RequestOutput("a", completions), custom_id="a", form=ChatForm(), stamp=STAMP)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -142,7 +143,7 @@ def test_the_largest_row_of_log_probabilities_takes_little_more_memory_than_its_
 def test_cached_tokens_are_reported_when_asked_for() -> None:
     output = RequestOutput("a", [CompletionOutput(0, "x", [1], "stop")], 9, 4)
     stamp = JobStamp(created=1, system_fingerprint="fp", model_name="m", with_cached_tokens=True)
-    body = json.loads(answer_row(output, custom_id="a", model=None, stamp=stamp))["response"]["body"]
+    body = json.loads(answer_row(output, custom_id="a", form=ChatForm(), stamp=stamp))["response"]["body"]
     completion = ChatCompletion.model_validate(body, strict=True)
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None

@@ -1,4 +1,4 @@
-"""What of the tokens becomes text: special tokens and stops, left out or kept. transformers' tokenizer is the oracle."""
+"""What of the tokens becomes text: special tokens and stops, kept or not. Oracle: the tokenizer of transformers."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.tally import Outcome, Tally, answered
+from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
@@ -51,7 +52,7 @@ class Engine(Protocol):
 @dataclass(frozen=True)
 class _InFlight:
     row: InputRow
-    model: str | None
+    form: AnswerForm
     expected: str | None
 
 
@@ -166,7 +167,7 @@ class ServingLoop:
             refusal = RowError(code=error.code, message=error.message, param=error.param)
             self._fail(row, result.custom_id, refusal)
             return False
-        self._in_flight[result.custom_id] = _InFlight(row, result.model, result.expected)
+        self._in_flight[result.custom_id] = _InFlight(row, result.form, result.expected)
         self._sizes.append(finished.num_bytes)
         return True
 
@@ -176,7 +177,7 @@ class ServingLoop:
         if error is not None:
             self._fail(flight.row, output.request_id, error)
             return
-        data = answer_row(output, custom_id=output.request_id, model=flight.model, stamp=self._stamp)
+        data = answer_row(output, custom_id=output.request_id, form=flight.form, stamp=self._stamp)
         self._delivery.put(flight.row, data, answered(output, flight.expected))
 
     def _fail(self, row: InputRow, custom_id: str | None, error: RowError) -> None:
