@@ -158,6 +158,10 @@ class ChatProcessor:
         located = [(image, f"images[{number}]") for number, image in enumerate(images)]
         return self._assemble(token_ids, self._prepare_images(located, len(token_ids)))
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt's tokens, special ones included."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def end_token_ids(self, model_config: ModelConfig) -> tuple[int, ...]:
         """What ends an answer: the ids of the configs, and the tokenizer's own end token, which a fine-tune may have
         changed there alone."""

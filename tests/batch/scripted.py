@@ -40,6 +40,12 @@ class ScriptedProcessor:
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
         return params
 
+    def from_text(self, prompt: str | list[int], **options: Any) -> PromptInputs:
+        return PromptInputs([ord(character) for character in prompt] if isinstance(prompt, str) else prompt)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
     def __call__(
         self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> PromptInputs:
@@ -173,6 +179,16 @@ def workers_of(job: int) -> list[int]:
         if b"npu_runner.workers.worker" in words and str(job).encode() in words:
             found.append(int(process.name))
     return found
+
+
+def completion_row(custom_id: str, prompt: Any = "hello", **body: Any) -> dict[str, Any]:
+    """A valid row of /v1/completions; greedy unless told otherwise."""
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": prompt, "temperature": 0, **body},
+    }
 
 
 def row(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:

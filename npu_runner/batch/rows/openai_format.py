@@ -12,12 +12,13 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from npu_runner.batch.rows.chat import ChatBody
+from npu_runner.batch.rows.completions import CompletionBody
 from npu_runner.batch.rows.endpoint import RequestBody, Strict
 from npu_runner.batch.rows.shape import check_shape
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
 
-ENDPOINTS: dict[str, type[RequestBody]] = {"/v1/chat/completions": ChatBody}
+ENDPOINTS: dict[str, type[RequestBody]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,12 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
         form.write_choice(completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning)
     row.write(encoded("]," + to_json(end).removeprefix("{") + '},"error":null}\n'))
     return row.getvalue()
+
+
+def text_of(choice: Mapping[str, Any]) -> str:
+    """The text of a choice of an answer that was written, whatever endpoint it is of."""
+    message = choice.get("message")
+    return (choice["text"] if message is None else message["content"]) or ""
 
 
 def error_row(error: RowError, *, custom_id: str | None, line: int) -> bytes:
