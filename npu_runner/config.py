@@ -76,6 +76,9 @@ class RunnerConfig:
     reasoning_parser: str = "auto"
     """auto: where the checkpoint has tokens to think between, the reasoning is split off the answer; none: the answer
     stays as the model wrote it."""
+    tool_call_parser: str = "auto"
+    """How tool calls are read out of answers to rows with tools: hermes, qwen3_coder, the name of an installed
+    package's parser, or none (they stay text); auto: as the chat template asks for them to be written."""
     graph_mode: str = "auto"
     """How decode steps are compiled: eager, reduce-overhead or max-autotune; auto: the platform's default."""
     enforce_eager: bool = False

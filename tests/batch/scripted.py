@@ -43,11 +43,17 @@ class ScriptedProcessor:
     def from_text(self, prompt: str | list[int], **options: Any) -> PromptInputs:
         return PromptInputs([ord(character) for character in prompt] if isinstance(prompt, str) else prompt)
 
+    def template_reads(self, name: str) -> bool:
+        return True
+
+    def parser_of_calls(self) -> str | None:
+        return "hermes"
+
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(chr, token_ids))
 
     def __call__(
-        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> PromptInputs:
         content = messages[-1]["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

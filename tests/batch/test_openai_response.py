@@ -6,6 +6,7 @@ import json
 import math
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -78,6 +79,47 @@ def test_bytes_follow_from_request_and_answer(output: RequestOutput) -> None:
     warmer = RequestOutput("a", output.completions, output.num_prompt_tokens, output.num_prompt_tokens)
     assert first == answer_row(warmer, custom_id="a", form=ChatForm(), stamp=STAMP), "a warm cache shows"
     assert json.loads(first)["id"] != json.loads(answer_row(output, custom_id="b", form=ChatForm(), stamp=STAMP))["id"]
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "☃"}}</tool_call>'
+WITH_TOOLS = ChatForm(tool_call_parser="hermes", tools=({"type": "function", "function": {"name": "f"}},))
+
+
+def chat_completion(form: ChatForm, *completions: CompletionOutput, **stamp: bool) -> ChatCompletion:
+    data = answer_row(RequestOutput("a", list(completions)), custom_id="a", form=form, stamp=replace(STAMP, **stamp))
+    body = json.loads(data)["response"]["body"]
+    return ChatCompletion.model_validate_json(json.dumps(body), strict=True)
+
+
+def test_calls_in_an_answer_are_openais_and_their_ids_follow_from_the_row() -> None:
+    outputs = [CompletionOutput(0, f"Yes.{CALL}\n{CALL}", [1], "stop"), CompletionOutput(1, CALL, [1], "stop")]
+    first, second = chat_completion(WITH_TOOLS, *outputs).choices
+    assert (first.finish_reason, second.finish_reason) == ("tool_calls", "tool_calls")
+    assert ((first.message.content or "").strip(), second.message.content) == ("Yes.", None)
+    calls = [*(first.message.tool_calls or []), *(second.message.tool_calls or [])]
+    assert [call.function.name for call in calls if call.type == "function"] == ["f"] * 3
+    assert {call.function.arguments for call in calls if call.type == "function"} == {'{"a": "☃"}'}
+    assert len({call.id for call in calls}) == 3
+    assert chat_completion(WITH_TOOLS, *outputs).choices == [first, second]
+
+
+def test_an_answer_that_was_cut_off_ends_by_length_whatever_it_calls() -> None:
+    (whole,) = chat_completion(WITH_TOOLS, CompletionOutput(0, f"{CALL}and", [1], "length")).choices
+    assert (whole.finish_reason, len(whole.message.tool_calls or [])) == ("length", 1)
+    (begun,) = chat_completion(WITH_TOOLS, CompletionOutput(0, CALL[:30], [1], "length")).choices
+    assert (begun.finish_reason, begun.message.content, begun.message.tool_calls) == ("length", CALL[:30], None)
+
+
+def test_without_tools_or_parser_a_call_is_text() -> None:
+    (choice,) = chat_completion(ChatForm(), CompletionOutput(0, CALL, [1], "stop")).choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, None)
+
+
+def test_calls_and_reasoning_stand_side_by_side() -> None:
+    output = CompletionOutput(0, CALL, [1], "stop", reasoning_content="hm", num_reasoning_tokens=1)
+    (choice,) = chat_completion(WITH_TOOLS, output, splits_reasoning=True).choices
+    assert (choice.message.content, choice.message.model_extra) == (None, {"reasoning_content": "hm"})
+    assert len(choice.message.tool_calls or []) == 1
 
 
 def describe(token_id: int) -> tuple[str, bytes]:

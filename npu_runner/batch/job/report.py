@@ -240,9 +240,10 @@ def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[s
         body = answer["response"]["body"]
         pairs = zip(_reasonings(answer), _texts(answer), strict=True)
         card.answers = [(reasoning[:_MAX_TEXT], text[:_MAX_TEXT]) for reasoning, text in pairs]
-        reasons = {choice["finish_reason"] for choice in body["choices"]} - {"stop"}
-        card.note = f"{body['usage']['completion_tokens']} tokens" + (", cut off at the limit" if reasons else "")
-    asked = request.get("body") if isinstance(request.get("body"), dict) else {}
+        is_cut = any(choice["finish_reason"] == "length" for choice in body["choices"])
+        card.note = f"{body['usage']['completion_tokens']} tokens" + (", cut off at the limit" if is_cut else "")
+    body = request.get("body")
+    asked = body if isinstance(body, dict) else {}
     messages = asked.get("messages", [{"role": "prompt", "content": asked.get("prompt")}])
     urls: list[str] = []
     for message in messages if isinstance(messages, list) else []:

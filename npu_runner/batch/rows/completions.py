@@ -97,7 +97,8 @@ class CompletionForm(AnswerForm):
     """What stands in front of the text."""
 
     def write_choice(
-        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool
+        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
+        row_digest: str,
     ) -> None:
         row.write(encoded(opened({"index": completion.index, "text": self.echo + completion.text}, "logprobs")))
         if completion.logprobs is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
@@ -37,8 +37,12 @@ class PromptProcessor(Protocol):
     """What rows need of a ChatProcessor."""
 
     def __call__(
-        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
     ) -> PromptInputs: ...
+    def template_reads(self, name: str) -> bool: ...
+    def parser_of_calls(self) -> str | None: ...
     def from_text(self, prompt: str | list[int]) -> PromptInputs: ...
     def decode(self, token_ids: list[int]) -> str: ...
     def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
@@ -57,9 +61,10 @@ class AnswerForm:
 
     @abstractmethod
     def write_choice(
-        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool
+        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
+        row_digest: str,
     ) -> None:
-        """Append the JSON of one completion."""
+        """Append the JSON of one completion. `row_digest`: stands for the row in ids that the answer holds."""
 
 
 class Strict(BaseModel):

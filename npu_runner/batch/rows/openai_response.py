@@ -72,7 +72,7 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     logprobs_json = LogprobsJson()
     for number, completion in enumerate(output.completions):
         row.write(b"," if number else b"")
-        form.write_choice(completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning)
+        form.write_choice(completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning, row_digest=digest)
     row.write(encoded("]," + to_json(end).removeprefix("{") + '},"error":null}\n'))
     return row.getvalue()
 
