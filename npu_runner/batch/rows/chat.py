@@ -103,6 +103,7 @@ class ChatBody(RequestBody):
         "response_format": ({"type": "text"},),
         "safety_identifier": (),
         "service_tier": ("auto", "default"),
+        "spaces_between_special_tokens": (True,),
         "store": (False,),
         "stream": (False,),
         "stream_options": (),

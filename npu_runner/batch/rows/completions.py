@@ -37,6 +37,7 @@ class CompletionBody(RequestBody):
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "best_of": (1,),
+        "spaces_between_special_tokens": (True,),
         "stream": (False,),
         "stream_options": (),
         "suffix": ("",),
