@@ -17,11 +17,13 @@ from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import EngineDeadError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules, resolve_media
+from npu_runner.multimodal.prompt_forms import prompt_and_images
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
-"""Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, or an already prepared prompt."""
+"""Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, vLLM's {"prompt" or
+"prompt_token_ids", "multi_modal_data": {"image": ...}}, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url."""
 
@@ -93,11 +95,8 @@ class LLM:
         if isinstance(item, PromptInputs):
             return item
         if isinstance(item, Mapping):
-            unknown = set(item) - {"prompt", "images"}
-            if unknown or "prompt" not in item:
-                names = ", ".join(map(str, item))
-                raise RequestError(f"prompt {index}: needs 'prompt', may have 'images'; got {names}")
-            return _with_index(index, self.engine.processor.from_text, item["prompt"], item.get("images", ()))
+            text, images = _with_index(index, prompt_and_images, item)
+            return _with_index(index, self.engine.processor.from_text, text, images)
         return _with_index(index, self.engine.processor.from_text, item)
 
     def _run(self, prompts: list[PromptInputs], sampling_params: SamplingParams | Sequence[SamplingParams] | None,

@@ -105,6 +105,11 @@ class RequestOutput:
     """Prompt tokens whose KV came from the prefix cache (of the first completion)."""
 
     @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The completions, under vLLM's name."""
+        return self.completions
+
+    @property
     def text(self) -> str:
         return self.completions[0].text
 

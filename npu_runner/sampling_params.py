@@ -62,6 +62,9 @@ class SamplingParams:
     """The text ends behind the stop string, or the end token, that ended it, and not before."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text. An end token is in it only with include_stop_str_in_output as well."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens of a longer prompt; -1: as many as leave room for max_tokens. A prompt with pictures
+    is not cut but refused."""
     logprobs: int | None = None
     """None: no log probabilities. k: those of each sampled token and of the k most probable ones (0 to 20)."""
 
@@ -90,6 +93,10 @@ class SamplingParams:
         )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if self.truncate_prompt_tokens is not None:
+            self._keep(truncate_prompt_tokens=_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1))
+            if self.truncate_prompt_tokens == 0:
+                raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
         if self.top_p == 0.0:
             raise _error("top_p", "must be greater than 0; use temperature 0 for greedy decoding")
 

@@ -301,6 +301,7 @@ class LLMEngine:
     def check_request(self, prompt: PromptInputs, params: SamplingParams) -> SamplingParams:
         """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
         params = self.processor.resolve_params(params)
+        self.processor.check_length(prompt, params)
         length, vocab_size = len(prompt.token_ids), self.model_config.vocab_size
         if length == 0:
             raise RequestError("the prompt is empty", code="empty_prompt")

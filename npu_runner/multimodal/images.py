@@ -63,11 +63,15 @@ _TURNS = {
 
 
 def prepare_image(
-    source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = LIMITS.max_source_pixels
+    source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = LIMITS.max_source_pixels,
+    is_low: bool = False,
 ) -> ImageInput:
-    """Decode, upright, flatten and resize one picture. Raises RequestError, never anything else, for a bad one."""
+    """Decode, upright, flatten and resize one picture. Raises RequestError, never anything else, for a bad one.
+
+    is_low: with low detail.
+    """
     image = open_image(source, max_source_pixels=max_source_pixels, settings=settings)
-    height, width = settings.fit(image.height, image.width)
+    height, width = (settings.with_low_detail() if is_low else settings).fit(image.height, image.width)
     # Pillow on uint8, because that is what the checkpoint's own processor does; other resizers differ by a grey level.
     resized = image.resize((width, height), resample=Image.Resampling(settings.resample))
     return image_input(np.array(resized), settings)

@@ -147,7 +147,7 @@ class ChatProcessor:
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
+        continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
     ) -> PromptInputs:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
@@ -155,24 +155,29 @@ class ChatProcessor:
         and {"type": "image", "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as
         ordinary characters. `chat_template_kwargs`: what the template reads beside them, over the settings' own.
         With `continue_final_message` it ends where the last message, the assistant's, does; with
-        `add_generation_prompt` False behind it, whoever is to speak next.
+        `add_generation_prompt` False behind it, whoever speaks next. `truncate_prompt_tokens`: keep the last so many
+        tokens, as `most_prompt_tokens` says.
         """
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
         conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt)
         check_ending(conversation, add_generation_prompt, continue_final_message)
         checked_tools = None if tools is None else parse_tools(tools)
-        self._text_length.check([text for _, text in conversation.texts()] + strings_in(checked_tools))
+        texts = [text for _, text in conversation.texts()] + strings_in(checked_tools)
+        self._text_length.check(texts, is_cut=truncate_prompt_tokens is not None)
         token_ids = self._chat.token_ids(
             conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt is not False,
         )
         self._check_placeholders(token_ids, len(conversation.images))
-        prompt = self._assemble(token_ids, self._prepare_images(conversation.images, len(token_ids)))
+        prompt = self._prompt(token_ids, conversation.images, truncate_prompt_tokens)
         if self.reasoning_tokens is None:
             return prompt
-        return replace(prompt, thinking=thinking_after(token_ids, self.reasoning_tokens, self.tokenizer))
+        return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))
 
-    def from_text(self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = ()) -> PromptInputs:
+    def from_text(
+        self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (), *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> PromptInputs:
         """A raw prompt, as text or token ids, with one image token where each picture stands.
 
         Control tokens in it are control tokens, and no chat template is applied.
@@ -185,10 +190,30 @@ class ChatProcessor:
                 code="too_many_images",
                 param="images",
             )
-        token_ids = self._raw_token_ids(prompt)
+        token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
         self._check_placeholders(token_ids, len(images))
         located = [(image, f"images[{number}]") for number, image in enumerate(images)]
-        return self._assemble(token_ids, self._prepare_images(located, len(token_ids)))
+        return self._prompt(token_ids, located, truncate_prompt_tokens)
+
+    def most_prompt_tokens(self, params: SamplingParams) -> int | None:
+        """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
+        more than the model takes."""
+        name, asked = "truncate_prompt_tokens", params.truncate_prompt_tokens
+        if asked is None:
+            return None
+        most = self.max_model_len - (params.max_tokens or 1)
+        if asked > self.max_model_len or (asked == -1 and most < 1):
+            raise RequestError(
+                f"{name}: {asked} with max_tokens {params.max_tokens} leaves no prompt that fits into the model's "
+                f"{self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter", name,
+            )  # fmt: skip
+        return most if asked == -1 else asked
+
+    def check_length(self, prompt: PromptInputs, params: SamplingParams) -> None:
+        """Raises RequestError for a prompt that was prepared without the truncation that is asked for."""
+        most = self.most_prompt_tokens(params)
+        if most is not None and len(prompt.token_ids) > most:
+            raise _not_cut(len(prompt.token_ids), most, "was prepared without it")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt's tokens, special ones included."""
@@ -243,9 +268,9 @@ class ChatProcessor:
             **({"tool_call_parser": setting} if (setting := self._settings["tool_call_parser"]) != "auto" else {}),
         }
 
-    def _raw_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _raw_token_ids(self, prompt: str | Sequence[int], *, is_cut: bool) -> list[int]:
         if isinstance(prompt, str):
-            self._text_length.check([prompt])
+            self._text_length.check([prompt], is_cut=is_cut)
             token_ids = self._control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
         else:
             token_ids = _checked_ids(prompt, self.tokenizer.get_vocab_size())
@@ -279,10 +304,12 @@ class ChatProcessor:
         return [known[id(image)] for image, _ in images]
 
     def _prepare_image(self, image: bytes | Image.Image | Media, where: str) -> ImageInput:
+        is_low = isinstance(image, Media) and image.detail == "low"
         if isinstance(image, Media):
             where, image = image.where, image.load()
         try:
-            return prepare_image(image, self._vision_settings(), max_source_pixels=self.max_source_pixels)
+            return prepare_image(
+                image, self._vision_settings(), max_source_pixels=self.max_source_pixels, is_low=is_low)
         except RequestError as error:
             raise RequestError(f"{where}: {error.message}", error.code, where) from error
 
@@ -290,6 +317,16 @@ class ChatProcessor:
         if self.image_settings is None:
             raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no pictures")
         return self.image_settings
+
+    def _prompt(
+        self, token_ids: list[int], images: Sequence[tuple[Any, str]], most_tokens: int | None
+    ) -> PromptInputs:
+        if most_tokens is not None and not images:
+            token_ids = token_ids[-most_tokens:]
+        prompt = self._assemble(token_ids, self._prepare_images(images, len(token_ids)))
+        if most_tokens is not None and len(prompt.token_ids) > most_tokens:
+            raise _not_cut(len(prompt.token_ids), most_tokens, "has pictures, and half of one is none")
+        return prompt
 
     def _assemble(self, token_ids: list[int], images: list[ImageInput]) -> PromptInputs:
         token_ids, spans = _expand_placeholders(token_ids, self.image_token_id, images)
@@ -299,6 +336,12 @@ class ChatProcessor:
         grids = [image.grid_thw for image in images]
         positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size)
         return PromptInputs(token_ids, images, spans, positions_3T, delta)
+
+
+def _not_cut(num_tokens: int, most: int, why: str) -> RequestError:
+    name = "truncate_prompt_tokens"
+    message = f"{name}: the prompt has {num_tokens} tokens, {most} are to be kept, but it {why}; shorten it"
+    return RequestError(message, "prompt_not_truncated", name)
 
 
 def _expand_placeholders(

@@ -43,6 +43,9 @@ class ScriptedProcessor:
     def from_text(self, prompt: str | list[int], **options: Any) -> PromptInputs:
         return PromptInputs([ord(character) for character in prompt] if isinstance(prompt, str) else prompt)
 
+    def most_prompt_tokens(self, params: SamplingParams) -> int | None:
+        return params.truncate_prompt_tokens
+
     def template_reads(self, name: str) -> bool:
         return True
 

@@ -21,7 +21,7 @@ from tests.batch.scripted import row
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 # Ours, after vLLM; OpenAI's types know nothing of them.
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos",
-          "chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens",
+          "chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
           "add_generation_prompt", "continue_final_message"}
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
@@ -124,7 +124,7 @@ BAD_BODIES = [
         "messages[0].content[0].image_url",
     ),
     (
-        {"messages": [{"role": "user", "content": [{**PICTURE, "image_url": {"url": "x", "detail": "low"}}]}]},
+        {"messages": [{"role": "user", "content": [{**PICTURE, "image_url": {"url": "x", "detail": "tiny"}}]}]},
         "invalid_value",
         "messages[0].content[0].image_url.detail",
     ),

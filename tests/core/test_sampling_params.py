@@ -64,6 +64,8 @@ def test_none_and_minus_one_ask_for_nothing() -> None:
         ("temperature", np.float32("nan"), "finite"),
         ("top_p", "0.5", "0.5"),
         ("seed", 1.5, "1.5"),
+        ("truncate_prompt_tokens", 0, "0 leaves nothing"),
+        ("truncate_prompt_tokens", -2, "-2"),
         ("skip_special_tokens", 1, "neither true nor false"),
         ("include_stop_str_in_output", None, "None"),
         ("ignore_eos", "yes", "'yes'"),

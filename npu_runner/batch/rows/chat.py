@@ -31,10 +31,10 @@ class TextPart(Strict):
 
 
 class ImageUrl(Strict):
-    """Where a picture is: a data: URL, file:// or a path. The checkpoint decides on detail, so "low" is refused."""
+    """Where a picture is: a data: URL, file:// or a path. Detail is the checkpoint's, but for "low"."""
 
     url: str = Field(min_length=1)
-    detail: Literal["auto", "high"] | None = None
+    detail: Literal["auto", "high", "low"] | None = None
 
 
 class ImagePart(Strict):
@@ -175,6 +175,7 @@ class ChatBody(RequestBody):
             conversation, self._template_kwargs(processor), tools=tools,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
+            truncate_prompt_tokens=processor.most_prompt_tokens(params),
         )  # fmt: skip
         form = ChatForm(
             model=self.model, tool_call_parser=parser, tools=tuple(tools or ()) if parser else (),

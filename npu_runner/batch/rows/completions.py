@@ -82,7 +82,10 @@ class CompletionBody(RequestBody):
     def prepare(
         self, processor: PromptProcessor, media: MediaRules, params: SamplingParams
     ) -> tuple[PromptInputs, AnswerForm]:
-        prompt = processor.from_text(self.prompt)
+        if self.echo and params.truncate_prompt_tokens is not None:
+            message = "echo: of a prompt that truncate_prompt_tokens may cut there is no text; ask for one of them"
+            raise RequestError(message, "invalid_value", "echo")
+        prompt = processor.from_text(self.prompt, truncate_prompt_tokens=processor.most_prompt_tokens(params))
         text = self.prompt if isinstance(self.prompt, str) else processor.decode(self.prompt) if self.echo else ""
         return prompt, CompletionForm(model=self.model, echo=text if self.echo else "")
 
