@@ -64,8 +64,8 @@ class RunnerConfig:
     image_max_pixels: int | None = None
     """Larger pictures are scaled down to this many pixels; None: the checkpoint's setting."""
     max_source_pixels: int = LIMITS.max_source_pixels
-    """A picture whose file declares more pixels is refused before it is decoded, which takes 4 to 9 bytes each (WebP:
-    16)."""
+    """A picture whose file declares more pixels is refused before it is decoded, which takes 4 to 10 bytes each (JPEG
+    2000: 20, WebP: 16)."""
     max_images_per_prompt: int = LIMITS.max_images_per_prompt
     """A prompt with more pictures is refused."""
     max_logprobs_per_request: int = LIMITS.max_logprobs_per_request

@@ -69,6 +69,11 @@ def is_heif(head: bytes) -> bool:
     return head[4:8] == b"ftyp"
 
 
+def wants_heif_package(head: bytes) -> bool:
+    """Whether it is one that only the optional package reads, and that is not installed."""
+    return is_heif(head) and head[8:11] != b"avi" and not _heif_format(head)
+
+
 def check_pixels(width: int, height: int, max_source_pixels: int) -> None:
     """Raises RequestError for a picture that is too large."""
     if width * height > max_source_pixels:
@@ -107,7 +112,8 @@ def _check_extents(data: bytes, max_source_pixels: int) -> None:
     meta = _box(data, b"meta")
     at = meta.find(b"ispe")
     while at >= 0 and len(meta) >= at + 16:
-        check_pixels(*struct.unpack_from(">II", meta, at + 8), max_source_pixels)
+        width, height = struct.unpack_from(">II", meta, at + 8)
+        check_pixels(width, height, max_source_pixels)
         at = meta.find(b"ispe", at + 4)
 
 

@@ -19,7 +19,14 @@ from PIL import Image, UnidentifiedImageError
 
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS
-from npu_runner.multimodal.image_formats import FORMATS, HEIF_REMEDY, check_pixels, is_heif, open_picture
+from npu_runner.multimodal.image_formats import (
+    FORMATS,
+    HEIF_REMEDY,
+    check_pixels,
+    is_heif,
+    open_picture,
+    wants_heif_package,
+)
 from npu_runner.multimodal.image_settings import ImageSettings
 from npu_runner.multimodal.inputs import ImageInput
 
@@ -146,14 +153,16 @@ def _pillow_allows(num_pixels: int) -> Iterator[None]:
 
 
 def _not_recognised(head: bytes) -> RequestError:
-    for magic, name in _MAGIC.items():
-        if head.startswith(magic):
-            return RequestError(
-                f"the image starts like a {name} file but its header is cut short or broken; upload it again",
-                code="image_truncated",
-            )
+    known = [name for magic, name in _MAGIC.items() if head.startswith(magic)]
+    if is_heif(head) and not wants_heif_package(head):
+        known.append("HEIC or AVIF")
+    for name in known:
+        return RequestError(
+            f"the image starts like a {name} file but its header is cut short or broken; upload it again",
+            code="image_truncated",
+        )
     unreadable = {
-        f"HEIC; {HEIF_REMEDY}": is_heif(head),
+        f"HEIC; {HEIF_REMEDY}": wants_heif_package(head),
         "SVG": b"<svg" in head or b"<?xml" in head,
         "PDF": head.startswith(b"%PDF"),
         "HTML": b"<html" in head.lower() or b"<!doctype" in head.lower(),
@@ -168,6 +177,9 @@ def _not_recognised(head: bytes) -> RequestError:
 def _decoding_error(error: Exception) -> RequestError:
     detail = f"{type(error).__name__}: {error}"[:200]
     message = str(error).lower()
+    if "out of memory" in message:
+        return RequestError(f"the image needs more memory than there is ({detail}); scale it down",
+                            code="image_out_of_memory")
     if isinstance(error, EOFError) or "truncated" in message or "end of" in message:
         return RequestError(f"the image is truncated ({detail}); upload it again", code="image_truncated")
     return RequestError(f"the image cannot be decoded ({detail}); {_REMEDY}", code="image_broken")
