@@ -15,8 +15,8 @@ from tests.multimodal.test_image_kinds import KINDS, bombs, made
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
 # Small files that take more than the workers have: 4 bytes a pixel of TGA, 9 to 20 of the others.
 LARGE: dict[str, tuple[int, dict[str, Any]]] = {
-    "AVIF": (4000, {"subsampling": "4:2:0"}), "HEIF": (4000, {"quality": 50, "chroma": 420}), "JPEG2000": (4000, {}),
-    "TGA": (7000, {"compression": "tga_rle"}),
+    "AVIF": (4000, {"subsampling": "4:2:0"}), "JPEG2000": (4000, {}), "TGA": (7000, {"compression": "tga_rle"}),
+    "HEIF": (4000, {"quality": 50, "chroma": 420, "enc_params": {"preset": "ultrafast"}}),
 }  # fmt: skip
 NO_MEMORY = {"image_out_of_memory", "preprocessing_out_of_memory", "preprocessing_crashed"}
 
