@@ -177,7 +177,7 @@ def _not_recognised(head: bytes) -> RequestError:
 def _decoding_error(error: Exception) -> RequestError:
     detail = f"{type(error).__name__}: {error}"[:200]
     message = str(error).lower()
-    if "out of memory" in message:
+    if "out of memory" in message or "memory alloc" in message or "not enough memory" in message:
         return RequestError(f"the image needs more memory than there is ({detail}); scale it down",
                             code="image_out_of_memory")
     if isinstance(error, EOFError) or "truncated" in message or "end of" in message:

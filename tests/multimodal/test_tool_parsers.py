@@ -131,7 +131,7 @@ class Shouting(ToolParser):
     def parse(self, text, tools):
         if text == "bug":
             raise KeyError(text)
-        return text.replace("CALL", ""), [ToolCall("f", "{}")] * text.count("CALL")
+        return text.replace("CALL", "").strip(), [ToolCall("f", "{}")] * text.count("CALL")
 
     def reads(self, template):
         return "CALL" in template
@@ -156,7 +156,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_package_brings_its_own(installed: None) -> None:
     assert find_tool_parser("shouting", None) == "shouting"
-    assert parse_calls("shouting", "a CALL", []) == ("a ", [ToolCall("f", "{}")])
+    assert parse_calls("shouting", "a CALL", []) == ("a", [ToolCall("f", "{}")])
+    assert parse_calls("shouting", " a ", []) == (" a ", []), "without a call the answer is as it was"
     assert parse_calls("shouting", "bug", []) == ("bug", [])
     for name in ("absent", "wrong"):
         with pytest.raises(ConfigError, match=name):
