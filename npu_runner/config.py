@@ -43,6 +43,9 @@ class RunnerConfig:
     cache holds."""
     max_num_seqs: int | None = None
     """Most sequences decoded together; None: the platform's default, or as many as have room for their states."""
+    async_scheduling: bool | None = None
+    """Plan and hand over a step while the one before runs, so that the device need not wait for the host; None: the
+    platform's default (npu: yes; cuda, cpu: no)."""
     max_num_batched_tokens: int | None = None
     """Most tokens of one prefill step; longer prompts are prefilled in chunks. None: the platform's default."""
     block_size: int | None = None
@@ -117,6 +120,8 @@ class RunnerConfig:
         if self.vision_cache_bytes < 0:
             raise ConfigError(f"vision_cache_bytes: {self.vision_cache_bytes} is negative; 0 keeps nothing")
         self._check_snapshots()
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError(f"async_scheduling: {self.async_scheduling!r} is neither true nor false")
         if self.step_timeout_seconds <= 0:
             raise ConfigError(f"step_timeout_seconds: {self.step_timeout_seconds} is not positive")
         low, high = self.image_min_pixels, self.image_max_pixels

@@ -3,6 +3,10 @@
 Each message says the value, the limit and the remedy. Anything that is not one of these is a bug in the runner.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 _MAX_MESSAGE_CHARS = 1000
 _MAX_PARAM_CHARS = 200
 
@@ -66,12 +70,33 @@ class EngineDeadError(NpuRunnerError):
         self.blame = blame
 
 
+class ReplicaDeadError(EngineDeadError):
+    """A replica died, or its engine did; the message says which one and how. Picklable.
+
+    `rows`: the indices of those that were in the step that did not end; None where nobody knows (it was killed).
+    """
+
+    def __init__(self, message: str, *, request_ids: tuple[str, ...] = (), blame: str | None = None,
+                 rows: tuple[int, ...] | None = None):
+        super().__init__(message, request_ids=request_ids, blame=blame)
+        self.rows = rows
+
+    def __reduce__(self) -> tuple[Callable[..., ReplicaDeadError], tuple[str, tuple[str, ...], str | None,
+                                                                         tuple[int, ...] | None]]:
+        return _replica_dead, (str(self), self.request_ids, self.blame, self.rows)
+
+
 class JobError(NpuRunnerError):
     """The job cannot go on (disk full, output gone, interrupted). What is written stays; the same command resumes."""
 
 
 class OutputLostError(JobError):
     """The file of answers was removed, replaced, cut or written by somebody else while the job wrote it."""
+
+
+def _replica_dead(message: str, request_ids: tuple[str, ...], blame: str | None,
+                  rows: tuple[int, ...] | None) -> ReplicaDeadError:
+    return ReplicaDeadError(message, request_ids=request_ids, blame=blame, rows=rows)
 
 
 def _shortened(text: str, num_chars: int) -> str:

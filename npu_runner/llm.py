@@ -1,83 +1,141 @@
-"""The Python API: a list of prompts or conversations in, a list of results out, in the same order.
+"""The Python API: prompts or conversations in, results out, in the same order or as they finish.
 
 Knows nothing of files or rows; the batch job has those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import difflib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice, repeat
+from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 from tqdm import tqdm
 
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.llm_engine import LLMEngine
-from npu_runner.errors import EngineDeadError, RequestError
+from npu_runner.engine.waiting import WaitingRoom, max_waiting_requests
+from npu_runner.errors import ConfigError, EngineDeadError, RequestError
+from npu_runner.limits import plain_template_kwargs
 from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.multimodal.media import MediaRules, resolve_media
+from npu_runner.multimodal.media import MediaRules
 from npu_runner.multimodal.prompt_forms import prompt_and_images
 from npu_runner.outputs import EngineStats, RequestOutput
+from npu_runner.prompt_feed import PromptFeed, Request
 from npu_runner.sampling_params import SamplingParams
+from npu_runner.workers.options import PreprocessingOptions
+from npu_runner.workers.prompts import PromptTask, PromptWorkers, chat_task, text_task
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, vLLM's {"prompt" or
 "prompt_token_ids", "multi_modal_data": {"image": ...}}, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url."""
+Params = SamplingParams | Iterable[SamplingParams] | None
+Results = Iterator[tuple[int, RequestOutput]]
+_Parse = Callable[[Any], PromptTask | PromptInputs]
+_IDLE_SECONDS = 0.2
+# Of each step, for an iterator: one that is slow must not keep the model from what is there already.
+_READ_SECONDS = 0.05
 
 
 class LLM:
-    """A loaded model. `settings` are the fields of RunnerConfig; an unknown one is a ConfigError.
+    """A loaded model. `settings` are the fields of RunnerConfig and of PreprocessingOptions; an unknown one is a
+    ConfigError.
 
         with LLM("path/to/checkpoint") as llm:
             for result in llm.chat(conversations, SamplingParams(temperature=0)):
                 print(result.text)
+
+    Pictures and long texts are prepared in worker processes, ahead of the model. These start with the first of them and
+    end with `close`. Not thread-safe.
     """
 
     def __init__(self, model: str | Path, **settings: Any):
-        self.engine = LLMEngine(RunnerConfig.from_keywords(model, **settings))
-        self._num_requests = 0
+        config, options = _split_settings(model, settings)
+        self.options = options
+        self.engine = LLMEngine(config)
+        self._max_ready = max_waiting_requests(self.engine.max_num_seqs)
+        self._workers = PromptWorkers(self.engine.processor, options, max_ready=self._max_ready)
+        self.num_requests = 0
+        """So far: the request_id of the next one is request-<num_requests>."""
+        self._call = 0
+        """Number of the call that the engine works for; a stream of an earlier one has ended."""
         self._is_torn = False
         """A call was interrupted, or is under way: what the engine holds is nobody's any more."""
 
-    def generate(self, prompts: Prompt | Sequence[Prompt],
-                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 use_tqdm: bool = False) -> list[RequestOutput]:
+    @overload
+    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False,
+                 stream_results: Literal[False] = False, return_errors: bool = False) -> list[RequestOutput]: ...
+    @overload
+    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False,
+                 stream_results: Literal[True], return_errors: bool = False) -> Results: ...
+    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False,
+                 stream_results: bool = False, return_errors: bool = False) -> list[RequestOutput] | Results:
         """Continue raw prompts. One prompt may stand alone; one SamplingParams may serve all prompts.
 
-        Raises RequestError naming the prompt's index, before anything runs, when one of them cannot be served. One that
-        makes the model fail all the same has finish_reason `error`.
+        Everything else is as in `chat`.
         """
-        items: Sequence[Any] = prompts if _is_list_of_prompts(prompts) else [prompts]  # type: ignore[assignment]
-        return self._run([self._prompt(item, index) for index, item in enumerate(items)], sampling_params, use_tqdm)
+        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
+        return self._run(items, sampling_params, _text_task, use_tqdm, stream_results, return_errors)
 
-    def chat(self, conversations: Conversation | Sequence[Conversation],
-             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+    @overload
+    def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
-             chat_template_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
+             chat_template_kwargs: Mapping[str, Any] | None = None, stream_results: Literal[False] = False,
+             return_errors: bool = False) -> list[RequestOutput]: ...
+    @overload
+    def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
+             use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
+             chat_template_kwargs: Mapping[str, Any] | None = None, stream_results: Literal[True],
+             return_errors: bool = False) -> Results: ...
+    def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
+             use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
+             chat_template_kwargs: Mapping[str, Any] | None = None, stream_results: bool = False,
+             return_errors: bool = False) -> list[RequestOutput] | Results:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
         An image_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is downloaded.
         `chat_template_kwargs` go into the template, as {"enable_thinking": False}; a name that it does not read is a
         RequestError. What a model thinks first is a result's `reasoning_content`, its `text` is what comes behind.
+
+        `conversations` may be an iterator of any length, and so may `sampling_params`: it is read in this thread, a few
+        hundred ahead of the results at most. `stream_results` gives an iterator of (index of the conversation, result)
+        instead of a list, each as it finishes; with both, memory stays flat. The next call ends an iterator that was
+        not read to its end.
+
+        Raises RequestError naming the index of a conversation that cannot be served, and drops the others' answers. In
+        a list, what shows without reading a picture or counting tokens is refused before anything runs. With
+        `return_errors` such a conversation is a result with finish_reason `error`, `error` and `error_code` instead, as
+        one always is that makes the model fail.
         """
-        single = bool(conversations) and isinstance(conversations[0], Mapping)
-        items: Sequence[Any] = [conversations] if single else conversations
-        rules = MediaRules(allowed_dir=allowed_media_dir, max_images=self.engine.config.max_images_per_prompt)
-        prompts = [
-            _with_index(index, self._conversation, messages, rules, chat_template_kwargs)
-            for index, messages in enumerate(items)
-        ]
-        return self._run(prompts, sampling_params, use_tqdm)
+        rules = MediaRules(
+            allowed_dir=allowed_media_dir, max_images=self.engine.config.max_images_per_prompt,
+            max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes,
+        )
+        kwargs = None if chat_template_kwargs is None else plain_template_kwargs(dict(chat_template_kwargs))
+
+        def parse(messages: Any) -> PromptTask:
+            return chat_task(messages, kwargs, rules, has_vision=self.engine.processor.has_vision)
+
+        items: Iterable[Any] = [conversations] if _is_one_conversation(conversations) else conversations
+        return self._run(items, sampling_params, parse, use_tqdm, stream_results, return_errors)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
     def close(self) -> None:
         """End all processes and free the device. May be called twice."""
-        self.engine.close()
+        self._call += 1
+        try:
+            self._workers.close()
+        finally:
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -86,72 +144,159 @@ class LLM:
                  traceback: TracebackType | None) -> None:
         self.close()
 
-    def _conversation(self, messages: Conversation, rules: MediaRules,
-                      chat_template_kwargs: Mapping[str, Any] | None) -> PromptInputs:
-        is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
-        return self.engine.processor(resolve_media(messages, rules) if is_list else messages, chat_template_kwargs)
+    # -- one call --------------------------------------------------------------------------------------------------
 
-    def _prompt(self, item: Prompt, index: int) -> PromptInputs:
-        if isinstance(item, PromptInputs):
-            return item
-        if isinstance(item, Mapping):
-            text, images = _with_index(index, prompt_and_images, item)
-            return _with_index(index, self.engine.processor.from_text, text, images)
-        return _with_index(index, self.engine.processor.from_text, item)
+    def _run(self, items: Iterable[Any], sampling_params: Params, parse: _Parse, use_tqdm: bool, stream_results: bool,
+             return_errors: bool) -> list[RequestOutput] | Results:
+        if not isinstance(items, Iterable):
+            raise RequestError(f"prompts: a list or an iterator is needed, not {type(items).__name__}", "invalid_type")
+        total = len(items) if isinstance(items, Sized) else None
+        params = self._params(sampling_params, total)
+        if isinstance(items, Sequence) and not return_errors:
+            for index, request in enumerate(self._requests(items, params, parse)):
+                if isinstance(request.prompt, RequestError):
+                    raise _with_index(index, request.prompt)
+        feed = self._feed(self._requests(items, params, parse), inf if isinstance(items, Sequence) else _READ_SECONDS)
+        results = self._results(feed, total, use_tqdm, return_errors)
+        if stream_results:
+            return results
+        finished = dict(results)
+        return [finished[index] for index in range(len(finished))]
 
-    def _run(self, prompts: list[PromptInputs], sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-             use_tqdm: bool) -> list[RequestOutput]:
-        params = self._params(sampling_params, len(prompts))
-        ids = [f"request-{self._num_requests + index}" for index in range(len(prompts))]
-        self._num_requests += len(prompts)
-        params = [_with_index(index, self.engine.check_request, prompt, wanted)
-                  for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True))]
+    def _params(self, given: Params, count: int | None) -> SamplingParams | Iterable[SamplingParams]:
+        if given is None:
+            return SamplingParams(**self.engine.generation_defaults)
+        if count is not None and isinstance(given, Sized) and len(given) != count:
+            raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
+        if count is None or isinstance(given, (SamplingParams, Sequence)):
+            return given
+        return list(islice(given, count))  # an iterator can be read only once
+
+    def _requests(self, items: Iterable[Any], params: SamplingParams | Iterable[SamplingParams],
+                  parse: _Parse) -> Iterator[Request]:
+        """Each item with its settings, the errors among them as such."""
+        wanted = repeat(params) if isinstance(params, SamplingParams) else iter(params)
+        last = resolved = None
+        for index, item in enumerate(items):
+            one = next(wanted, None)
+            if one is None:
+                raise RequestError(f"{index} sampling_params for more prompts; pass one, or one for each")
+            try:
+                if one is not last or resolved is None:
+                    last, resolved = one, self.engine.processor.resolve_params(one)
+                prompt: PromptTask | PromptInputs | RequestError = parse(item)
+            except RequestError as error:
+                prompt = error
+            yield Request(resolved or one, prompt)
+
+    def _feed(self, requests: Iterator[Request], read_seconds: float) -> PromptFeed:
+        return PromptFeed(
+            requests, self._workers, self.engine.processor, max_ahead=self._max_ready + self._workers.num_workers,
+            max_source_pixels=self.engine.config.max_source_pixels, read_seconds=read_seconds,
+        )  # fmt: skip
+
+    def _results(self, feed: PromptFeed, total: int | None, use_tqdm: bool, return_errors: bool) -> Results:
+        self._call += 1
+        call = self._call
         if self._is_torn:
-            self.engine.reset()  # again, if an interrupt came before it was done the first time
+            self._forget()  # again, if an interrupt came before it was done the first time
         self._is_torn = True
         try:
-            finished = self._answer(ids, prompts, params, use_tqdm)
+            with tqdm(total=total, disable=not use_tqdm, unit="request") as bar:
+                for index, output in self._answers(feed, return_errors):
+                    bar.update()
+                    yield index, output
+                    if call != self._call:
+                        raise RequestError("these results ended when the LLM was called again, or closed",
+                                           code="results_ended")
         except EngineDeadError:
             self.close()
             raise
+        except GeneratorExit:  # nobody reads on; whichever thread this is, the next call cleans up
+            raise
         except BaseException:
-            self.engine.reset()
-            self._is_torn = False
+            if call == self._call:
+                self._forget()
             raise
         self._is_torn = False
-        return [finished[request_id] for request_id in ids]
 
-    def _answer(self, ids: list[str], prompts: list[PromptInputs], params: list[SamplingParams],
-                use_tqdm: bool) -> dict[str, RequestOutput]:
-        for index, request_id in enumerate(ids):
-            _with_index(index, self.engine.add_request, request_id, prompts[index], params[index])
-        finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(ids), disable=not use_tqdm, unit="request") as bar:
-            while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
-                    finished[output.request_id] = output
-                    bar.update()
-        return finished
+    def _forget(self) -> None:
+        """Whatever is under way is nobody's. Nothing is repaired, all is made again."""
+        self._workers.close()
+        self.engine.reset()
+        self._is_torn = False
 
-    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if given is None:
-            given = SamplingParams(**self.engine.generation_defaults)
-        if isinstance(given, SamplingParams):
-            return [given] * count
-        if len(given) != count:
-            raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
-        return list(given)
+    def _answers(self, feed: PromptFeed, return_errors: bool) -> Results:
+        engine = self.engine
+        room = WaitingRoom(engine.max_num_seqs)
+        first, indices = self.num_requests, dict[str, int]()
+        while engine.has_unfinished_requests() or not feed.is_over:
+            for index, error in self._admit(feed, room, first, indices):
+                if not return_errors:
+                    raise _with_index(index, error)
+                yield index, RequestOutput.failed(f"request-{first + index}", error)
+            if engine.has_unfinished_requests():
+                for output in engine.step():
+                    yield indices.pop(output.request_id), output
+
+    def _admit(self, feed: PromptFeed, room: WaitingRoom, first: int,
+               indices: dict[str, int]) -> Iterator[tuple[int, RequestError]]:
+        """Queue what is ready, as far as there is room; where the engine has nothing to do, wait a moment for it."""
+        engine = self.engine
+        if feed.is_over:
+            return
+        num_waiting, deadline = engine.stats().num_waiting, time.monotonic() + feed.read_seconds
+        while room.has_room(num_waiting):
+            is_busy = engine.has_unfinished_requests()
+            ready = feed.get(0.0 if is_busy else _IDLE_SECONDS) if not is_busy or time.monotonic() < deadline else None
+            if ready is None:
+                return
+            self.num_requests = max(self.num_requests, first + ready.index + 1)
+            request_id = f"request-{first + ready.index}"
+            try:
+                if isinstance(ready.prompt, RequestError):
+                    raise ready.prompt
+                engine.add_request(request_id, ready.prompt, ready.params)
+            except RequestError as error:
+                yield ready.index, error
+                continue
+            indices[request_id] = ready.index
+            room.enter(ready.num_bytes)
+            num_waiting += ready.params.n
 
 
-def _is_list_of_prompts(prompts: Any) -> bool:
+def _split_settings(model: str | Path, settings: Mapping[str, Any]) -> tuple[RunnerConfig, PreprocessingOptions]:
+    of_model, of_prompts = ({field.name for field in dataclasses.fields(kind)}
+                            for kind in (RunnerConfig, PreprocessingOptions))
+    for name in settings:
+        if name not in of_model | of_prompts:
+            near = difflib.get_close_matches(name, of_model | of_prompts, n=3) or sorted(of_model | of_prompts)
+            raise ConfigError(f"unknown setting {name!r}; did you mean {', '.join(near)}?")
+    options = PreprocessingOptions(**{name: value for name, value in settings.items() if name in of_prompts})
+    config = {name: value for name, value in settings.items() if name in of_model}
+    return RunnerConfig.from_keywords(model, **config), options
+
+
+def _is_one_prompt(prompts: Any) -> bool:
     """A list is a list of prompts, unless it is one prompt's token ids."""
-    is_sequence = isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes))
-    return is_sequence and not (len(prompts) > 0 and isinstance(prompts[0], int))
+    if isinstance(prompts, (str, bytes, Mapping, PromptInputs)):
+        return True
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
 
 
-def _with_index(index: int, function: Any, *arguments: Any) -> Any:
-    """Call; a RequestError says which prompt it was."""
-    try:
-        return function(*arguments)
-    except RequestError as error:
-        raise RequestError(f"prompt {index}: {error.message}", error.code, error.param) from error
+def _is_one_conversation(conversations: Any) -> bool:
+    if isinstance(conversations, (str, bytes, Mapping)):
+        return True  # which is said to be none
+    return isinstance(conversations, Sequence) and len(conversations) > 0 and isinstance(conversations[0], Mapping)
+
+
+def _text_task(item: Any) -> PromptTask | PromptInputs:
+    if isinstance(item, PromptInputs):
+        return item
+    prompt, images = prompt_and_images(item) if isinstance(item, Mapping) else (item, ())
+    pictures = [(image, f"images[{number}]") for number, image in enumerate(images)]
+    return text_task(prompt, pictures)
+
+
+def _with_index(index: int, error: RequestError) -> RequestError:
+    return RequestError(f"prompt {index}: {error.message}", error.code, error.param)

@@ -8,6 +8,8 @@ from typing import Literal, overload
 
 import numpy as np
 
+from npu_runner.errors import RequestError
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -103,6 +105,12 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache (of the first completion)."""
+
+    @classmethod
+    def failed(cls, request_id: str, error: RequestError) -> RequestOutput:
+        """What stands in the place of an answer to a request that could not be served."""
+        return cls(request_id, [CompletionOutput(index=0, text="", token_ids=[], finish_reason="error",
+                                                 error=error.message, error_code=error.code)])
 
     @property
     def outputs(self) -> list[CompletionOutput]:

@@ -2,6 +2,7 @@
 # Starts npu-runner on an Ascend host: CANN's environment first, then settings that suit this job, each with its reason.
 # What you have set yourself stays as it is.
 # usage: run_ascend.sh COMMAND [OPTIONS]      the same as `npu-runner COMMAND [OPTIONS]`
+#        run_ascend.sh batch ... --data-parallel-size auto     a job over all devices of this host
 #        run_ascend.sh --dry-run [...]        show what would be sourced, set and started
 #        run_ascend.sh --exec PROGRAM [...]   another program in the same environment
 set -euo pipefail

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Everything that test.sh does, and the tests that are left out of its fast set. Arguments go to pytest.
+# Everything that test.sh does, and the tests that are left out of its fast set; then what serves once more with two steps
+# under way (docs/architecture.md). Arguments go to the first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-TEST_MARKS='' exec bash scripts/test.sh "$@"
+TEST_MARKS='' bash scripts/test.sh "$@"
+.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope --no-loadscope-reorder \
+    --async-scheduling tests/oracle tests/runner tests/faults -m "not full"

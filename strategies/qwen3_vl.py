@@ -59,17 +59,21 @@ class Qwen3VLStrategy(CausalLMStrategy):
         assert isinstance(model, VisionLanguageModel), f"{type(model).__name__} has no tower"
         # Pictures of one size lie together, so that attention runs over them as one batch.
         order = sorted(range(len(images)), key=lambda i: images[i].grid_thw)
-        device = model.visual.patch_embed.weight.device
-        patches_PX = self.normalise(torch.cat([self.patchify(images[i], device) for i in order]))
-        grids = [images[i].grid_thw[1:] for i in order]
-        main_MD, levels = model.visual(patches_PX, grids)
-        sizes = [images[i].num_tokens for i in order]
-        parts = zip(main_MD.split(sizes), *(level.split(sizes) for level in levels), strict=True)
         encoded: dict[int, VisionEmbeddings] = {}
-        for i, (main, *deepstack) in zip(order, parts, strict=True):
-            # Copies: a cached picture must not keep the whole call's output alive.
-            encoded[i] = VisionEmbeddings(main.clone(), [level.clone() for level in deepstack])
+        sizes = [_num_patches(image) for image in images]
+        for together in _groups(order, sizes, model.visual.attention.vision_patches):
+            embeddings = self._encode(model.visual, [images[i] for i in together])
+            encoded.update(zip(together, embeddings, strict=True))
         return [encoded[i] for i in range(len(images))]
+
+    def _encode(self, tower: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
+        device = tower.patch_embed.weight.device
+        patches_PX = self.normalise(torch.cat([self.patchify(image, device) for image in images]))
+        main_MD, levels = tower(patches_PX, [image.grid_thw[1:] for image in images])
+        sizes = [image.num_tokens for image in images]
+        parts = zip(main_MD.split(sizes), *(level.split(sizes) for level in levels), strict=True)
+        # Copies: a cached picture must not keep the whole call's output alive.
+        return [VisionEmbeddings(main.clone(), [level.clone() for level in deepstack]) for main, *deepstack in parts]
 
     def patchify(self, image: ImageInput, device: torch.device) -> Tensor:
         """(P, X) uint8 in merge-block order, which is that of transformers' Qwen2-VL image processor.
@@ -92,6 +96,24 @@ class Qwen3VLStrategy(CausalLMStrategy):
         settings = self.image_settings
         return [np.tile(np.array(values, dtype=np.float32), settings.patch_size**2)
                 for values in (settings.image_mean, settings.image_std)]
+
+
+def _num_patches(image: ImageInput) -> int:
+    _, rows, columns = image.grid_thw
+    return rows * columns
+
+
+def _groups(order: Sequence[int], sizes: Sequence[int], most: int | None) -> list[list[int]]:
+    """`order` cut wherever the sizes of what it names would add up to more than `most`."""
+    groups: list[list[int]] = []
+    room = 0
+    for index in order:
+        if not groups or (most is not None and sizes[index] > room):
+            groups.append([])
+            room = most or 0
+        groups[-1].append(index)
+        room -= sizes[index]
+    return groups
 
 
 class Qwen3VLMoEStrategy(Qwen3VLStrategy):

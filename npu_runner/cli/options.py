@@ -71,6 +71,8 @@ def _add_option(parser: argparse._ActionsContainer, field: dataclasses.Field[Any
         parser.add_argument(flag, type=_json_object, metavar="JSON", **options)
     elif kind is int and field.name.endswith("_bytes"):
         parser.add_argument(flag, type=_size, metavar="SIZE", **options)
+    elif kind == int | str:
+        parser.add_argument(flag, type=_number_or_word, metavar="N|auto", **options)
     else:
         metavar = {int: "N", float: "X", str: "TEXT", Path: "PATH"}[kind]
         parser.add_argument(flag, type=kind, metavar=metavar, **options)
@@ -78,8 +80,13 @@ def _add_option(parser: argparse._ActionsContainer, field: dataclasses.Field[Any
 
 def _without_none(kind: Any) -> Any:
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        (kind,) = (item for item in typing.get_args(kind) if item is not type(None))
+        kinds = [item for item in typing.get_args(kind) if item is not type(None)]
+        return kinds[0] if len(kinds) == 1 else kind
     return kind
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text
 
 
 def _show(name: str, value: Any) -> str:

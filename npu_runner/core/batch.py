@@ -14,6 +14,8 @@ from npu_runner.sampling_params import SamplingParams
 
 # B sequences in the step, T tokens in the step, W blocks of the longest sequence in the step
 
+NO_TOKEN_IDS = np.zeros(0, dtype=np.int32)
+
 
 @dataclass(frozen=True)
 class SamplingEntry:
@@ -44,6 +46,8 @@ class ScheduledBatch:
 
     `context_lens_B` counts each sequence's tokens including this step's. `positions` is int32 (T,), or (3, T) for a
     prefill of an M-RoPE model. Rows with `samples_B` want a next token; the others are chunks of longer prompts.
+    `token_ids_T` is a prefill's: the tokens of a decode step are on the device, where the step before may still be
+    choosing them, and `token_ids_T` is empty.
     """
 
     is_prefill: bool
@@ -71,7 +75,7 @@ class ScheduledBatch:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids_T)
+        return int(self.query_lens_B.sum())
 
     def describe(self) -> str:
         """What the step is, for messages."""
@@ -150,7 +154,7 @@ def decode_batch(running: SequenceOf[Sequence], table: RunningTable, block_size:
         is_prefill=False,
         request_ids=[seq.request_id for seq in running],
         slots_B=slots_B,
-        token_ids_T=_per_sequence(seq.last_token_id for seq in running),
+        token_ids_T=NO_TOKEN_IDS,
         positions=context_lens_B - 1 + table.position_deltas[slots_B],
         query_lens_B=np.ones(len(running), dtype=np.int32),
         context_lens_B=context_lens_B,

@@ -5,14 +5,18 @@ its tokens, the pictures that overlap it and the key of the block before it, so 
 everything up to its end agrees. Freed blocks keep their content until they are needed, oldest first. Where the model
 has state beside the KV cache, a prefix can be used up to the last of its snapshots only. Where every layer slides,
 blocks behind the window are freed while their sequence runs (sliding.py).
+
+The device works in order. So what a step under way writes can be found by the steps after it, and what a step under way
+reads may be freed for them; only when a step is abandoned is there anything to take back.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -59,6 +63,8 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, self.num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: dict[int, bytes] = {}
+        self._offered: list[int] = []
+        self._under_way: deque[list[int]] = deque()
         if self.snapshots is not None:
             self.snapshots.reset()
 
@@ -140,13 +146,36 @@ class BlockManager:
         return any(snapshots.is_saving(self._key_at(seq, end)) for end in
                    range(seq.num_cached_tokens + snapshots.alignment, seq.num_tokens, snapshots.alignment))
 
-    def step_ended(self, *, is_complete: bool) -> None:
-        """The step that was to take snapshots has run, or was given up."""
+    # -- steps under way -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A step is put together from here on."""
         if self.snapshots is not None:
-            if is_complete:
-                self.snapshots.complete()
-            else:
-                self.snapshots.abandon()
+            self.snapshots.begin()
+
+    def launch_step(self) -> None:
+        """The step that was put together is under way: those after it find the blocks and states that it writes."""
+        self._under_way.append(self._offered)
+        self._offered = []
+        if self.snapshots is not None:
+            self.snapshots.launch()
+
+    def complete_step(self) -> None:
+        """The oldest step under way has run."""
+        self._under_way.popleft()
+        if self.snapshots is not None:
+            self.snapshots.complete()
+
+    def abandon_steps(self) -> None:
+        """The steps under way did not run to their end: nobody may find what they were to write."""
+        if self.snapshots is not None:
+            self.snapshots.abandon()
+        for block in chain(self._offered, *self._under_way):
+            self._withdraw(block)
+        self._offered = []
+        self._under_way.clear()
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
 
     def count_prefix_use(self, seq: Sequence) -> None:
         """Book what `match_prefix` found, once the sequence really starts."""
@@ -163,11 +192,7 @@ class BlockManager:
             return False
         for _ in range(missing):
             block, _none = self._free.popitem(last=False)
-            stale = self._hash_of_block.pop(block, None)
-            if stale is not None:
-                del self._block_of_hash[stale]
-                if self.snapshots is not None:
-                    self.snapshots.forget(stale)
+            self._withdraw(block)
             self._ref_counts[block] = 1
             seq.block_table.append(block)
         self._note_peak()
@@ -178,18 +203,32 @@ class BlockManager:
         size = self.block_size
         return [seq for seq in running if seq.num_tokens > len(seq.block_table) * size]
 
+    def _withdraw(self, block: int) -> None:
+        """Nobody finds what `block` holds any more."""
+        stale = self._hash_of_block.pop(block, None)
+        if stale is not None:
+            del self._block_of_hash[stale]
+            if self.snapshots is not None:
+                self.snapshots.forget(stale)
+
     def commit(self, seq: Sequence) -> None:
-        """Offer the blocks that `seq` has computed in full to other sequences."""
-        num_full = seq.num_computed_tokens // self.block_size
+        """Offer the blocks that `seq` has computed in full to other sequences, as far as their tokens are known."""
+        num_full = min(seq.num_computed_tokens, seq.num_known_tokens) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_committed_blocks:
             return
-        for index in range(seq.num_committed_blocks, num_full):
+        # What was given up behind the window before its tokens had arrived is somebody else's.
+        for index in range(max(seq.num_committed_blocks, seq.num_null_blocks), num_full):
             block = seq.block_table[index]
             key = self._hash(seq, index)
             if key not in self._block_of_hash or self._replaces(key):
                 self._block_of_hash[key] = block
                 self._hash_of_block[block] = key
+                self._offered.append(block)
         seq.num_committed_blocks = num_full
+
+    def has_offered_all(self, seq: Sequence) -> bool:
+        """No full block of `seq` waits for its tokens to arrive."""
+        return not self.enable_prefix_caching or seq.num_computed_tokens // self.block_size == seq.num_committed_blocks
 
     def _replaces(self, key: bytes) -> bool:
         """Whether an equal block, just computed, takes the place of the one that is known by `key`.

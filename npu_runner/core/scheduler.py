@@ -5,6 +5,9 @@ come, first served: only the head of the queue may be cut into chunks, and the l
 recompute. Prefills are gathered: while sequences decode, new ones wait until several can join together, since a
 prefill of one costs nearly as much as a prefill of many.
 
+Steps are planned from counts alone: while one is under way, its tokens are expected and not known. Several steps may be
+under way; one that cannot be planned before their tokens have arrived is not planned.
+
 Where the model has state beside the KV cache, a prefill step also says which snapshots of states it goes on from and
 which it takes, and every chunk begins at a multiple of `state_alignment`, so that a prompt is cut alike whatever was
 cached.
@@ -14,7 +17,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, prefill_batch
 from npu_runner.core.block_manager import BlockManager
@@ -50,8 +55,21 @@ class SchedulerLimits:
         return self.state_alignment or 1
 
 
+class _Row(NamedTuple):
+    """One sequence in a step under way, and the epoch that it was planned in."""
+
+    seq: Sequence
+    epoch: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether what the step brings is still wanted."""
+        return not self.seq.is_finished and self.seq.epoch == self.epoch
+
+
 class Scheduler:
-    """Continuous batching over one BlockManager. After `schedule()` comes `complete()`, or `abandon()`."""
+    """Continuous batching over one BlockManager. `complete()` books the oldest of the steps that `schedule()` has put
+    under way, `abandon()` gives up all of them."""
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager):
         self.limits = limits
@@ -62,7 +80,10 @@ class Scheduler:
         self._table = RunningTable(limits.max_num_seqs, -(-limits.max_model_len // block_manager.block_size),
                                    loses_blocks=block_manager.sliding_window is not None)
         self._steps_since_prefill = 0
-        self._scheduled: list[tuple[Sequence, int]] = []
+        self._under_way: deque[list[_Row]] = deque()
+        self._ending: list[Sequence] = []
+        """Sequences of which no more steps are made, and whose last tokens have not arrived."""
+        self._unoffered: list[Sequence] = []
         self._alone: frozenset[int] | None = None
         self._held: list[Sequence] = []
 
@@ -73,74 +94,136 @@ class Scheduler:
             self._held.append(seq)
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running or self._held)
+        return bool(self.waiting or self.running or self._held or self._under_way)
 
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self._held)
 
+    @property
+    def num_under_way(self) -> int:
+        """Steps planned and neither completed nor abandoned."""
+        return len(self._under_way)
+
     def finish(self, seq: Sequence) -> None:
         """Take a finished sequence (stopped or aborted, wherever it is) out and free what it holds."""
-        for queue in (self.running, self.waiting, self._held):
+        for queue in (self.running, self.waiting, self._held, self._ending):
             if seq in queue:
                 queue.remove(seq)
-                break
         self._release(seq)
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step, or None when nothing is left to run."""
-        assert not self._scheduled, "schedule() called twice without complete() or abandon()"
-        self._requeue_those_behind()
+        """The next step, which is under way from now on.
+
+        None when nothing is left to run, or when steps under way must be completed first.
+        """
+        self.block_manager.begin_step()
+        self._offer_what_has_arrived()
+        self._release_those_at_their_end()
+        if self._must_wait():
+            return None
         if self._prefill_is_due() and (batch := self._prefill()):
             return batch
         running = self._choose_decode()
+        if running is None:
+            return None
         if not running:
             # The last one that ran may have been preempted for a head of the queue that holds blocks already.
             batch = self._prefill()
-            assert batch is not None or not self.has_unfinished(), "unfinished sequences, and none can run"
+            can_go_on = batch is not None or bool(self._under_way) or not self.has_unfinished()
+            assert can_go_on, "unfinished sequences, and none can run"
             return batch
         self._steps_since_prefill += 1
-        self._scheduled = [(seq, 1) for seq in running]
-        return decode_batch(running, self._table, self.block_manager.block_size)
+        batch = decode_batch(running, self._table, self.block_manager.block_size)
+        self._launch([(seq, 1) for seq in running])
+        return batch
 
     def _prefill(self) -> ScheduledBatch | None:
         chunks, state_saves = self._choose_prefill()
         if not chunks:
             return None
         self._steps_since_prefill = 0
-        self._scheduled = chunks
-        return prefill_batch(chunks, self._table, state_saves, uses_mrope=self.limits.uses_mrope)
+        batch = prefill_batch(chunks, self._table, state_saves, uses_mrope=self.limits.uses_mrope)
+        self._launch(chunks)
+        return batch
 
-    def complete(self) -> list[Sequence]:
-        """Book the step that just ran; returns its sequences in batch order."""
-        scheduled, self._scheduled = self._scheduled, []
+    def _launch(self, scheduled: SequenceOf[tuple[Sequence, int]]) -> None:
+        """Count what the step that was just put together will have done: (sequence, number of tokens) of each row."""
+        manager = self.block_manager
         for seq, num in scheduled:
             seq.num_computed_tokens += num
+            manager.commit(seq)
+            if not manager.has_offered_all(seq):
+                self._unoffered.append(seq)
+            manager.free_behind_window(seq)
+            if seq.num_computed_tokens == seq.num_tokens:
+                seq.expect()
+                if seq.is_at_its_end:
+                    self._ending.append(seq)
+        manager.launch_step()
+        self._under_way.append([_Row(seq, seq.epoch) for seq, _ in scheduled])
+
+    def complete(self) -> list[Sequence | None]:
+        """Book the oldest step under way, which has run; returns its sequences in batch order.
+
+        None where nobody waits any more for what the step brings.
+        """
+        self.block_manager.complete_step()
+        return [row.seq if row.counts else None for row in self._under_way.popleft()]
+
+    def _offer_what_has_arrived(self) -> None:
+        """Full blocks whose last tokens were on their way when they were computed."""
+        for seq in self._unoffered:
             self.block_manager.commit(seq)
-            self.block_manager.free_behind_window(seq)
-        self.block_manager.step_ended(is_complete=True)
-        return [seq for seq, _ in scheduled]
+        self._unoffered = [seq for seq in self._unoffered if not self.block_manager.has_offered_all(seq)]
+
+    def _release_those_at_their_end(self) -> None:
+        """Nothing more is computed for them: others may have what they hold while their last token is on its way."""
+        for seq in self._ending:
+            if seq in self.running:
+                self.running.remove(seq)
+            if self.block_manager.has_offered_all(seq):
+                self._release(seq)
+        self._ending = [seq for seq in self._ending if seq.slot is not None]
+
+    def _must_wait(self) -> bool:
+        """Whether steps under way must be completed before the next one can be planned.
+
+        A step that gave a sequence several tokens has left all but the first to compute: with a prefill, once nothing
+        is under way. And who waits could have what a sequence at its end holds, but for a full block whose last token
+        has not arrived: then it can be offered.
+        """
+        behind = [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
+        if self._under_way and (behind or (self._ending and self.waiting)):
+            return True
+        if behind and self.waiting and self.waiting[0].block_table:
+            self._preempt(self.waiting[0])
+        for seq in behind:
+            self._preempt(seq)
+        return False
 
     # -- steps that do not end -------------------------------------------------------------------------------------
 
     def abandon(self) -> list[Sequence]:
-        """Give up the step under way; returns its sequences in batch order.
+        """Give up every step under way; returns the sequences of the oldest in batch order, but those that have ended.
 
-        Every sequence that had begun, in the step or not, gives back its blocks and its slot and starts again with the
-        tokens it has: what the step has left in the cache and in the sampler is nobody's.
+        Every sequence that had begun, in a step or not, gives back its blocks and its slot and starts again with the
+        tokens it has: what the steps have left in the cache and in the sampler is nobody's.
         """
-        scheduled, self._scheduled = self._scheduled, []
-        self.block_manager.step_ended(is_complete=False)
-        everybody = {seq.seq_id: seq for seq in (*self.waiting, *self.running, *(seq for seq, _ in scheduled))}
+        under_way, self._under_way = self._under_way, deque()
+        self.block_manager.abandon_steps()
+        in_steps = (row.seq for rows in under_way for row in rows if not row.seq.is_finished)
+        everybody = {seq.seq_id: seq for seq in (*self.waiting, *self.running, *self._ending, *in_steps)}
         for seq in everybody.values():
             self.block_manager.free(seq)
+            seq.forget_expected()
             seq.slot = None
             seq.status = SequenceStatus.WAITING
-        self.running = []
+        self.running, self._ending, self._unoffered = [], [], []
         self.waiting = deque(sorted(everybody.values(), key=lambda seq: seq.arrival))
         self._table.reset()
         self._steps_since_prefill = 0
-        return [seq for seq, _ in scheduled]
+        return [row.seq for row in under_way[0] if not row.seq.is_finished] if under_way else []
 
     def run_alone(self, group: Iterable[Sequence] | None) -> None:
         """From now on only `group` runs and all others wait; None: everybody may again. Nothing is under way."""
@@ -153,7 +236,8 @@ class Scheduler:
     def reset(self) -> None:
         """Forget every sequence and everything that the cache holds, whatever stood here."""
         self.waiting.clear()
-        self.running, self._held, self._scheduled, self._alone = [], [], [], None
+        self.running, self._ending, self._unoffered, self._held, self._alone = [], [], [], [], None
+        self._under_way.clear()
         self._steps_since_prefill = 0
         self._table.reset()
         self.block_manager.reset()
@@ -234,10 +318,16 @@ class Scheduler:
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    def _choose_decode(self) -> list[Sequence]:
-        """Every running sequence that has, or can be given, a block for its next token."""
+    def _choose_decode(self) -> list[Sequence] | None:
+        """Every running sequence that has, or can be given, a block for its next token.
+
+        None where somebody would have to be preempted while steps are under way: one of them may bring an end, and
+        what is recomputed begins with all tokens.
+        """
         for seq in sorted(self.block_manager.without_room(self.running), key=lambda seq: seq.arrival):
             while seq.slot is not None and not self.block_manager.allocate(seq, seq.num_tokens):
+                if self._under_way:
+                    return None
                 self._preempt(self._latest_arrival())
         return self.running[:]
 
@@ -264,15 +354,8 @@ class Scheduler:
         assert not head_is_underway, "a half-prefilled later arrival must have been preempted first"
         self.waiting.insert(index, seq)
 
-    def _requeue_those_behind(self) -> None:
-        """A step that gave a sequence several tokens has left all but the first to compute: with a prefill."""
-        behind = [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
-        if behind and self.waiting and self.waiting[0].block_table:
-            self._preempt(self.waiting[0])
-        for seq in behind:
-            self._preempt(seq)
-
     def _release(self, seq: Sequence) -> None:
+        self.block_manager.commit(seq)  # its last tokens may have arrived since it was last in a step
         self.block_manager.free(seq)
         if seq.slot is not None:
             self._table.leave(seq)

@@ -21,7 +21,8 @@ class Sequence:
     """A prompt, what was generated after it, and the KV blocks that hold both.
 
     `arrival` orders sequences first come, first served; the latest is preempted first.
-    `num_computed_tokens` counts tokens whose keys and values are in the cache.
+    `num_computed_tokens` counts tokens whose keys and values are in the cache, or will be once the steps under way have
+    run.
     """
 
     seq_id: int
@@ -31,6 +32,8 @@ class Sequence:
     prompt: PromptInputs
     params: SamplingParams
     seed: int
+    max_num_tokens: int | None = None
+    """Of prompt and output: no step is made for a sequence that will have so many. None: whoever ends it says so."""
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     block_table: list[int] = field(default_factory=list)
@@ -53,29 +56,48 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     """What was generated; the prompt's ids are shared with every other completion of the request."""
     num_tokens: int = field(init=False)
-    """Of prompt and output."""
+    """Of prompt and output, those that steps under way will bring included."""
+    num_expected: int = 0
+    """Tokens that steps under way will bring; nobody on the host knows them yet."""
+    epoch: int = 0
+    """What a step brings counts only in the epoch that the step was planned in."""
     num_prompt_tokens: int = field(init=False)
-    last_token_id: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt_tokens = len(self.prompt.token_ids)
-        self.last_token_id = self.prompt.token_ids[-1]
 
     def restart(self) -> None:
-        """Hold nothing and have nothing computed, whatever stood here; the tokens stay."""
+        """Hold nothing and have nothing computed, whatever stood here; the tokens that have arrived stay."""
         self.status, self.slot = SequenceStatus.WAITING, None
         self.block_table = []
         self.num_null_blocks = 0
         self.num_computed_tokens = self.num_committed_blocks = self.num_cached_tokens = 0
         self.state_source, self.snapshot_positions = None, ()
-        self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
-        self.last_token_id = self.tokens(self.num_tokens - 1, self.num_tokens)[0]
+        self.forget_expected()
+
+    def expect(self) -> None:
+        """A step is under way that will bring one more token."""
+        self.num_expected += 1
+        self.num_tokens += 1
 
     def append(self, token: int) -> None:
-        """One more generated token."""
+        """One more generated token: the next of those expected, if any is."""
         self.output_token_ids.append(token)
-        self.last_token_id = token
-        self.num_tokens += 1
+        if self.num_expected:
+            self.num_expected -= 1
+        else:
+            self.num_tokens += 1
+
+    def forget_expected(self) -> None:
+        """Steps under way bring nothing that counts: they were planned for what is no more."""
+        self.num_expected = 0
+        self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
+        self.epoch += 1
+
+    def outrun(self) -> None:
+        """A step has brought more tokens than were expected: those under way went on behind the first of them."""
+        self.num_computed_tokens -= self.num_expected
+        self.forget_expected()
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Ids of tokens [start, end), prompt and output in a row."""
@@ -87,7 +109,18 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
+        """Those that have arrived."""
         return len(self.output_token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Of prompt and output, those that have arrived."""
+        return self.num_tokens - self.num_expected
+
+    @property
+    def is_at_its_end(self) -> bool:
+        """It will have all of its tokens once the steps under way have run."""
+        return self.max_num_tokens is not None and self.num_tokens >= self.max_num_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -3,14 +3,15 @@
 A layer with a recurrent state can go on from a cached prefix only where the state at its end was kept. The state pool
 has slots beside those of running sequences for that. A snapshot is known by the key of the block that ends at its
 position, which stands for all tokens and pictures before it. The least recently used one goes when a slot is needed,
-except those that the step under way reads or writes.
+except those that the step which is being put together reads or writes.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
+from itertools import chain
 
 STATE_CHUNK = 64
 """Kernels can hand out the state at multiples of this many tokens from the start of a row."""
@@ -33,8 +34,8 @@ class SnapshotCounters:
 class StateSnapshots:
     """Slots [first_slot, first_slot + num_snapshots) of the state pool, by prefix.
 
-    What a step writes can be found once `complete()` has booked that step: the device works in order, so every step
-    handed over later may read it.
+    What a step writes can be found as soon as that step is under way: the device works in order, so every step handed
+    over later may read it. Should the step be abandoned, it is taken back.
     """
 
     def __init__(self, num_snapshots: int, first_slot: int, alignment: int):
@@ -50,6 +51,7 @@ class StateSnapshots:
         self._slot_of_key: OrderedDict[bytes, int] = OrderedDict()
         self._saving: dict[bytes, int] = {}
         self._loading: set[int] = set()
+        self._under_way: deque[list[bytes]] = deque()
         self._free = list(range(self.first_slot + self.num_snapshots - 1, self.first_slot - 1, -1))
 
     def __contains__(self, key: bytes) -> bool:
@@ -86,16 +88,28 @@ class StateSnapshots:
             self._free.append(slot)
             self.counters.evicted += 1
 
-    def complete(self) -> None:
-        """The step ran: what it wrote is kept from now on."""
-        self.counters.taken += len(self._saving)
+    def begin(self) -> None:
+        """A step is put together from here on: nothing is read or written for it yet."""
+        self._loading = set()
+
+    def launch(self) -> None:
+        """The step that was put together is under way: those after it find what it writes."""
         self._slot_of_key.update(self._saving)
-        self._saving, self._loading = {}, set()
+        self._under_way.append(list(self._saving))
+        self._saving = {}
+
+    def complete(self) -> None:
+        """The oldest step under way ran: what it wrote is kept from now on."""
+        self.counters.taken += len(self._under_way.popleft())
 
     def abandon(self) -> None:
-        """The step did not run to its end: what it was to write is worth nothing."""
+        """No step under way ran to its end: what they were to write is worth nothing."""
         self._free.extend(self._saving.values())
-        self._saving, self._loading = {}, set()
+        for key in chain.from_iterable(self._under_way):
+            if key in self._slot_of_key:
+                self._free.append(self._slot_of_key.pop(key))
+        self._under_way.clear()
+        self._saving = {}
 
     def _evict(self) -> bool:
         victim = next((key for key, slot in self._slot_of_key.items() if slot not in self._loading), None)

@@ -1,4 +1,6 @@
-"""Requests in, finished requests out. Schedules, has every rank run the step, turns tokens into text and finishes.
+"""Requests in, finished requests out. Schedules, has every rank run the steps, turns tokens into text and finishes.
+
+While the ranks run a step the next one is planned and handed over, as far as `RunnerInfo.num_steps_under_way` goes.
 
 Knows nothing of files, rows or processes; the executor owns the ranks.
 """
@@ -9,6 +11,7 @@ import functools
 import hashlib
 import logging
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 
@@ -49,8 +52,6 @@ class _Generation:
     sequence: Sequence
     detokenizer: IncrementalDetokenizer
     end_tokens: frozenset[int]
-    max_tokens: int
-    """Of prompt and output together."""
     logprobs: LogprobsRecord | None
     finished: CompletionOutput | None = None
 
@@ -103,6 +104,9 @@ class LLMEngine:
             ),
             self.block_manager,
         )
+        self._under_way: deque[ScheduledBatch] = deque()
+        self._last_end = 0.0
+        """When the last step was collected, or the first of those under way was planned."""
         self._quarantine = Quarantine(self.scheduler)
         self._short_of_memory: ScheduledBatch | None = None
         """The step that ran out of memory, while it is looked for the request that is the cause."""
@@ -129,11 +133,11 @@ class LLMEngine:
             sequence = Sequence(
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
                 prompt=prompt, params=params, seed=self._seed(request_id, params, index),
+                max_num_tokens=len(prompt.token_ids) + min(room, params.max_tokens or room),
             )
             self._next_seq_id += 1
             generation = _Generation(
                 sequence, detokenizer_for(params, self.processor.tokenizer), end_tokens,
-                len(prompt.token_ids) + min(room, params.max_tokens or room),
                 None if params.logprobs is None else LogprobsRecord(params.logprobs),
             )
             request.generations.append(generation)
@@ -157,46 +161,69 @@ class LLMEngine:
         return len(self._requests)
 
     def step(self) -> list[RequestOutput]:
-        """Run one prefill or decode step; returns the requests that finished.
+        """Hand over what steps may be under way, and book one; returns the requests that finished.
 
         A request that makes steps fail ends with finish_reason `error`, and the others go on. Raises EngineDeadError
-        when the device or a rank is lost. After any other exception, an interrupt too, the step is as if it had never
-        been scheduled.
+        when the device or a rank is lost. After any other exception, an interrupt too, the steps under way are as if
+        they had never been scheduled.
         """
         try:
             self._quarantine.step_ended()  # its sequences may have been aborted
-            batch = self.scheduler.schedule()
-            if batch is not None:
-                self._run(batch)
-        except BaseException:
+            self._submit()
+            if self._under_way:
+                self._collect()
+            if not self._requests:
+                self._drain()
+        except BaseException as error:
+            if isinstance(error, EngineDeadError) and not error.request_ids:
+                error.request_ids = tuple(dict.fromkeys(name for step in self._under_way for name in step.request_ids))
             self._start_again()
             raise
         ready, self._ready = self._ready, []
         return ready
 
-    def _run(self, batch: ScheduledBatch) -> None:
-        started = time.perf_counter()
+    def _submit(self) -> None:
+        """Plan and hand over steps. While a culprit is looked for there is one at a time."""
+        most = 1 if self._quarantine.is_on else self.info.num_steps_under_way
+        while len(self._under_way) < most and (batch := self.scheduler.schedule()) is not None:
+            if not self._under_way:
+                self._last_end = time.perf_counter()
+            self._under_way.append(batch)
+            self._executor.submit(batch)
+
+    def _collect(self) -> None:
+        """Book what the oldest step under way brings."""
+        batch = self._under_way[0]
         try:
-            output = self._executor.execute_model(batch)
+            output = self._executor.collect()
         except (RequestError, OutOfMemoryError, StepError) as error:
             self._look_for_culprit(batch, error)
             return
-        except EngineDeadError as error:
-            error.request_ids = tuple(dict.fromkeys(batch.request_ids))
-            raise
+        self._under_way.popleft()
+        num_dropped = 0
         for row, sequence in enumerate(self.scheduler.complete()):
-            self._book(batch, row, sequence, output)
+            if sequence is None:
+                num_dropped += 1
+            else:
+                self._book(batch, row, sequence, output)
         if self._quarantine.step_ended():
             self._lower_limits()
-        self._count(batch.is_prefill, batch.num_tokens, time.perf_counter() - started)
+        self._count(batch.is_prefill, batch.num_tokens - (0 if batch.is_prefill else num_dropped))
+
+    def _drain(self) -> None:
+        """Nobody waits any more: what is under way brings what is dropped."""
+        while self._under_way:
+            self._collect()
 
     def _book(self, batch: ScheduledBatch, row: int, sequence: Sequence, output: ModelRunnerOutput) -> None:
         tokens = output.sampled_token_ids[row]
         if batch.is_prefill and tokens:
             self._note_cached_tokens(sequence)
-        for token in tokens:
+        for index, token in enumerate(tokens):
             if sequence.is_finished:
                 return  # what a step brings beyond the end is dropped
+            if index == 1:
+                sequence.outrun()
             self._append(sequence, token, output, row)
 
     # -- steps that fail -------------------------------------------------------------------------------------------
@@ -205,8 +232,12 @@ class LLMEngine:
         """Give up the request that makes steps fail, if this one held no other; else run its sequences in halves."""
         if not self._quarantine.is_on:  # what follows is the same again, until the cause is found
             logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
+        self._executor.abandon()
+        self._under_way.clear()
         failed = self.scheduler.abandon()
         self._probe(batch, error)
+        if not failed:
+            return  # all of its requests had ended: whatever failed, nobody waits for it
         if not self._quarantine.is_on:
             self._short_of_memory = batch if isinstance(error, OutOfMemoryError) else None
         culprit = self._quarantine.split(failed)
@@ -262,7 +293,7 @@ class LLMEngine:
             self._finish(generation, "stop", stop_reason=token if token in params.stop_token_ids else None)
         elif (stop := generation.detokenizer.append([token], stops_allowed=may_stop)) is not None:
             self._finish(generation, "stop", stop_reason=stop)
-        elif sequence.num_tokens >= generation.max_tokens:
+        elif sequence.max_num_tokens is not None and sequence.num_known_tokens >= sequence.max_num_tokens:
             self._finish(generation, "length")
 
     def _finish(self, generation: _Generation, reason: FinishReason, *, stop_reason: str | int | None = None,
@@ -326,8 +357,10 @@ class LLMEngine:
         text = f"{self.config.seed}:{request_id}:{index}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
-    def _count(self, is_prefill: bool, num_tokens: int, seconds: float) -> None:
-        stats = self._stats
+    def _count(self, is_prefill: bool, num_tokens: int) -> None:
+        """A step takes the time since the one before it was collected."""
+        stats, now = self._stats, time.perf_counter()
+        seconds, self._last_end = now - self._last_end, now
         if is_prefill:
             stats.num_prefill_steps += 1
             stats.num_prefill_tokens += num_tokens
@@ -375,6 +408,7 @@ class LLMEngine:
         """Every unfinished sequence begins anew with the tokens it has. Nothing is repaired, all is made again: an
         interrupt may come between any two lines."""
         self._executor.abandon()
+        self._under_way.clear()
         self._quarantine.reset()
         self._short_of_memory = None
         self.scheduler.reset()

@@ -1,6 +1,7 @@
 """Finds the sequence that makes steps fail: those of a failed step run again in halves, until one fails alone.
 
-A group is through once each of its sequences has ended or got further than it was when it failed. Every failure makes
+A sequence that was alone in a step that failed runs alone once more: its first failure may have been of a moment. A
+group is through once each of its sequences has ended or got further than it was when it failed. Every failure makes
 the group smaller and every other step gets somebody further, so it ends. Knows nothing of why steps fail.
 """
 
@@ -31,17 +32,19 @@ class Quarantine:
 
     def split(self, failed: SequenceOf[Sequence]) -> Sequence | None:
         """A step of `failed` was abandoned. Returns the culprit, if it ran alone; it is for the caller to end it."""
-        if not self.is_on:
+        is_first = not self.is_on
+        if is_first:
             self.found_any = False
         rest = _remaining(self._groups.popleft()) if self.is_on else {}
         for seq in failed:
             rest.pop(seq.seq_id, None)
         half = len(failed) // 2
-        groups = [_group(failed[:half]), _group(failed[half:]), rest] if half else [rest]
+        is_culprit = not half and not is_first
+        groups = [rest] if is_culprit else [_group(failed[:half]), _group(failed[half:]), rest]
         self._groups.extendleft(reversed([group for group in groups if group]))
-        self.found_any |= not half
+        self.found_any |= is_culprit
         self._run_first()
-        return None if half else failed[0]
+        return failed[0] if is_culprit else None
 
     def step_ended(self) -> bool:
         """Go on to the next group once the first is through. True when that was the last one."""

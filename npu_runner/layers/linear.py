@@ -78,6 +78,10 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.ops.linear(x_TI, self.weight, self.bias)
 
+    def gelu_forward(self, x_TI: Tensor, approximate: str) -> Tensor:
+        """gelu(forward(x)); `approximate` as in Ops.gelu."""
+        return self.ops.linear_gelu(x_TI, self.weight, self.bias, approximate)
+
 
 class RowParallelLinear(nn.Module):
     """Input features cut over the ranks; the outputs are summed, or left to the caller to sum without `reduces`."""

@@ -35,6 +35,12 @@ class TensorParallel:
             dist.all_reduce(x, group=self._group())
         return x
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's `x`, in place."""
+        if self.size > 1:
+            dist.broadcast(x, src=0, group=self.group)
+        return x
+
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         """Every rank's `x` side by side in the last dim, in rank order."""
         if self.size == 1:

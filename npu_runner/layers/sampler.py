@@ -22,6 +22,7 @@ from npu_runner.layers import sampling_ops as ops
 from npu_runner.layers.bad_words import Watch
 from npu_runner.layers.sampling_plan import DrawGroup, StepPlan
 from npu_runner.layers.sampling_state import Field, SamplingState
+from npu_runner.platforms.download import Download
 from npu_runner.sampling_params import SamplingParams
 
 
@@ -47,21 +48,28 @@ class SamplerOutput:
     """token_ids_B: int64 on the device; -1 where a row has no token: its logits hold NaN or +inf, or all are banned."""
 
     token_ids_B: Tensor
+    next_input_ids_B: Tensor
+    """int32 on the device, the same with some valid token where there is none: a step that goes on from here may be
+    under way before anybody on the host has seen the -1."""
     logprobs: LogprobsTensors | None
     """None when no row asked."""
     logprob_rows: np.ndarray
     """The rows that did, on the host."""
-    flat: Tensor
+    flat: Download
     """int32, one dimension: the tokens, the step's receipts and the records of log probabilities."""
 
+    def is_done(self) -> bool:
+        """Whether everything is in host memory."""
+        return self.flat.is_done()
+
     def to_host(self) -> HostSample:
-        """Everything in host memory, by one copy; waits for the step."""
+        """Everything in host memory, by one copy; waits for the step, and for none after it."""
         return self._on_host
 
     @functools.cached_property
     def _on_host(self) -> HostSample:
         num_rows, num_records = len(self.token_ids_B), len(self.logprob_rows)
-        flat = self.flat.cpu().numpy()
+        flat = self.flat.wait()
         records_LC = flat[2 * num_rows:].reshape(num_records, -1) if num_records else None
         return HostSample(flat[:num_rows], flat[num_rows: 2 * num_rows], self.logprob_rows, records_LC)
 
@@ -88,11 +96,13 @@ class Sampler:
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
-                 sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values):
-        """sort_ascending: the platform's, see Ops."""
+                 sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values,
+                 download: Callable[[Tensor], Download] = lambda x: Download(x.cpu())):
+        """sort_ascending: the platform's, see Ops; download: likewise, see Platform."""
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=eos_token_ids,
                                     device=device)
         self._sort_ascending = sort_ascending
+        self._download = download
         self._untold: list[tuple[SamplerOutput, list[tuple[int, Watch]]]] = []
 
     def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
@@ -130,8 +140,9 @@ class Sampler:
                                  plan.num_logprobs)
         token_ids_B = token_ids_B1.squeeze(-1)
         records = [logprobs.records().view(-1)] if logprobs is not None else []
-        output = SamplerOutput(token_ids_B, logprobs, plan.logprob_rows,
-                               torch.cat([token_ids_B.to(torch.int32), receipts_B, *records]))
+        int32_ids_B = token_ids_B.to(torch.int32)
+        output = SamplerOutput(token_ids_B, int32_ids_B.clamp(min=0), logprobs, plan.logprob_rows,
+                               self._download(torch.cat([int32_ids_B, receipts_B, *records])))
         # Last: a call that fails for want of memory changes nothing, and can be made again.
         self._state.prepare_advance(plan, slots_B, tokens_B1.squeeze(-1), host_slots)()
         if watches := self._state.watches(host_slots):

@@ -104,7 +104,7 @@ def open_image(
             warnings.simplefilter("ignore")  # a decoder's remarks about odd metadata are nobody's concern here
             image.load()
             check_pixels(*image.size, max_source_pixels)  # some kinds show their true size only now
-            orientation = _orientation(image)
+            orientation = exif_orientation(image)
             image = source = _to_rgb(image)  # the decoded picture is let go before it is turned
             return image if orientation not in _TURNS else image.transpose(_TURNS[orientation])
     except RequestError:
@@ -229,7 +229,7 @@ def _grey16_to_rgb(strip: Image.Image) -> Image.Image:
     return Image.fromarray(((pixels * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
 
 
-def _orientation(image: Image.Image) -> int | None:
+def exif_orientation(image: Image.Image) -> int | None:
     """As EXIF says; an unreadable EXIF block counts as upright."""
     try:
         orientation = image.getexif().get(_EXIF_ORIENTATION)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
@@ -33,6 +34,7 @@ class PlatformDefaults:
     max_num_seqs: int
     max_num_batched_tokens: int
     graph_mode: str
+    async_scheduling: bool
     dtype: str | None = None
     """None: the checkpoint's."""
 
@@ -56,8 +58,13 @@ class AttentionBackend(ABC):
     pads_with_real_rows: bool = False
     """Padded rows of a decode graph are to read what a real row reads: short ones would slow down a kernel that looks
     at the shortest context. Each still writes to a slot of its own in the null block."""
+    reuses_plan_memory: bool = False
+    """A plan is written where that of the step before may still be read from: that step is waited for first."""
     windows: tuple[int | None, ...] = (None,)
     """The sliding windows of the model's layers, each once; None: some layer sees all. Steps are planned for these."""
+
+    vision_patches: int | None = None
+    """Patches that a vision tower should take at once, if it is not one picture that has more; None: all of a step."""
 
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
@@ -129,6 +136,9 @@ class GraphSettings:
 class GraphCompiler(ABC):
     """Turns the decode forward into one callable per bucket."""
 
+    waits_for_replay: bool = False
+    """What `before_replay` gives to a graph may still be read by its last replay: that is waited for first."""
+
     @abstractmethod
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
         """A callable for exactly this batch size and its static buffers, compiled or captured on its first call.
@@ -149,10 +159,15 @@ class GraphCompiler(ABC):
         """Give a captured graph what it takes from the host each step, padding included; most have nothing to do."""
         return None
 
-
     def release(self) -> None:
         """Let go of every graph; none is called any more."""
         return None
+
+
+def chosen_devices(visible: str | None, devices: Sequence[int]) -> str:
+    """What a variable must list for a process to see these devices. `visible`: what it lists here; None: all."""
+    names = None if visible is None else [name.strip() for name in visible.split(",")]
+    return ",".join(str(device) if names is None else names[device] for device in devices)
 
 
 class GraphResourceError(Exception):
@@ -210,6 +225,10 @@ class Platform(ABC):
     def device_count(self) -> int:
         """Devices of this host; the CPU counts as many as anybody asks for."""
 
+    def device_environment(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
+        """Variables for processes that are to see only these of the `num_devices` that this one sees."""
+        return {}
+
     @abstractmethod
     def make_ops(self) -> Ops: ...
 
@@ -254,6 +273,10 @@ class Platform(ABC):
         It is not handed out again before the copies from it are done.
         """
         return torch.empty(num_elements, dtype=torch.int32)
+
+    def download(self, tensor: Tensor) -> Download:
+        """`tensor` on its way to the host; what is handed to the device from now on is not waited for."""
+        return Download(tensor)
 
     def describe(self) -> dict[str, str]:
         """Names and versions that shape numbers, for manifests and reports."""

@@ -75,6 +75,10 @@ class Ops(ABC):
         """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
         return F.gelu(x, approximate=approximate)
 
+    def linear_gelu(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, approximate: str) -> Tensor:
+        """gelu(x W^T + b), (T, O)."""
+        return self.gelu(self.linear(x_TD, weight_OD, bias_O), approximate)
+
     def sort_ascending(self, x: Tensor) -> Tensor:
         """The values of each row (the last dim), smallest first; a fresh tensor."""
         return x.sort(dim=-1).values

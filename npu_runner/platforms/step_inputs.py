@@ -18,8 +18,9 @@ class StepInputs(NamedTuple):
     Compiled code takes it as one argument (dynamo sees through it) or flat, in this order: `StepInputs(*tensors)`.
     """
 
-    input_ids: Tensor
-    """(T,)"""
+    tokens: Tensor
+    """A prefill's token ids (T,). In a decode step (S,): the last token of each slot of a running sequence, where the
+    step before has put it; row by row they are looked up with `state_slots`."""
     positions: Tensor
     """(T,), or (3, T) for a prefill of an M-RoPE model."""
     slot_mapping: Tensor
@@ -29,7 +30,8 @@ class StepInputs(NamedTuple):
     block_tables: Tensor
     """(B, W)"""
     state_slots: Tensor
-    """(B,) where each sequence's states lie; padded rows of a graph have slots of their own."""
+    """(B,) each sequence's slot, where its states lie and its last token; padded rows of a graph have slots of their
+    own."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from torch import nn
@@ -93,6 +94,8 @@ class RunnerInfo:
     max_num_batched_tokens: int
     max_image_tokens: int
     uses_mrope: bool
+    num_steps_under_way: int
+    """Most steps handed over before the oldest is collected: 2 with async_scheduling, else 1."""
     sliding_window: int | None
     """The most tokens that any layer sees; None where one sees all. Blocks behind it may be given back."""
     ledger: str
@@ -100,6 +103,13 @@ class RunnerInfo:
     state: StateInfo | None = None
     """None: the model has no state beside the KV cache."""
     description: dict[str, str] = field(default_factory=dict)
+
+
+class StepHandle(Protocol):
+    """A step under way."""
+
+    def is_done(self) -> bool:
+        """Whether `collect` would not have to wait."""
 
 
 class ModelRunnerBase(ABC):
@@ -111,9 +121,17 @@ class ModelRunnerBase(ABC):
     @abstractmethod
     def get_model(self) -> nn.Module: ...
 
-    @abstractmethod
     def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         """Run one step. Only the rank that samples returns an output."""
+        return self.collect(self.submit(batch))
+
+    @abstractmethod
+    def submit(self, batch: ScheduledBatch) -> StepHandle:
+        """Hand one step to the device, behind those that are under way; `collect` takes what is returned."""
+
+    @abstractmethod
+    def collect(self, step: Any) -> ModelRunnerOutput | None:
+        """What the oldest step under way brings. Only the rank that samples returns an output."""
 
     @abstractmethod
     def profile_run(self) -> MemoryProfile:

@@ -56,13 +56,14 @@ class DecodeBuckets:
     """All buckets that could be compiled. `find` gives None for a batch that must run eagerly."""
 
     def __init__(self, sizes: tuple[int, ...], compiler: GraphCompiler, *, max_model_len: int, block_size: int,
-                 device: torch.device, max_padding: int | None = None):
-        """max_padding: batches that would be padded with more rows run eagerly."""
+                 last_tokens: Tensor, max_padding: int | None = None):
+        """last_tokens: int32 on the device, by slot, padding's included. max_padding: batches that would be padded with
+        more rows run eagerly."""
         self.sizes = sizes
         self.compiler = compiler
         self.max_model_len = max_model_len
         self.block_size = block_size
-        self.device = device
+        self.last_tokens = last_tokens
         self.max_padding = max_padding
         self._buckets: dict[int, Bucket] = {}
         self._refused: tuple[int, str] | None = None
@@ -131,8 +132,8 @@ class DecodeBuckets:
         layout, num_elements = plan_layout({name: array.shape for name, array in arrays.items()}, float_names(arrays))
         staging = torch.zeros(num_elements, dtype=torch.int32)
         host = {name: view.numpy() for name, view in views(staging, layout).items()}
-        buffer = torch.zeros(num_elements, dtype=torch.int32, device=self.device)
-        tensors = views(buffer, layout)
+        buffer = torch.zeros(num_elements, dtype=torch.int32, device=self.last_tokens.device)
+        tensors = {"tokens": self.last_tokens, **views(buffer, layout)}
         return Bucket(size, num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors), forward)
 
 
@@ -144,7 +145,7 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform, 
     Behind a row's blocks stand those of earlier steps: nobody reads beyond a context, and to clear the longest row that
     may come, every step, costs more than all the rest.
     """
-    count = len(arrays["input_ids"])
+    count = len(arrays["context_lens"])
     padded_rows = np.arange(count, bucket.batch_size)
     for name, source in arrays.items():
         target = bucket.host[name]

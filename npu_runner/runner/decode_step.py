@@ -12,7 +12,7 @@ from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 
 class DecodeStep(nn.Module):
-    """Token ids to logits. A module, so that graph caches find the parameters by name."""
+    """Slots to logits of the tokens in them. A module, so that graph caches find the parameters by name."""
 
     def __init__(self, model: LanguageModel):
         super().__init__()
@@ -21,5 +21,6 @@ class DecodeStep(nn.Module):
     def forward(self, inputs: StepInputs, plan: Any = None) -> Tensor:
         """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step."""
         metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
-        hidden_BD = self.model(self.model.embed(inputs.input_ids), inputs.positions, metadata)
+        input_ids_B = inputs.tokens.index_select(0, inputs.state_slots)
+        hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
         return self.model.compute_logits(hidden_BD)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from npu_runner.core.batch import ImageSlice, SamplingEntry, ScheduledBatch
+from npu_runner.core.batch import NO_TOKEN_IDS, ImageSlice, SamplingEntry, ScheduledBatch
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -47,13 +47,13 @@ def dummy_prefill(num_tokens: int, batch_size: int, *, block_size: int, uses_mro
 
 
 def dummy_decode(batch_size: int, context_len: int, *, block_size: int) -> ScheduledBatch:
-    """One token for each of `batch_size` sequences of `context_len` tokens."""
+    """One token for each of `batch_size` sequences of `context_len` tokens: what the first slots hold."""
     context_lens = np.full(batch_size, context_len, dtype=np.int32)
     return ScheduledBatch(
         is_prefill=False,
         request_ids=[f"dummy-{i}" for i in range(batch_size)],
         slots_B=np.arange(batch_size, dtype=np.int32),
-        token_ids_T=np.zeros(batch_size, dtype=np.int32),
+        token_ids_T=NO_TOKEN_IDS,
         positions=context_lens - 1,
         query_lens_B=np.ones(batch_size, dtype=np.int32),
         context_lens_B=context_lens,

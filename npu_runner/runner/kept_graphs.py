@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import npu_runner
 from npu_runner.core.batch import ScheduledBatch
@@ -41,27 +41,31 @@ def source_fingerprint(model: nn.Module) -> str:
 
 def agrees_with_eager(bucket: Bucket, eager: DecodeForward, attention: AttentionBackend,
                       fill: Callable[[ScheduledBatch], dict[str, np.ndarray]], reset_states: Callable[[], None], *,
-                      num_blocks: int, block_size: int, vocab_size: int, dtype: torch.dtype) -> bool:
+                      last_tokens: Tensor, num_blocks: int, block_size: int, vocab_size: int,
+                      dtype: torch.dtype) -> bool:
     """Whether the bucket's graph gives the logits of `eager` for a few made-up tokens; both write the same keys.
 
     Only while cache and states are nobody's: blocks 1 and up are written, one for each sequence as far as they go.
     `fill` puts a step into the bucket's buffers, padded, and returns what they hold; `reset_states` makes all zeros.
+    `last_tokens` are written, too.
     """
     num_rows = min(bucket.batch_size, num_blocks - 1)
     made_up = [dummy_decode(num_rows, place + 1, block_size=block_size) for place in range(_NUM_TOKENS)]
     rng = np.random.default_rng(0)
+    tokens = [torch.from_numpy(rng.integers(0, vocab_size, num_rows, dtype=np.int32)) for _ in made_up]
     for step in made_up:
-        step.token_ids_T[:] = rng.integers(0, vocab_size, num_rows)
         step.block_tables_BW[:, 0] = np.arange(num_rows) + 1
     device = bucket.buffer.device
     # One after the other: each must begin with the same states.
     reset_states()
-    for step in made_up:
+    for step, ids in zip(made_up, tokens, strict=True):
+        last_tokens[:num_rows].copy_(ids)
         padded = fill(step)
         plan = attention.plan_decode(padded["context_lens"].tolist(), padded["block_tables"], device)
         expected = eager(bucket.inputs, plan)[:num_rows].float()
     reset_states()
-    for step in made_up:
+    for step, ids in zip(made_up, tokens, strict=True):
+        last_tokens[:num_rows].copy_(ids)
         fill(step)
         logits = bucket.forward(bucket.inputs)[:num_rows].float()
     spread = float(expected.std())

@@ -45,8 +45,9 @@ class MemoryGuard:
         finally:
             self._is_starting = False
 
-    def step(self, run: Callable[[], T], what: Callable[[], str], *, is_repeatable: bool = True) -> T:
-        """`run()`, which changes nothing that a second call would not do again in the same way, if it `is_repeatable`.
+    def step(self, run: Callable[[], T], what: Callable[[], str], *, why_once: str | None = None) -> T:
+        """`run()`, which changes nothing that a second call would not do again in the same way, unless `why_once` says
+        why it is not to be called again.
 
         Raises OutOfMemoryError when memory runs out in the second try, too. While starting there is none: what does not
         fit then does not fit. What cannot be repeated fails at once, but leaves the caches given back.
@@ -60,13 +61,13 @@ class MemoryGuard:
                 raise
             if not self._can_retry:
                 raise OutOfMemoryError(self._message(f"in a {what()}", error)) from error
-            if not is_repeatable:
+            if why_once is not None:
                 self._release()
-                raise OutOfMemoryError(self._message(f"in a {what()}, which has changed states by then", error)) \
-                    from error
+                raise OutOfMemoryError(self._message(f"in a {what()}, {why_once}", error)) from error
             logger.warning("device memory ran out in a %s; trying again without cached pictures", what())
         # Outside of the handler: the exception holds on to the failed step's tensors.
         self.num_retries += 1
+        self._platform.synchronize()  # steps before this one may be under way, with memory of theirs
         self._release()
         self._platform.empty_cache()
         try:

@@ -41,7 +41,7 @@ from npu_runner.runner.pictures import Pictures
 from npu_runner.runner.settings import resolve_settings
 from npu_runner.runner.state_plan import StateShape
 from npu_runner.runner.state_pool import StatePool
-from npu_runner.runner.step import StepRunner
+from npu_runner.runner.step import StepRunner, StepUnderWay
 from npu_runner.runner.step_arrays import step_arrays
 from npu_runner.runner.step_clock import StepClock
 from npu_runner.runner.votes import Votes
@@ -196,7 +196,7 @@ class ModelRunner(ModelRunnerBase):
         sizes = self._graph_sizes(self.settings.max_num_seqs)
         compiler = self.platform.make_graph_compiler(self._graph_settings())
         buckets = DecodeBuckets(sizes, compiler, max_model_len=self.max_model_len,
-                                block_size=self.settings.block_size, device=self.device,
+                                block_size=self.settings.block_size, last_tokens=self.steps.last_tokens_S,
                                 max_padding=self.states.plan.num_padding if self.states else None)
         self.steps.buckets = buckets
         eager = self.steps.decode_step.forward
@@ -216,13 +216,14 @@ class ModelRunner(ModelRunnerBase):
             self._progress(f"comparing the kept graph of bucket {bucket.batch_size}")
             return agrees_with_eager(
                 bucket, eager, self.attention, lambda batch: self._fill(bucket, batch), self._reset_states,
-                num_blocks=self.num_blocks, block_size=self.settings.block_size,
+                last_tokens=self.steps.last_tokens_S, num_blocks=self.num_blocks, block_size=self.settings.block_size,
                 vocab_size=self.model_config.vocab_size, dtype=self.dtype,
             )
 
         buckets.compile_all(eager, warm_up, agrees, votes)
         self.k_cache.zero_()
         self.v_cache.zero_()
+        self.steps.last_tokens_S.zero_()
         self._reset_states()
         self.platform.synchronize()
 
@@ -287,6 +288,7 @@ class ModelRunner(ModelRunnerBase):
         """
         steps = self.steps
         kept = steps.sampler, steps.pictures, steps.clock
+        tokens_S = steps.last_tokens_S.clone()
         steps.sampler, steps.clock = self._make_sampler(), StepClock()
         steps.pictures = self._make_pictures(VisionCache(self.config.vision_cache_bytes))
         try:
@@ -294,6 +296,7 @@ class ModelRunner(ModelRunnerBase):
                 yield
         finally:
             steps.sampler, steps.pictures, steps.clock = kept
+            steps.last_tokens_S.copy_(tokens_S)
 
     def info(self) -> RunnerInfo:
         """What the engine needs to know once the runner is ready."""
@@ -310,6 +313,7 @@ class ModelRunner(ModelRunnerBase):
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
             max_image_tokens=self.max_image_tokens,
             uses_mrope=self.uses_mrope,
+            num_steps_under_way=2 if self._schedules_ahead else 1,
             sliding_window=None if self.states else cache_window(self.windows),
             ledger=self.ledger,
             state=self._state_info(),
@@ -322,9 +326,18 @@ class ModelRunner(ModelRunnerBase):
             return None
         return StateInfo(self.states.plan.first_snapshot, self.states.plan.num_snapshots)
 
-    def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
+    @property
+    def _schedules_ahead(self) -> bool:
+        given = self.config.async_scheduling
+        return self.platform.defaults.async_scheduling if given is None else given
+
+    def submit(self, batch: ScheduledBatch) -> StepUnderWay:
         with torch.inference_mode():
-            return self.steps.run(batch)
+            return self.steps.submit(batch)
+
+    def collect(self, step: StepUnderWay) -> ModelRunnerOutput | None:
+        with torch.inference_mode():
+            return self.steps.collect(step)
 
     def close(self) -> None:
         """Release graphs, caches and weights, and give the device back what the allocator holds. May be called twice.
@@ -364,7 +377,7 @@ class ModelRunner(ModelRunnerBase):
             raise ModelError(f"{type(self.strategy).__name__} built a {type(self.model).__name__}, not to be run: "
                              "a network has embed, forward and compute_logits (npu_runner/models/contract.py)")
         return StepRunner(
-            self.model, self.attention, self.platform, self.device, block_size=self.settings.block_size,
+            self.model, self.attention, self.platform, self.device, tp=self.tp, block_size=self.settings.block_size,
             max_num_seqs=self.settings.max_num_seqs, guard=self.guard, sampler=self._make_sampler(),
             pictures=self._make_pictures(self.vision_cache), gated_delta=self.gated_delta,
             states=self.states,
@@ -413,6 +426,7 @@ class ModelRunner(ModelRunnerBase):
             eos_token_ids=self.processor.end_token_ids(self.model_config),
             device=self.device,
             sort_ascending=self.ops.sort_ascending,
+            download=self.platform.download,
         )
 
     @property

@@ -1,9 +1,10 @@
 """One step of a model that stands ready: prepare, launch, sample, collect. Knows nothing of how it came to stand there.
 
 `launch` hands the forward to the device, `sample` the sampler: two launches, so that what the sampler needs of the step
-before may come between them. Only `collect` waits.
+before may come between them. Only `collect` waits. The sampler's tokens stay on the device, in a table by slot: the
+next step reads them there and may be under way before anybody on the host knows them.
 
-B sequences in the step, T tokens in the step, V vocabulary.
+B sequences in the step, T tokens in the step, S slots, padding's included, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
+from npu_runner.layers.parallel import TensorParallel
 from npu_runner.layers.sampler import HostSample, Sampler, SamplerOutput
 from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.base import AttentionBackend, Platform
@@ -50,6 +52,23 @@ class PreparedStep:
     state_plan: Any = None
 
 
+@dataclass(frozen=True)
+class StepUnderWay:
+    """A step that was handed to the device. `sampled` is None where this rank, or the step, samples nothing."""
+
+    step: PreparedStep
+    sampled: SamplerOutput | None
+
+    def is_done(self) -> bool:
+        """Whether nothing has to be waited for any more."""
+        return self.sampled is None or self.sampled.is_done()
+
+    def wait(self) -> None:
+        """Until it has run, as far as this rank can tell."""
+        if self.sampled is not None:
+            self.sampled.to_host()
+
+
 class StepRunner:
     """Runs scheduled batches. `sampler` is None on ranks that do not sample; `buckets` are None until compiled.
 
@@ -57,13 +76,14 @@ class StepRunner:
     """
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, platform: Platform, device: torch.device, *,
-                 block_size: int, max_num_seqs: int, pictures: Pictures, sampler: Sampler | None, guard: MemoryGuard,
-                 gated_delta: GatedDeltaBackend | None = None, states: StatePool | None = None):
+                 tp: TensorParallel, block_size: int, max_num_seqs: int, pictures: Pictures, sampler: Sampler | None,
+                 guard: MemoryGuard, gated_delta: GatedDeltaBackend | None = None, states: StatePool | None = None):
         self.model = model
         self.decode_step = DecodeStep(model)
         self.attention = attention
         self.platform = platform
         self.device = device
+        self.tp = tp
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.pictures = pictures
@@ -73,17 +93,26 @@ class StepRunner:
         self.states = states
         self.buckets: DecodeBuckets | None = None
         self.clock = StepClock()
+        # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
+        self.last_tokens_S = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
         self._last_number = 0
+        self._newest: StepUnderWay | None = None
 
     def run(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         """All of a step, one thing after the other. None on ranks that do not sample."""
+        return self.collect(self.submit(batch))
+
+    def submit(self, batch: ScheduledBatch) -> StepUnderWay:
+        """Hand a step to the device, behind those that are under way."""
         self.clock.start()
         self._last_number = number = (self._last_number + 1) % 2**31
         uniforms_B = self.admit(batch)
-        return self.guard.step(lambda: self._run(batch, number, uniforms_B), batch.describe,
-                               is_repeatable=self.states is None)
+        self._newest = self.guard.step(
+            lambda: self._submit(batch, number, uniforms_B), batch.describe,
+            why_once=None if self.states is None else "which has changed states by then")
+        return self._newest
 
-    def _run(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> ModelRunnerOutput | None:
+    def _submit(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> StepUnderWay:
         """The part of a step that may be run twice, without states: it writes the same keys and values to the same
         places."""
         step = self.prepare(batch, number, uniforms_B)
@@ -91,8 +120,18 @@ class StepRunner:
         logits_BV = self.launch(step)
         self.clock.end_launch()
         sampled = self.sample(step, logits_BV)
+        self.keep_tokens(step, sampled)
         self.clock.end_sample()
-        output = self.collect(step, sampled)
+        return StepUnderWay(step, sampled)
+
+    def collect(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
+        """What a step brings, once it has run; steps are collected in their order. None on ranks that do not sample.
+
+        Raises EngineDeadError when what comes back is not this step's.
+        """
+        self.clock.start()
+        output = self.guard.step(lambda: self._output(under_way), under_way.step.batch.describe,
+                                 why_once="which was under way by then")
         self.clock.end_wait()
         return output
 
@@ -112,12 +151,15 @@ class StepRunner:
         """Send the step's arrays to the device, in one copy, and let the attention plan."""
         arrays = step_arrays(batch, uniforms_B, number, self.block_size)
         bucket = self.buckets.find(batch.batch_size) if self.buckets and not batch.is_prefill else None
+        if self._newest is not None and self._rewrites_what_is_read(bucket):
+            self._newest.wait()
         if bucket is not None:
             self.fill(bucket, batch, arrays)
             return PreparedStep(batch, number, bucket.tensors, bucket.inputs, bucket, None)
         tensors = to_device(self.platform, arrays, self.device)
         context_lens = batch.context_lens_B.tolist()
         if not batch.is_prefill:
+            tensors["tokens"] = self.last_tokens_S
             plan = self.attention.plan_decode(context_lens, batch.block_tables_BW, self.device)
             return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan)
         query_lens = batch.query_lens_B.tolist()
@@ -152,11 +194,23 @@ class StepRunner:
         inputs = (step.tensors[name][:count] for name in SAMPLER_ARRAYS)
         return self.sampler(logits_BV, *inputs, step.batch.slots_B[samples_B])
 
-    def collect(self, step: PreparedStep, sampled: SamplerOutput | None) -> ModelRunnerOutput | None:
-        """Wait for the tokens. None on ranks that do not sample.
+    def keep_tokens(self, step: PreparedStep, sampled: SamplerOutput | None) -> None:
+        """Put the step's tokens where the next one reads them, on every rank."""
+        slots_B = step.tensors["slots"][: int(step.batch.samples_B.sum())]
+        if not len(slots_B):
+            return
+        tokens_B = torch.empty_like(slots_B) if sampled is None else sampled.next_input_ids_B
+        self.last_tokens_S.index_copy_(0, slots_B.long(), self.tp.broadcast(tokens_B))
 
-        Raises EngineDeadError when what comes back is not this step's.
-        """
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _rewrites_what_is_read(self, bucket: Bucket | None) -> bool:
+        """Whether preparing another step changes host memory that a step under way may still read."""
+        waits_for_replay = bucket is not None and self.buckets is not None and self.buckets.compiler.waits_for_replay
+        return self.attention.reuses_plan_memory or waits_for_replay
+
+    def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
+        step, sampled = under_way.step, under_way.sampled
         if self.sampler is None:
             return None
         batch = step.batch
@@ -175,13 +229,11 @@ class StepRunner:
         request_ids = batch.request_ids
         return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs)
 
-    # -- helpers ---------------------------------------------------------------------------------------------------
-
     def _prefill(self, step: PreparedStep) -> Tensor:
         inputs, batch = step.inputs, step.batch
         if self.states is not None:
             self.states.load(batch.state_loads)
-        x_TD = self.model.embed(inputs.input_ids)
+        x_TD = self.model.embed(inputs.tokens)
         deepstack = None
         if batch.image_slices:
             x_TD, deepstack = self.pictures.show(batch, x_TD, step.tensors["image_rows"])

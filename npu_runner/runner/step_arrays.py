@@ -16,10 +16,10 @@ SAMPLER_ARRAYS = ("slots", "uniforms", "receipts")
 def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, block_size: int) -> dict[str, np.ndarray]:
     """All arrays of a step, 4 bytes an element: those of StepInputs by its names, then what samples and shows pictures.
 
-    `uniforms_B` are the draws of the rows that sample; `number` is the step's, which must come back with its tokens.
+    A decode step has no `tokens`: they are on the device. `uniforms_B` are the draws of the rows that sample; `number`
+    is the step's, which must come back with its tokens.
     """
     arrays = {
-        "input_ids": batch.token_ids_T,
         "positions": np.ascontiguousarray(batch.positions),
         "slot_mapping": _slot_mapping(batch, block_size),
         "context_lens": batch.context_lens_B,
@@ -30,6 +30,7 @@ def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, bloc
         "receipts": np.full(len(uniforms_B), number, dtype=np.int32),
     }
     if batch.is_prefill:
+        arrays["tokens"] = batch.token_ids_T
         last_rows_B = np.cumsum(batch.query_lens_B) - 1
         arrays["last_rows"] = last_rows_B[batch.samples_B].astype(np.int32)
         arrays["image_rows"] = _image_rows(batch)

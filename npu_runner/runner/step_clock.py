@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass
 class StepClock:
-    """Seconds of the host since start-up, by phase; each `end_...` books what has passed since the one before.
+    """Seconds of the host since start-up, by phase; each `end_...` books what has passed since the one before it, or
+    since `start`.
 
     On an accelerator `launch` and `sample` only hand out work, and `wait` is what the device still needs when the host
     has nothing left to do. On the CPU the work is done while it is handed out.

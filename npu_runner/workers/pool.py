@@ -30,6 +30,8 @@ from npu_runner.workers.worker import JOB_FAULT, OUT_OF_MEMORY, READY, RESULT
 Task = TypeVar("Task")
 
 MAX_ATTEMPTS = 2
+NOT_YET: Any = object()
+"""What `tasks` gives while it has no task and may have one later; `look_again` says when."""
 # A worker that dies before it is ready has met no task: its environment is broken, and another will die as well.
 _MAX_FAILED_STARTS = 3
 _SHORTEST_START_SECONDS = 120.0
@@ -110,7 +112,12 @@ class WorkerPool(Generic[Task]):
         self.num_replaced = 0
         """Workers that died or were killed for being stuck, and were replaced."""
         self._thread = threading.Thread(target=self._supervise, name="preprocessing-pool", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt while it starts: nobody will have a pool to close
+            self._is_closing.set()
+            self._wake()
+            raise
 
     def get(self, timeout: float | None = 0.0) -> Finished[Task] | None:
         """The next result; None when there is none within `timeout` seconds (None: wait) or when all are fetched.
@@ -149,11 +156,15 @@ class WorkerPool(Generic[Task]):
         self._task_allowance = num_tasks
         self._wake()
 
+    def look_again(self) -> None:
+        """There may be tasks where NOT_YET was the last word. From any thread."""
+        self._wake()
+
     def worker_pids(self) -> list[int]:
         return [worker.process.pid for worker in list(self._workers)]
 
     def close(self) -> None:
-        """Kill the workers, whatever they do, and return when they are gone."""
+        """Kill the workers, whatever they do, and return when they are gone. May be called again, when interrupted."""
         self._is_closing.set()
         self._wake()
         self._thread.join()
@@ -166,7 +177,7 @@ class WorkerPool(Generic[Task]):
         self.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full of wake-up calls already, or all is done
+        with contextlib.suppress(OSError):  # full of wake-up calls already, or all is done and one end closed
             self._wake_sender.send(b"w")
 
     # Everything below runs in the pool's own thread.
@@ -233,6 +244,8 @@ class WorkerPool(Generic[Task]):
         task = next(self._tasks, None)
         if task is None:
             self._tasks_are_read = True
+            return None
+        if task is NOT_YET:
             return None
         self._num_started += 1
         return task, 1

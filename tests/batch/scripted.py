@@ -103,6 +103,10 @@ class ScriptedEngine:
         self.waiting.append((request_id, text, params))
         self.most_held = max(self.most_held, len(self.waiting) + len(self.running))
 
+    def abort_request(self, request_id: str) -> None:
+        self.waiting = [item for item in self.waiting if item[0] != request_id]
+        self.running.pop(request_id, None)
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting or self.running)
 

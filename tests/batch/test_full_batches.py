@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from npu_runner.batch.files.input_file import InputRow
-from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.serving import ServingLoop
-from npu_runner.batch.job.tally import Outcome, Tally
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.batch.rows.preprocessing import PreparedRow
 from npu_runner.core.block_manager import BlockManager
@@ -55,6 +53,7 @@ class SchedulerAlone:
             self.decode_sizes.append(batch.batch_size)
         done = []
         for sequence in self.scheduler.complete():
+            assert sequence is not None
             sequence.append(7)
             # Answers of different lengths, so that they do not end together.
             if sequence.num_output_tokens > NUM_OUTPUT_TOKENS * (1 + sequence.seq_id % 7) // 7:
@@ -84,23 +83,16 @@ class PreparedRows:
         return not self._rows
 
 
-class Nowhere:
-    """What is answered is not looked at."""
-
-    def put(self, row: InputRow, data: bytes, outcome: Outcome) -> None: ...
-
-    def count(self) -> None: ...
-
-
 @pytest.mark.parametrize("max_num_seqs", [64, 256, 1024])
 def test_decode_steps_are_nearly_full_while_there_are_rows(max_num_seqs: int) -> None:
     engine = SchedulerAlone(max_num_seqs)
     pool: Any = PreparedRows(max_num_seqs * 12)
-    delivery: Any = Nowhere()
-    ServingLoop(
-        engine, pool, delivery, name_of=lambda row: None,
-        stamp=JobStamp(created=0, system_fingerprint="", model_name=""), tally=Tally(),
-        progress=Progress("off"), should_stop=lambda: pool.is_over,
-    ).run()  # fmt: skip
+    loop = ServingLoop(
+        engine, pool, name_of=lambda row: None, stamp=JobStamp(created=0, system_fingerprint="", model_name="")
+    )
+    while not pool.is_over:
+        loop.turn(0.0)
+        loop.begun.clear()
+        loop.finished.clear()
     steady = engine.decode_sizes[len(engine.decode_sizes) // 4 :]
     assert sum(steady) / len(steady) > 0.85 * max_num_seqs, engine.decode_sizes

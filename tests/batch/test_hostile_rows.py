@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.job.serving import ServingLoop
+from npu_runner.batch.job.driver import Driver
 from npu_runner.batch.job.tally import JobSummary
 from npu_runner.errors import JobError
 from npu_runner.limits import LIMITS
@@ -87,18 +87,18 @@ def test_an_interrupted_job_answers_each_of_them_once_in_all(
     runs: list[JobSummary] = []
     while not runs or runs[-1].is_interrupted:
         with monkeypatch.context() as patch:
-            patch.setattr(ServingLoop, "run", stopping_after(40))
+            patch.setattr(Driver, "run", stopping_after(40))
             runs.append(job.run())
     assert len(runs) > 2
     assert Counter(names_in(job.output)) == Counter(lines_of(rows))
 
 
 def stopping_after(num_rows: int) -> Any:
-    run = ServingLoop.run
+    run = Driver.run
 
-    def run_some(loop: ServingLoop) -> None:
-        loop._should_stop = lambda: loop._tally.num_done >= num_rows  # as SIGTERM would
-        run(loop)
+    def run_some(driver: Driver) -> None:
+        driver._should_stop = lambda: driver._tally.num_done >= num_rows  # as SIGTERM would
+        run(driver)
 
     return run_some
 

@@ -32,15 +32,16 @@ def compute(blocks: BlockManager, seq: Sequence, num_tokens: int) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 4, 16]), spare=st.integers(0, 12),
        max_num_seqs=st.integers(1, 8), num_tokens=st.integers(1, 50), caching=st.booleans(),
-       failing=st.sampled_from([0.0, 0.2]), window=st.integers(1, MAX_LEN + 5))
+       failing=st.sampled_from([0.0, 0.2]), window=st.integers(1, MAX_LEN + 5), depth=st.integers(1, 2))
 def test_random_traffic_reads_only_what_it_holds(seed: int, block_size: int, spare: int, max_num_seqs: int,
-                                                 num_tokens: int, caching: bool, failing: float, window: int) -> None:
+                                                 num_tokens: int, caching: bool, failing: float, window: int,
+                                                 depth: int) -> None:
     """In as few blocks as one sequence at its longest may need: every sequence ends, and none is leaked."""
     rng = random.Random(seed)
     limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, max_model_len=MAX_LEN,
                              max_image_tokens=rng.randint(5, 12))
     enough = most_blocks(MAX_LEN, window, num_tokens, block_size)
-    world = World(rng, block_size, enough + 1 + spare, limits, caching, window=window)
+    world = World(rng, block_size, enough + 1 + spare, limits, caching, window=window, depth=depth)
     world.failing = failing
     world.run()
 

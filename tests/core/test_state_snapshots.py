@@ -24,22 +24,14 @@ MAX_SEQS = 8
 FIRST_SNAPSHOT = 100
 
 
-def seen_at(sequence: Sequence, place: int) -> Any:
-    """What a state sees of the token at `place`."""
-    for span in sequence.prompt.spans:
-        if span.start <= place < span.start + span.num_tokens:
-            return sequence.prompt.images[span.image_index].content_hash, place - span.start
-    return sequence.tokens(place, place + 1)[0]
-
-
 class StateWorld(World):
     """Every row goes on from what lies in its slot, or from nothing where it is the first of its sequence."""
 
     def __init__(self, rng: random.Random, block_size: int, num_blocks: int, limits: SchedulerLimits,
-                 num_snapshots: int):
+                 num_snapshots: int, depth: int):
         assert limits.state_alignment is not None
         snapshots = StateSnapshots(num_snapshots, FIRST_SNAPSHOT, limits.state_alignment)
-        super().__init__(rng, block_size, num_blocks, limits, True, snapshots)
+        super().__init__(rng, block_size, num_blocks, limits, True, snapshots, depth=depth)
         self.snapshots, self.alignment = snapshots, limits.state_alignment
         self.states: dict[int, list[Any]] = {}
 
@@ -49,6 +41,13 @@ class StateWorld(World):
             prompt = next(reversed(self.live.values())).prompt
             for _ in range(self.rng.randint(1, 3)):
                 self.add_prompt(prompt)
+
+    def _seen_at(self, sequence: Sequence, place: int) -> Any:
+        """What a state sees of the token at `place`."""
+        for span in sequence.prompt.spans:
+            if span.start <= place < span.start + span.num_tokens:
+                return sequence.prompt.images[span.image_index].content_hash, place - span.start
+        return self.tokens_of(sequence, place + 1)[-1]
 
     def _load_states(self, batch: ScheduledBatch) -> None:
         self._check_plan(batch)
@@ -73,12 +72,12 @@ class StateWorld(World):
         if start == 0:
             self.states[slot] = []
         for place in range(start, end):
-            self.states[slot].append(seen_at(sequence, place))
+            self.states[slot].append(self._seen_at(sequence, place))
             for _, offset, snapshot in (save for save in batch.state_saves if save[:2] == (row, place + 1 - start)):
                 assert offset % self.alignment == 0
                 self.states[snapshot] = list(self.states[slot])
         assert all(offset <= end - start for number, offset, _ in batch.state_saves if number == row)
-        assert self.states[slot] == [seen_at(sequence, place) for place in range(end)], "somebody else's state"
+        assert self.states[slot] == [self._seen_at(sequence, place) for place in range(end)], "somebody else's state"
         if batch.is_prefill:
             assert start % self.alignment == 0, "warm and cold split alike"
             assert end % self.alignment == 0 or batch.samples_B[row]
@@ -89,15 +88,15 @@ class StateWorld(World):
         slots = [*snapshots._free, *snapshots._slot_of_key.values(), *snapshots._saving.values()]
         assert sorted(slots) == list(range(FIRST_SNAPSHOT, FIRST_SNAPSHOT + snapshots.num_snapshots))
         assert not snapshots._saving
-        assert not snapshots._loading
         assert set(snapshots._slot_of_key) <= set(self.blocks._block_of_hash), "nobody finds the way to it"
 
 
 def make_world(*, block_size: int = 2, alignment: int = 4, num_blocks: int = 200, num_tokens: int = 100,
-               num_snapshots: int = 8, seed: int = 0, max_image_tokens: int = 20) -> StateWorld:
+               num_snapshots: int = 8, seed: int = 0, max_image_tokens: int = 20,
+               depth: int = 1) -> StateWorld:
     limits = SchedulerLimits(max_num_seqs=MAX_SEQS, max_num_batched_tokens=num_tokens, max_model_len=MAX_LEN,
                              max_image_tokens=max_image_tokens, state_alignment=alignment)
-    return StateWorld(random.Random(seed), block_size, num_blocks, limits, num_snapshots)
+    return StateWorld(random.Random(seed), block_size, num_blocks, limits, num_snapshots, depth)
 
 
 def serve(world: StateWorld, *prompts: PromptInputs, length: int | None = None) -> list[Sequence]:
@@ -110,13 +109,13 @@ def serve(world: StateWorld, *prompts: PromptInputs, length: int | None = None) 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(1, 3), (2, 4), (4, 4), (3, 6), (4, 12), (8, 8)]),
        spare=st.integers(0, 30), num_tokens=st.integers(0, 40), num_snapshots=st.integers(1, 9),
-       failing=st.sampled_from([0.0, 0.2]), most_tokens=st.sampled_from([1, 3]))
+       failing=st.sampled_from([0.0, 0.2]), most_tokens=st.sampled_from([1, 3]), depth=st.integers(1, 2))
 def test_every_state_is_that_of_its_tokens(seed: int, sizes: tuple[int, int], spare: int, num_tokens: int,
-                                           num_snapshots: int, failing: float, most_tokens: int) -> None:
+                                           num_snapshots: int, failing: float, most_tokens: int, depth: int) -> None:
     block_size, alignment = sizes
     world = make_world(block_size=block_size, alignment=alignment, num_blocks=-(-MAX_LEN // block_size) + 1 + spare,
                        num_tokens=alignment + num_tokens, num_snapshots=num_snapshots, seed=seed,
-                       max_image_tokens=seed % 8 + 5)
+                       max_image_tokens=seed % 8 + 5, depth=depth)
     world.failing, world.most_tokens = failing, most_tokens
     world.run(restarts=True)
     assert world.scheduler._table.num_free_slots == MAX_SEQS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,16 +26,26 @@ def next_token(tokens: list[int]) -> int:
     return hashlib.blake2b(repr(tokens).encode(), digest_size=1).digest()[0] % 5
 
 
-def tokens_of(sequence: Sequence) -> list[int]:
-    return sequence.tokens(0, sequence.num_tokens)
+@dataclass
+class Step:
+    """One step under way, and what it brings: the tokens of each row; nothing from one that fails."""
+
+    batch: ScheduledBatch
+    sequences: list[Sequence]
+    tokens: list[list[int]]
+    fails: bool
 
 
 class World:
-    """Drives a scheduler and keeps, by slot of the cache, what was written there: the model is a table."""
+    """Drives a scheduler as an engine does, with `depth` steps under way at most. The device is tables: of what was
+    written to each slot of the cache, and of the last token of each running sequence. It runs a step as soon as it is
+    handed over; what that brings is told when the step is collected.
+    """
 
     def __init__(self, rng: random.Random, block_size: int, num_blocks: int, limits: SchedulerLimits, caching: bool,
-                 snapshots: StateSnapshots | None = None, window: int | None = None):
+                 snapshots: StateSnapshots | None = None, window: int | None = None, depth: int = 1):
         self.rng = rng
+        self.depth = depth
         self.block_size = block_size
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=caching, snapshots=snapshots,
                                    sliding_window=window)
@@ -46,6 +58,13 @@ class World:
         self.num_added = 0
         self.sampler: dict[int, int] = {}
         """Who is registered in each slot."""
+        self.last_tokens: dict[int, int] = {}
+        """By slot."""
+        self.generated: dict[tuple[int, int], list[int]] = {}
+        """What the device has chosen for each sequence, by the epoch that it began in."""
+        self.steps: deque[Step] = deque()
+        self.planned: list[tuple[list[str], list[int]]] = []
+        """Requests and query lengths of every step."""
         self.failing = 0.0
         self.most_tokens = 1
 
@@ -60,10 +79,13 @@ class World:
 
     def add_prompt(self, prompt: PromptInputs, length: int | None = None) -> Sequence:
         """`length`: of prompt and output; None: any."""
-        sequence = Sequence(self.num_added, self.num_added, str(self.num_added), 0, prompt, SamplingParams(), 0)
+        length = length or self.rng.randint(len(prompt.token_ids) + 1, MAX_LEN)
+        # Some end where the scheduler knows it, others, as by a stop string, where it does not.
+        most = length if self.rng.random() < 0.5 else MAX_LEN
+        sequence = Sequence(self.num_added, self.num_added, str(self.num_added), 0, prompt, SamplingParams(), 0, most)
         self.num_added += 1
         self.live[sequence.seq_id] = sequence
-        self.wanted_lens[sequence.seq_id] = length or self.rng.randint(len(prompt.token_ids) + 1, MAX_LEN)
+        self.wanted_lens[sequence.seq_id] = length
         self.scheduler.add(sequence)
         return sequence
 
@@ -78,6 +100,7 @@ class World:
     def restart(self) -> None:
         """After an exception: everything is forgotten, and every sequence begins anew with the tokens that it has."""
         self.scheduler.reset()
+        self.steps.clear()
         for sequence in self.live.values():
             sequence.restart()
             self.scheduler.add(sequence)
@@ -94,9 +117,12 @@ class World:
                 self.restart()
             else:
                 self.step()
+        self.run_to_the_end()
+
+    def run_to_the_end(self) -> None:
         self.failing = 0.0
         for _ in range(20_000):
-            if not self.live:
+            if not (self.live or self.steps):
                 break
             self.step()
         assert not self.live, "every sequence ends"
@@ -107,53 +133,94 @@ class World:
             self._end(self.rng.choice(list(self.live.values())))
 
     def step(self) -> None:
-        if self.scheduler._held and not (self.scheduler.running or self.scheduler.waiting):
+        if self.scheduler._held and not (self.scheduler.running or self.scheduler.waiting or self.steps):
             self.scheduler.run_alone(None)
-        batch = self.scheduler.schedule()
-        if batch is None:
+        while len(self.steps) < self.depth and (batch := self.scheduler.schedule()) is not None:
+            self._submit(batch)
+        assert self.scheduler.num_under_way == len(self.steps)
+        if not self.steps:
             assert not self.live
             return
-        self._check_batch(batch)
-        if self.rng.random() < self.failing:
-            self._abandon(batch)
-            return
-        self._tell_sampler(batch)
-        self._load_states(batch)
-        scheduled = [seq for seq, _ in self.scheduler._scheduled]
-        for row, sequence in enumerate(scheduled):
-            self._write_and_read(batch, row, sequence)
-        for row, sequence in enumerate(self.scheduler.complete()):
-            for _ in range(self.rng.randint(1, self.most_tokens) if batch.samples_B[row] else 0):
-                assert self.sampler[batch.slots_B[row]] == sequence.seq_id, "its slot samples for another one"
-                sequence.append(next_token(tokens_of(sequence)))
-                if sequence.num_tokens >= self.wanted_lens[sequence.seq_id]:
-                    self._end(sequence)
-                    break
+        step = self.steps.popleft()
+        if step.fails:
+            self._abandon(step)
+        else:
+            self._collect(step)
         self._check_blocks()
 
-    def _abandon(self, batch: ScheduledBatch) -> None:
-        """The step got nowhere, or some of the way."""
-        if self.rng.random() < 0.5:
-            self._tell_sampler(batch)
+    def _submit(self, batch: ScheduledBatch) -> None:
+        self._check_batch(batch)
+        self.planned.append((batch.request_ids, batch.query_lens_B.tolist()))
+        step = Step(batch, [row.seq for row in self.scheduler._under_way[-1]], [], self.rng.random() < self.failing)
+        if not any(before.fails for before in self.steps):
+            self._run(step)
+        self.steps.append(step)
+
+    def _run(self, step: Step) -> None:
+        """A step that fails gets nowhere, or some of the way."""
+        batch, sequences = step.batch, step.sequences
+        if not step.fails or self.rng.random() < 0.5:
+            self._tell_sampler(batch, sequences)
         self._load_states(batch)
-        scheduled = [seq for seq, _ in self.scheduler._scheduled]
-        for row, sequence in enumerate(scheduled[: self.rng.randint(0, len(scheduled))]):
+        if step.fails:
+            sequences = sequences[: self.rng.randint(0, len(sequences))]
+        for row, sequence in enumerate(sequences):
+            if not batch.is_prefill:
+                last = self.tokens_of(sequence, int(batch.context_lens_B[row]))[-1]
+                assert self.last_tokens[batch.slots_B[row]] == last, "the token of somebody else, or of another step"
             self._write_and_read(batch, row, sequence)
-        assert self.scheduler.abandon() == scheduled
+        if not step.fails:
+            step.tokens = [self._sample(batch, row, sequence) for row, sequence in enumerate(sequences)]
+
+    def _sample(self, batch: ScheduledBatch, row: int, sequence: Sequence) -> list[int]:
+        if not batch.samples_B[row]:
+            return []
+        slot, end = batch.slots_B[row], int(batch.context_lens_B[row])
+        assert self.sampler[slot] == sequence.seq_id, "its slot samples for another one"
+        tokens = self.tokens_of(sequence, end)
+        for _ in range(self.rng.randint(1, self.most_tokens)):
+            tokens.append(next_token(tokens))
+        self.last_tokens[slot] = tokens[end]
+        self.generated[sequence.seq_id, sequence.epoch].append(tokens[end])
+        return tokens[end:]
+
+    def tokens_of(self, sequence: Sequence, end: int) -> list[int]:
+        """The first `end` tokens, as the device has them: those that the host waits for, too."""
+        generated = self.generated.setdefault((sequence.seq_id, sequence.epoch), list(sequence.output_token_ids))
+        tokens = [*sequence.prompt.token_ids, *generated]
+        assert len(tokens) >= end, "a token that nobody has chosen yet"
+        return tokens[:end]
+
+    def _collect(self, step: Step) -> None:
+        for row, sequence in enumerate(self.scheduler.complete()):
+            if sequence is None:
+                continue
+            assert sequence is step.sequences[row]
+            for index, token in enumerate(step.tokens[row]):
+                if index == 1:
+                    sequence.outrun()
+                assert token == next_token(sequence.tokens(0, sequence.num_known_tokens))
+                sequence.append(token)
+                if sequence.num_known_tokens >= self.wanted_lens[sequence.seq_id]:
+                    self._end(sequence)
+                    break
+
+    def _abandon(self, step: Step) -> None:
+        self.steps.clear()
+        assert self.scheduler.abandon() == [seq for seq in step.sequences if not seq.is_finished]
         assert self.blocks.num_used == 0
         assert not self.scheduler.running
         everybody = [None, [seq for seq in self.live.values() if self.rng.random() < 0.5]]
         group = self.rng.choice(everybody)
         self.scheduler.run_alone(group or None)
-        self._check_blocks()
 
-    def _tell_sampler(self, batch: ScheduledBatch) -> None:
+    def _tell_sampler(self, batch: ScheduledBatch, sequences: list[Sequence]) -> None:
         for slot in batch.freed_slots:
             self.sampler.pop(slot, None)
         rows = {slot: row for row, slot in enumerate(batch.slots_B.tolist())}
         for entry in batch.new_sampling:
             assert entry.slot not in self.sampler, "somebody is registered there"
-            sequence = self.scheduler._scheduled[rows[entry.slot]][0]
+            sequence = sequences[rows[entry.slot]]
             assert entry.output_token_ids == sequence.output_token_ids
             self.sampler[entry.slot] = sequence.seq_id
 
@@ -190,9 +257,10 @@ class World:
 
     def _content(self, sequence: Sequence, place: int) -> Any:
         """Keys of a token depend on all tokens and pictures up to it."""
+        tokens = tuple(self.tokens_of(sequence, place + 1))
         images = [(span.start, sequence.prompt.images[span.image_index].content_hash) for span in
                   sequence.prompt.spans if span.start <= place]
-        return tuple(sequence.tokens(0, place + 1)), tuple(images)
+        return tokens, tuple(images)
 
     def _check_blocks(self) -> None:
         counts: dict[int, int] = {}

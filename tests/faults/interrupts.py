@@ -1,8 +1,11 @@
 """A process that is sent SIGINT at random moments of its calls; says whether each next call answers as the first did.
 
-    python -m tests.faults.interrupts MODEL TENSOR_PARALLEL_SIZE NUM_INTERRUPTS
+    python -m tests.faults.interrupts MODEL TENSOR_PARALLEL_SIZE NUM_INTERRUPTS STEPS_UNDER_WAY
 
-It leads a group of processes of its own, and the signal goes to the whole group, as from a terminal.
+With the embedded model (shapes-vl) calls are conversations with pictures, prepared in workers, results read as they
+finish; else raw prompts. It leads a group of processes of its own, and the signal goes to the whole group, as from a
+terminal.
+Ends with an error if a process of its own is left behind.
 """
 
 from __future__ import annotations
@@ -14,27 +17,47 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from npu_runner import LLM, SamplingParams
+from npu_runner.assets import SHAPES_VL
+from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 
 PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]
 DRAWN = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, max_tokens=24, ignore_eos=True)
 PARAMS = [DRAWN, DRAWN.replace(temperature=0.0), DRAWN.replace(n=3), DRAWN.replace(bad_words=("a",))]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
 MOST_LOST = 2
 SETTINGS = {"platform": "cpu", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64,
             "kv_cache_bytes": 1 << 20}
+PICTURE_SETTINGS = {**SETTINGS, "kv_cache_bytes": 8 << 20}
 
 
-def answers(llm: LLM) -> list[list[list[int]]]:
+Answers = list[list[list[int]]]
+
+
+def answers(llm: LLM) -> Answers:
     return [[c.token_ids for c in output.completions] for output in llm.generate(PROMPTS, PARAMS)]
 
 
-def interrupted(llm: LLM, delay: float) -> bool:
+def answers_to_pictures(llm: LLM) -> Answers:
+    conversations = (draw_example(seed).conversation() for seed in TEST_SEEDS[:6])
+    found = dict(llm.chat(conversations, GREEDY, stream_results=True))
+    return [[c.token_ids for c in found[index].completions] for index in range(len(found))]
+
+
+def processes_left() -> list[str]:
+    """Children of this process, whatever session they lead."""
+    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+
+
+def interrupted(llm: LLM, delay: float, call: Callable[[LLM], Answers]) -> bool:
     """Whether the interrupt came: C code that was just asking an object for an attribute drops what that raises."""
     timer = threading.Timer(delay, os.killpg, (os.getpgid(0), signal.SIGINT))
     try:
         timer.start()
-        answers(llm)
+        call(llm)
         timer.join()
         time.sleep(1)
     except KeyboardInterrupt:
@@ -42,22 +65,26 @@ def interrupted(llm: LLM, delay: float) -> bool:
     return False
 
 
-def main(model: str, size: str, num_interrupts: str) -> None:
+def main(model: str, size: str, num_interrupts: str, steps_under_way: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     rng = random.Random(5)
-    with LLM(model, tensor_parallel_size=int(size), **SETTINGS) as llm:
-        expected = answers(llm)
+    has_pictures = model == SHAPES_VL.name
+    call = answers_to_pictures if has_pictures else answers
+    settings = {**(PICTURE_SETTINGS if has_pictures else SETTINGS), "async_scheduling": steps_under_way == "2"}
+    with LLM(model, tensor_parallel_size=int(size), **settings) as llm:
+        expected = call(llm)
         started = time.monotonic()
-        assert answers(llm) == expected
+        assert call(llm) == expected
         seconds = time.monotonic() - started
         same: list[bool] = []
         lost = 0
         while len(same) < int(num_interrupts):
-            if not interrupted(llm, rng.uniform(0, seconds)):
+            if not interrupted(llm, rng.uniform(0, seconds), call):
                 lost += 1
                 assert lost <= MOST_LOST, "interrupts are swallowed"
                 continue
-            same.append(answers(llm) == expected and llm.stats().kv_blocks_used == 0)
+            same.append(call(llm) == expected and llm.stats().kv_blocks_used == 0)
+    assert not processes_left()
     print(json.dumps(same))
 
 

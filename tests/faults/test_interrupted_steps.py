@@ -63,13 +63,15 @@ def test_after_an_exception_in_a_step_the_next_call_answers_as_a_fresh_one(size:
     """Steps 1 to 4 are prefills and their chunks, later ones mostly decode."""
     with LLM(checkpoint("qwen3"), tensor_parallel_size=size, **SETTINGS) as llm:
         executor: Executor = llm.engine._executor
-        places: list[tuple[Any, str]] = [(executor, "execute_model"), (llm.engine.scheduler, "schedule"),
-                                         (llm.engine.scheduler, "complete"), (llm.engine.block_manager, "commit"),
+        scheduler = llm.engine.scheduler
+        places: list[tuple[Any, str]] = [(executor, "submit"), (executor, "collect"), (scheduler, "schedule"),
+                                         (scheduler, "complete"), (llm.engine.block_manager, "commit"),
                                          (llm.engine, "_append")]
         if size == 1:
             runner = runner_of(llm)
             sampler: Any = runner.steps.sampler
-            places += [(runner.steps, name) for name in ("admit", "prepare", "launch", "sample", "collect")]
+            places += [(runner.steps, name) for name in ("admit", "prepare", "launch", "sample", "keep_tokens",
+                                                         "collect")]
             places += [(runner.model, "compute_logits"), (sampler, "add"), (sampler._state, "_make_plan"),
                        (sampler._state, "plan"), (sampler._state, "prepare_advance")]
         else:
@@ -102,7 +104,7 @@ def test_an_interrupted_step_of_the_engine_is_made_again(checkpoint: Any, expect
         found: dict[str, Any] = {}
         num_injected = 0
         while engine.has_unfinished_requests():
-            name = ("execute_model", "submit", "collect")[num_injected % 3]
+            name = ("submit", "collect")[num_injected // 2 % 2]
             try:
                 with raising(engine._executor, name, 4, after=num_injected % 2 == 1):
                     for _ in range(5):
@@ -130,10 +132,19 @@ def test_pictures_that_were_under_way_are_seen_as_before() -> None:
                 assert cache.counters.num_bytes == sum(value.num_bytes for value in cache._values.values())
 
 
-@pytest.mark.parametrize(("size", "num_interrupts"), [(1, 12), pytest.param(2, 12, marks=pytest.mark.slow)])
-def test_ctrl_c_at_random_moments(size: int, num_interrupts: int, checkpoint: Any) -> None:
+@pytest.mark.parametrize(("size", "steps_under_way"), [(1, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_ctrl_c_at_random_moments(size: int, steps_under_way: int, checkpoint: Any) -> None:
+    num_interrupts = 12
     command = [sys.executable, "-m", "tests.faults.interrupts", str(checkpoint("qwen3")), str(size),
-               str(num_interrupts)]
+               str(num_interrupts), str(steps_under_way)]
     done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
     assert done.returncode == 0
     assert json.loads(done.stdout) == [True] * num_interrupts
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ctrl_c_at_random_moments_while_pictures_are_prepared(size: int) -> None:
+    command = [sys.executable, "-m", "tests.faults.interrupts", SHAPES_VL.name, str(size), "6"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == [True] * 6

@@ -30,7 +30,7 @@ def test_settings_come_from_the_environment_and_mistakes_are_named() -> None:
 
 
 def bucket(batch_size: int, num_columns: int) -> Bucket:
-    names = ("input_ids", "slot_mapping", "context_lens", "state_slots")
+    names = ("slot_mapping", "context_lens", "state_slots")
     shapes: dict[str, tuple[int, ...]] = {name: (batch_size,) for name in names}
     shapes["block_tables"] = (batch_size, num_columns)
     host = {name: np.full(shape, 77, dtype=np.int32) for name, shape in shapes.items()}
@@ -40,7 +40,7 @@ def bucket(batch_size: int, num_columns: int) -> Bucket:
 
 @pytest.mark.parametrize("repeats_a_row", [False, True])
 def test_padded_rows_read_the_shortest_real_row_and_write_each_to_its_own_null_slot(repeats_a_row: bool) -> None:
-    arrays = {"input_ids": np.array([5, 6]), "slot_mapping": np.array([9, 13]), "context_lens": np.array([7, 3]),
+    arrays = {"slot_mapping": np.array([9, 13]), "context_lens": np.array([7, 3]),
               "block_tables": np.array([[1, 2], [3, 0]]), "state_slots": np.array([7, 4])}
     padded = pad_into(bucket(4, 2), arrays, CpuPlatform(), BLOCK_SIZE, max_num_seqs=8, repeats_a_row=repeats_a_row)
     assert padded["state_slots"].tolist() == [7, 4, 8, 9]
@@ -55,6 +55,7 @@ SIDES = [
     ("max-autotune", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_GE_TILING": "device"}),
     ("reduce-overhead", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
     ("reduce-overhead", {"NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
+    ("reduce-overhead", {"NPU_RUNNER_ASCEND_REPLAY": "overlapped"}),
 ]
 
 

@@ -149,7 +149,7 @@ def test_a_row_with_a_long_context_in_spans_in_16_bits() -> None:
 def test_a_chunk_behind_a_long_context_makes_no_mask_of_all_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk and context multiply; what one call is given of that is bounded, and the parts agree with the whole."""
     monkeypatch.setattr(cpu_attention, "MASK_ELEMENTS", 30_000)
-    step = Step([200, 7, 30], [3000, 7, 90])
+    step = Step([200, 7, 30], [3000, 7, 90], piece_bytes=3000 * BYTES_PER_TOKEN)
     out_TNH, work = step.run(is_prefill=True)
     step.assert_equals_definition(out_TNH)
     assert work.tokens_read == 2 * sum(step.context_lens)

@@ -139,10 +139,10 @@ def test_what_was_freed_is_not_read(checkpoint: Any, platform_name: str) -> None
     with LLM(path, platform=platform_name, block_size=default_block_size(platform_name, 4),
              enable_prefix_caching=False, max_num_batched_tokens=24, **SMALL) as llm:
         runner, manager = runner_of(llm), llm.engine.block_manager
-        run = runner.steps.run
+        submit = runner.steps.submit
         num_spoiled = 0
 
-        def spoil_and_run(batch: Any) -> Any:
+        def spoil_and_submit(batch: Any) -> Any:
             nonlocal num_spoiled
             free = torch.tensor([block for block in range(1, manager.num_blocks) if not manager._ref_counts[block]],
                                 device=runner.device)
@@ -152,9 +152,9 @@ def test_what_was_freed_is_not_read(checkpoint: Any, platform_name: str) -> None
                 needed = first_needed_block(int(length), 10, manager.block_size)
                 num_spoiled += needed
                 assert not batch.block_tables_BW[row, :needed].any(), "a block behind the window is still held"
-            return run(batch)
+            return submit(batch)
 
-        runner.steps.run = spoil_and_run  # type: ignore[method-assign]
+        runner.steps.submit = spoil_and_submit  # type: ignore[method-assign]
         with torch.inference_mode():
             assert_equals_reference(path, llm, prompts_of(llm))
         assert num_spoiled > 0 or platform_name == "npu"

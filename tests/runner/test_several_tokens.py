@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.core.batch import ScheduledBatch
 from npu_runner.engine.executors.base import Executor
 from npu_runner.runner.base import ModelRunnerOutput
 
@@ -30,23 +29,25 @@ class KnowsWhatFollows:
     def __init__(self, llm: LLM, answers: dict[tuple[str, int], list[int]], surplus: int):
         self._llm, self._answers, self._surplus = llm, answers, surplus
         self._real: Executor = llm.engine._executor
-        self.execute = self._real.execute_model
+        self.collect = self._real.collect
 
-    def __call__(self, batch: ScheduledBatch) -> ModelRunnerOutput:
-        output = self.execute(batch)
-        sequences = [sequence for sequence, _ in self._llm.engine.scheduler._scheduled]
+    def __call__(self) -> ModelRunnerOutput:
+        output = self.collect()
         tokens = []
-        for sequence, given in zip(sequences, output.sampled_token_ids, strict=True):
+        for row, given in zip(self._llm.engine.scheduler._under_way[0], output.sampled_token_ids, strict=True):
+            sequence = row.seq
             start = sequence.num_output_tokens
             answer = self._answers[sequence.request_id.rpartition("-")[2], sequence.index]
             tokens.append([*given, *[*answer, 5, 5, 5][start + 1 : start + 1 + self._surplus]] if given else given)
         return replace(output, sampled_token_ids=tokens)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("surplus", [1, 2])
-def test_several_tokens_a_step_give_the_same_answers(surplus: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_tokens_a_step_give_the_same_answers(surplus: int, ahead: bool, path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=13, ignore_eos=True)
-    with LLM(path, **SETTINGS) as llm:
+    with LLM(path, async_scheduling=ahead, **SETTINGS) as llm:
         free = llm.generate(PROMPTS, greedy)
         ends_early = free[1].token_ids[4]
         early, short = greedy.replace(stop_token_ids=[ends_early]), greedy.replace(max_tokens=4)
@@ -55,7 +56,7 @@ def test_several_tokens_a_step_give_the_same_answers(surplus: int, path: Path, m
         answers = {(str(8 + index), completion.index): completion.token_ids
                    for index, output in enumerate(one_by_one) for completion in output.completions}
         steps_before = llm.stats()
-        monkeypatch.setattr(llm.engine._executor, "execute_model", KnowsWhatFollows(llm, answers, surplus))
+        monkeypatch.setattr(llm.engine._executor, "collect", KnowsWhatFollows(llm, answers, surplus))
         several = llm.generate(PROMPTS, params)
         assert [output.completions for output in several] == [output.completions for output in one_by_one]
         assert llm.stats().kv_blocks_used == 0

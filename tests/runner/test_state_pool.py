@@ -15,7 +15,7 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.runner import state_plan
-from npu_runner.runner.base import MemoryProfile, ModelRunnerOutput
+from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
 from npu_runner.runner.state_plan import StatePlan, StateShape, plan_states
@@ -141,18 +141,18 @@ def watched(request: pytest.FixtureRequest, checkpoint: Any, platform_name: str,
              max_num_batched_tokens=128, kv_cache_bytes=18 * 2 * 16 * 2 * 32 * 4) as llm:
         changed: list[set[int]] = []
         runner: Any = runner_of(llm).steps
-        run = runner.run
+        submit = runner.submit
 
-        def watch(batch: ScheduledBatch) -> ModelRunnerOutput | None:
+        def watch(batch: ScheduledBatch) -> Any:
             pool = runner.states
             before = pool.states.clone(), pool.conv_states.clone()
-            output = run(batch)
+            step = submit(batch)
             differs = sum((after != old).flatten(2).any(-1).any(0).int()
                           for after, old in zip((pool.states, pool.conv_states), before, strict=True))
             changed.append(check_slots(batch, {int(slot) for slot in torch.nonzero(differs)}, pool))
-            return output
+            return step
 
-        runner.run = watch
+        runner.submit = watch
         yield llm, changed
 
 
@@ -211,7 +211,7 @@ def test_steps_that_are_nobodys_leave_serving_states_alone(watched: tuple[LLM, l
     pool = runner.states
     assert pool is not None
     before = pool.states.clone(), pool.conv_states.clone()
-    del runner.steps.run  # type: ignore[method-assign]
+    del runner.steps.submit  # type: ignore[method-assign]
     runner.profile_run()
     runner.dummy_run(64, 3, expected_decode_len=2)
     num_seqs = pool.plan.max_num_seqs

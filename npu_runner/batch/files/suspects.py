@@ -8,6 +8,7 @@ Killed at any moment, the old or the new file is there, whole. Knows nothing of 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,14 +35,12 @@ class Suspects:
     def __init__(self, output: Path | None, *, overwrite: bool = False):
         self._path = None if output is None else suspects_path(output)
         self._rows: dict[str, Suspicion] = {}
-        if overwrite:
-            self.clear()
-        elif self._path is not None:
+        if self._path is not None and not overwrite:  # what an earlier output says goes when that goes, by `clear`
             self._rows = _load(self._path)
 
-    def is_one(self, custom_id: str) -> bool:
-        """Whether this row has to run alone."""
-        return custom_id in self._rows
+    def names(self) -> list[str]:
+        """The rows that have to run alone, or are given up."""
+        return list(self._rows)
 
     def verdict(self, custom_id: str) -> Suspicion | None:
         """Why this row is given up without being run; None if it is not."""
@@ -56,9 +55,13 @@ class Suspects:
             code = error.blame or ("request_failed" if num_deaths >= _MAX_DEATHS_ALONE else None)
             message = f"alone in its step, this row ended the job: {str(error).partition(chr(10))[0]}" if code else ""
             self._rows[name] = Suspicion(num_deaths=num_deaths, code=code, message=message)
-        for name in error.request_ids:
+        self.suspect(error.request_ids)
+
+    def suspect(self, custom_ids: Iterable[str]) -> None:
+        """Note that these have to run alone, in this run or the next."""
+        for name in custom_ids:
             self._rows.setdefault(name, Suspicion())
-        if error.request_ids and self._path is not None:
+        if self._rows and self._path is not None:
             with clear_file_errors(f"suspects {self._path}"), replacing(self._path) as file:
                 rows = {name: asdict(row) for name, row in self._rows.items()}
                 file.write(json.dumps({"format": FORMAT, "rows": rows}, indent=1).encode() + b"\n")

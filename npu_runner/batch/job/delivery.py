@@ -10,8 +10,9 @@ from collections.abc import Callable
 from types import TracebackType
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.input_file import InputRow
+from npu_runner.batch.files.early_rows import EarlyRows
 from npu_runner.batch.job.tally import Outcome, Tally
+from npu_runner.replicas.base import FinishedRow
 
 MAX_ROWS_OUT_OF_ORDER = 4096
 
@@ -25,10 +26,10 @@ class Delivery:
         self._uncounted: deque[Outcome] = deque()
         self._num_counted = 0
 
-    def put(self, row: InputRow, data: bytes, outcome: Outcome) -> None:
+    def put(self, row: FinishedRow) -> None:
         """Queue a row for the output. Raises JobError when an earlier one could not be written."""
-        self._uncounted.append(outcome)
-        self._writer.put(data)
+        self._uncounted.append(row.outcome)
+        self._writer.put(row.data)
 
     def count(self) -> None:
         """Add to the tally what reached the output since the last call. Raises what the next `put` would raise."""
@@ -55,19 +56,27 @@ class Delivery:
 class OrderedDelivery(Delivery):
     """Rows go out in the order of the input: for streams, which nobody can put in order afterwards.
 
-    What comes early waits in memory, so `allow` bounds how many rows may be begun. Rows still waiting at the end are
-    lost, and not counted.
+    What comes early waits, so `allow` bounds how many rows may be begun: `window` behind the first that is missing.
+    Rows still waiting at the end are lost, and not counted.
     """
 
-    def __init__(self, writer: AnswerWriter, tally: Tally, allow: Callable[[float], None]):
+    def __init__(self, writer: AnswerWriter, tally: Tally, allow: Callable[[int], None], *, window: int):
         super().__init__(writer, tally)
         self._allow = allow
+        self._window = window
         self._next = 0
-        self._early: dict[int, tuple[InputRow, bytes, Outcome]] = {}
+        self._early = EarlyRows()
+        allow(window)
 
-    def put(self, row: InputRow, data: bytes, outcome: Outcome) -> None:
-        self._early[row.sequence] = row, data, outcome
-        while self._next in self._early:
-            super().put(*self._early.pop(self._next))
+    def put(self, row: FinishedRow) -> None:
+        self._early.add(row)
+        while (due := self._early.pop(self._next)) is not None:
+            super().put(due)
             self._next += 1
-        self._allow(self._next + MAX_ROWS_OUT_OF_ORDER)
+        self._allow(self._next + self._window)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._early.close()
+        super().__exit__(kind, error, trace)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.input_file import InputIdentity
 from npu_runner.batch.files.manifest import Manifest, differences, start_time
-from npu_runner.batch.job.model_side import ModelSide
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError
+from npu_runner.replicas.base import ReplicaFacts
 
 _LENGTH = "max_model_len"
 
@@ -34,10 +33,11 @@ def config_to_go_on_with(config: RunnerConfig, earlier: Manifest | None) -> Runn
     return config.replace(max_model_len=int(earlier.settings[_LENGTH]))
 
 
-def load(model: ModelSide, given: RunnerConfig, taken: RunnerConfig, destination: Destination) -> Any:
-    """The engine's context manager. `taken`: what became of the `given` settings in `config_to_go_on_with`."""
+@contextmanager
+def loading(given: RunnerConfig, taken: RunnerConfig, destination: Destination) -> Iterator[None]:
+    """What a want of memory means for this output. `taken`: what became of the `given` settings above."""
     try:
-        engine: AbstractContextManager[Any] = model.load()
+        yield
     except OutOfMemoryError as error:
         if taken.max_model_len == given.max_model_len:
             raise
@@ -45,19 +45,16 @@ def load(model: ModelSide, given: RunnerConfig, taken: RunnerConfig, destination
             f"output {destination.name} was begun with {_LENGTH} {taken.max_model_len} and goes on with no other: free "
             f"memory, or --overwrite to start afresh with what fits now. {error}"
         ) from error
-    return engine
 
 
 def manifest_of(
-    destination: Destination, model: ModelSide, engine: Any, *, model_name: str, model_files: dict[str, str],
+    destination: Destination, facts: ReplicaFacts, *, model_name: str, model_files: dict[str, str],
     weights: dict[str, str], input: InputIdentity,
 ) -> Manifest:  # fmt: skip
     """The manifest of this output: the earlier one, if nothing that shapes answers has changed since."""
-    settings = {
-        **engine.describe(),
-        **{f"prompts.{name}": value for name, value in model.processor.identity().items()},
-        **{f"generation_defaults.{name}": value for name, value in model.generation_defaults.items()},
-    }
+    settings = dict(facts.settings)
+    if facts.weights is not None and (changes := differences(weights, dict(facts.weights))):
+        raise ConfigError(f"the replicas have loaded other weights than this host sees: {'; '.join(changes)}")
     earlier = destination.earlier
     if earlier is None or not earlier.has_served:
         return Manifest(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from npu_runner.errors import ConfigError
-from npu_runner.limits import LIMITS, MIB
+from npu_runner.limits import LIMITS
+from npu_runner.replicas.placement import AUTO
+from npu_runner.workers.options import PreprocessingOptions, default_num_workers
 
 PROGRESS_STYLES = ("auto", "bar", "lines", "off")
-_MAX_DEFAULT_WORKERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,13 @@ class BatchOptions:
     """Most rows on the page; failed and unexpected answers come first."""
     cached_tokens: bool = False
     """Report each row's prefix-cache hits in its usage. They depend on timing, so rows are not reproducible then."""
+    data_parallel_size: int | str = 1
+    """Replicas of the model on this host, each on devices of its own (tensor_parallel_size of them); they share the
+    rows of the job. auto: as many as there are devices for."""
+    max_replica_restarts: int = 3
+    """How often a replica that died is started again; its rows go to the others."""
     preprocessing_workers: int | None = None
-    """Processes that decode pictures and tokenize; None: half of the CPU cores, 16 at most."""
+    """Processes that decode pictures and tokenize, for each replica; None: half of its CPU cores, 16 at most."""
     preprocessing_timeout: float = 120.0
     """Seconds after which preprocessing of one row is given up."""
     max_row_bytes: int = LIMITS.max_row_bytes
@@ -55,15 +60,16 @@ class BatchOptions:
     """bar, lines or off; auto: a bar on a terminal and lines elsewhere."""
 
     def __post_init__(self) -> None:
+        if self.data_parallel_size != AUTO and (not isinstance(self.data_parallel_size, int)
+                                                or self.data_parallel_size < 1):
+            raise ConfigError(f"data_parallel_size: {self.data_parallel_size!r} is no number of replicas, nor auto")
+        if self.max_replica_restarts < 0:
+            raise ConfigError(f"max_replica_restarts: {self.max_replica_restarts} is negative; 0 starts none again")
         if self.preprocessing_workers is not None and self.preprocessing_workers < 1:
             raise ConfigError(f"preprocessing_workers: {self.preprocessing_workers} is not a positive number")
-        if not self.preprocessing_timeout > 0:
-            raise ConfigError(f"preprocessing_timeout: {self.preprocessing_timeout} seconds is not positive")
-        for name in ("max_row_bytes", "max_media_bytes", "max_prompt_media_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not a positive number")
-        if self.worker_memory_bytes < 64 * MIB:
-            raise ConfigError(f"worker_memory_bytes: {self.worker_memory_bytes} is less than 64 MiB")
+        if self.max_row_bytes < 1:
+            raise ConfigError(f"max_row_bytes: {self.max_row_bytes} is not a positive number")
+        self.preprocessing()
         if self.report_rows < 1:
             raise ConfigError(f"report_rows: {self.report_rows} is not a positive number")
         if self.progress not in PROGRESS_STYLES:
@@ -71,13 +77,14 @@ class BatchOptions:
         if self.allowed_media_dir is not None and not self.allowed_media_dir.is_dir():
             raise ConfigError(f"allowed_media_dir: {str(self.allowed_media_dir)!r} is not a folder")
 
-    @property
-    def num_workers(self) -> int:
-        if self.preprocessing_workers is not None:
-            return self.preprocessing_workers
-        return max(1, min(_MAX_DEFAULT_WORKERS, num_cpus() // 2))
+    def preprocessing(self) -> PreprocessingOptions:
+        """Those of the options that any preparing takes. Raises ConfigError for one out of range."""
+        return PreprocessingOptions(
+            preprocessing_workers=self.preprocessing_workers, preprocessing_timeout=self.preprocessing_timeout,
+            max_media_bytes=self.max_media_bytes, max_prompt_media_bytes=self.max_prompt_media_bytes,
+            worker_memory_bytes=self.worker_memory_bytes,
+        )  # fmt: skip
 
-
-def num_cpus() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    def num_workers(self, num_cores: int) -> int:
+        """Preprocessing workers of a replica that has so many cores."""
+        return self.preprocessing_workers or default_num_workers(num_cores)

@@ -6,42 +6,40 @@ changed before the model stands ready.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Destination, open_destination
-from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, replacing
+from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
-from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputScan
+from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job import delivery, making, serving
+from npu_runner.batch.job import delivery, making
+from npu_runner.batch.job.closing import check_names, make_report, save_summary
+from npu_runner.batch.job.crew import Crew, recruit, report_of
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
+from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
-from npu_runner.batch.job.options import BatchOptions, num_cpus
+from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.report import write_report
-from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.job.signals import Interrupted, StopSignals
-from npu_runner.batch.job.tally import JobSummary, Tally
-from npu_runner.batch.job.thumbnails import ThumbnailMaker
-from npu_runner.batch.rows.input_row import InputRow
+from npu_runner.batch.job.tally import JobSummary, ReplicaReport, Tally
 from npu_runner.batch.rows.openai_response import JobStamp
-from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError
-from npu_runner.multimodal.media import MediaRules
-from npu_runner.outputs import EngineStats
-from npu_runner.workers.pool import PoolLimits, WorkerPool
+from npu_runner.replicas.base import ReplicaStats
+from npu_runner.replicas.fleet import Fleet
+from npu_runner.replicas.row_queue import RowQueue
+from npu_runner.workers.options import num_cpus
 
 _MAX_DIGEST_THREADS = 4
 
@@ -69,7 +67,7 @@ def run_batch(
     `open_model` stands in for a checkpoint and LLMEngine.
     """
     progress = Progress(options.progress)
-    _check_names(options)
+    check_names(options)
     with StopSignals() as signals:
         job = _Job(config, options, progress, signals, open_model)
         try:
@@ -112,8 +110,9 @@ class _Job:
         self._serve_ended: float | None = None
         self._work: _Work | None = None
         self._num_resumed = self._num_failed_kept = 0
-        self._stats = EngineStats()
-        self._num_replaced = 0
+        self._stats = ReplicaStats()
+        self._replicas: tuple[ReplicaReport, ...] = ()
+        self._num_workers = 0
 
     def run(self, destination: Destination) -> None:
         destination.look()
@@ -152,7 +151,9 @@ class _Job:
         if not self._is_cut_short:
             file.refuse_changes()
             destination.finish(work.rows, is_ordered=self._options.ordered)
-            self._report(file, work.rows, destination)
+            if self._options.report is not None:
+                make_report(self._options, self._config.max_source_pixels, file, work.rows, destination)
+                self._progress.say(f"report    {self._options.report}")
 
     def _open_input(self, destination: Destination) -> InputFile:
         path = destination.path
@@ -166,63 +167,69 @@ class _Job:
         # The folder that was looked at, whatever a hub id stands for a moment later.
         given = self._config.replace(model=str(work.model_folder), revision=None)
         taken = making.config_to_go_on_with(given, destination.earlier)
-        model = self._open_model(taken)
-        # Workers prepare the first rows while the model loads, and its weights are hashed.
+        book = RowBook(work.rows, work.wanted, file.source)
+        suspects = Suspects(destination.path, overwrite=self._options.overwrite)
+        crew = recruit(taken, self._options, file.source, self._open_model)
+        self._num_workers = crew.num_workers
+        queue = RowQueue(book.num_rows)
+        if self._options.ordered and destination.path is None:
+            queue.allow(self._window(crew))
         with (
-            self._start_pool(model, file, work.wanted, destination) as pool,
+            Fleet(
+                crew.replicas, queue, hooks_for(book, suspects, self._progress.say), max_restarts=crew.max_restarts,
+                given_up=known_suspects(queue, book, suspects),
+            ) as fleet,
             self._digests(work) as digests,
-            making.load(model, given, taken, destination) as engine,
-        ):
-            pool.raise_failure()
-            facts = ", ".join(f"{name} {value}" for name, value in engine.describe().items())
-            self._progress.say(f"model {work.model_folder}: {facts}\n{engine.ledger}")
+        ):  # fmt: skip
+            with making.loading(given, taken, destination):
+                facts = fleet.load()
+            shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
+            self._progress.say(f"model {work.model_folder}: {shown}\n{facts.ledger}")
             if not digests.is_done:
                 self._progress.say("the model is ready; waiting until its weights are hashed")
             manifest = making.manifest_of(
-                destination, model, engine, model_name=work.model_folder.name, model_files=work.model_files,
+                destination, facts, model_name=work.model_folder.name, model_files=work.model_files,
                 weights=digests.lines(), input=work.rows.identity,
             )  # fmt: skip
             # From here on a signal lets the step under way end, and then the job.
             self._signals.defer()
-            self._serve_rows(engine, pool, destination, manifest, file)
+            writer = destination.begin(manifest)
+            if self._options.overwrite:
+                suspects.clear()
+            fleet.begin(self._stamp(manifest))
+            self._drive(fleet, book, suspects, self._delivery(writer, queue, crew))
 
     def _digests(self, work: _Work) -> WeightDigests:
         return WeightDigests(work.model_folder, num_threads=max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2)))
 
-    def _serve_rows(
-        self, engine: Any, pool: WorkerPool[InputRow], destination: Destination, manifest: Manifest, file: InputFile
-    ) -> None:
+    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery) -> None:
         assert self._work is not None, "no work was planned yet"
-        writer = destination.begin(manifest)
-        suspects = Suspects(destination.path, overwrite=self._options.overwrite)
         self._serve_began = time.monotonic()
+        driver = Driver(
+            fleet, book, delivery, tally=self._tally, progress=self._progress,
+            should_stop=lambda: self._signals.is_requested, suspects=suspects,
+        )  # fmt: skip
         try:
-            with self._delivery(writer, pool) as rows_out:
+            with delivery:
                 self._progress.start(self._work.rows.num_rows, self._num_resumed)
-                ServingLoop(
-                    engine,
-                    pool,
-                    rows_out,
-                    name_of=file.source.name,
-                    stamp=self._stamp(manifest),
-                    tally=self._tally,
-                    progress=self._progress,
-                    should_stop=lambda: self._signals.is_requested,
-                    suspects=suspects,
-                ).run()
-            self._progress.update(self._tally, engine.stats, is_last=True)
+                driver.run()
+            self._progress.update(self._tally, driver.engine_stats, is_last=True)
             if not self._is_cut_short:
                 suspects.clear()
         finally:
             self._serve_ended = time.monotonic()
-            self._stats, self._num_replaced = replace(engine.stats()), pool.num_replaced
+            self._stats = driver.stats()
+            self._replicas = tuple(report_of(slot) for slot in fleet.slots) if len(fleet.slots) > 1 else ()
             self._progress.close()
 
-    def _delivery(self, writer: AnswerWriter, pool: WorkerPool[InputRow]) -> Delivery:
+    def _delivery(self, writer: AnswerWriter, queue: RowQueue, crew: Crew) -> Delivery:
         # A file is put in order when all of its rows are there; only a stream has to keep to it.
         if self._options.ordered and writer.is_stream:
-            return OrderedDelivery(writer, self._tally, pool.allow)
+            return OrderedDelivery(writer, self._tally, queue.allow, window=self._window(crew))
         return Delivery(writer, self._tally)
+
+    def _window(self, crew: Crew) -> int:
+        return delivery.MAX_ROWS_OUT_OF_ORDER * len(crew.replicas)
 
     def _stamp(self, manifest: Manifest) -> JobStamp:
         return JobStamp(
@@ -232,34 +239,6 @@ class _Job:
             splits_reasoning="prompts.reasoning_tokens" in manifest.settings,
             with_cached_tokens=self._options.cached_tokens,
         )
-
-    def _start_pool(
-        self, model: ModelSide, file: InputFile, wanted: np.ndarray, destination: Destination
-    ) -> WorkerPool[InputRow]:
-        options, folder = self._options, self._options.allowed_media_dir
-        preprocessor = RowPreprocessor(
-            source=file.source,
-            processor=model.processor,
-            media=MediaRules(
-                allowed_dir=None if folder is None else folder.resolve(),
-                max_images=self._config.max_images_per_prompt,
-                max_bytes=options.max_media_bytes,
-                max_total_bytes=options.max_prompt_media_bytes,
-            ),
-            max_row_bytes=options.max_row_bytes,
-            generation_defaults=dict(model.generation_defaults),
-            seed=self._config.seed,
-        )
-        is_windowed = self._options.ordered and destination.path is None
-        limits = PoolLimits(
-            num_workers=options.num_workers,
-            task_timeout_seconds=options.preprocessing_timeout,
-            worker_memory_bytes=options.worker_memory_bytes,
-            # Without a setting the platform's default counts, which is none above 256.
-            max_ready=serving.max_waiting_requests(self._config.max_num_seqs or 0),
-            max_tasks=delivery.MAX_ROWS_OUT_OF_ORDER if is_windowed else float("inf"),
-        )
-        return WorkerPool(preprocessor, file.rows(wanted), limits, [file.source.descriptor])
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> None:
         self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
@@ -286,7 +265,7 @@ class _Job:
             self._progress.say(line)
         try:
             if self._options.summary is not None:
-                _write_json(self._options.summary, summary.to_json())
+                save_summary(self._options.summary, summary)
         except JobError as second:
             if error is None:
                 raise
@@ -302,50 +281,13 @@ class _Job:
             num_resumed=self._num_resumed,
             num_failed_in_output=self._num_failed_kept + self._tally.num_failed,
             tally=self._tally,
-            stats=self._stats,
+            stats=self._stats.engine,
+            wait_seconds=self._stats.wait_seconds,
+            replicas=self._replicas,
             start_seconds=began - self._started,
             serve_seconds=ended - began,
-            num_workers=self._options.num_workers,
-            num_workers_replaced=self._num_replaced,
+            num_workers=self._num_workers,
+            num_workers_replaced=self._stats.num_workers_replaced,
             is_interrupted=error is None and self._is_cut_short,
             error=error,
         )
-
-    def _report(self, file: InputFile, rows: InputScan, destination: Destination) -> None:
-        if self._options.report is None:
-            return
-        assert destination.path is not None, "refused at the start"
-        options = self._options
-        worker = PoolLimits(
-            num_workers=1,
-            task_timeout_seconds=options.preprocessing_timeout,
-            worker_memory_bytes=options.worker_memory_bytes,
-        )
-        write_report(
-            self._options.report, file, rows, destination.path, worker=worker, max_rows=options.report_rows,
-            thumbnails=ThumbnailMaker(
-                options.allowed_media_dir, self._config.max_source_pixels, options.max_media_bytes
-            ),
-            max_row_bytes=options.max_row_bytes,
-        )  # fmt: skip
-        self._progress.say(f"report    {options.report}")
-
-
-def _check_names(options: BatchOptions) -> None:
-    """No file may stand for two. The report and the summary are written last: that they cannot be is said first."""
-    names = {"input": options.input, "output": options.output, "report": options.report, "summary": options.summary}
-    taken: dict[Path, str] = {}
-    for name, value in names.items():
-        if value is None or value == STANDARD_STREAM:
-            continue
-        path = Path(value).resolve()
-        if path in taken:
-            raise ConfigError(f"{name} {value}: is the {taken[path]} as well; choose another name")
-        taken[path] = name
-        if name in ("report", "summary") and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(f"{name} {value}: is a folder or in no existing folder; name a file")
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with late_file_errors(f"summary {path}"), replacing(path) as file:
-        file.write(json.dumps(value, indent=2).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Moves rows from preprocessing through the engine to the output. Knows nothing of files, resuming or the model.
+"""Moves rows from preprocessing through the engine to finished bytes. Knows nothing of files, resuming or the model.
 
 Everything it holds is bounded: the engine's queue here, finished prompts in the pool.
 """
@@ -6,36 +6,22 @@ Everything it holds is bounded: the engine's queue here, finished prompts in the
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job.delivery import Delivery
-from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.tally import Outcome, Tally, answered
+from npu_runner.batch.job.tally import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
-from npu_runner.errors import EngineDeadError, RequestError
+from npu_runner.engine.waiting import WaitingRoom
+from npu_runner.errors import EngineDeadError, ReplicaDeadError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.outputs import EngineStats, RequestOutput
+from npu_runner.replicas.base import FinishedRow
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.pool import Finished, WorkerFailure, WorkerPool
-
-# Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
-_LEAST_WAITING_REQUESTS = 64
-# ... and this share of max_num_seqs, since an eighth of it must be able to join before a prefill interrupts others.
-_WAITING_SHARE = 4
-MAX_WAITING_BYTES = 1 << 29
-_IDLE_SECONDS = 0.2
-
-
-def max_waiting_requests(max_num_seqs: int) -> int:
-    """Most requests that wait in the engine, and most that wait for it in the pool."""
-    return max(_LEAST_WAITING_REQUESTS, max_num_seqs // _WAITING_SHARE)
 
 
 class Engine(Protocol):
@@ -44,6 +30,7 @@ class Engine(Protocol):
     @property
     def max_num_seqs(self) -> int: ...
     def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None: ...
+    def abort_request(self, request_id: str) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
     def stats(self) -> EngineStats: ...
@@ -54,88 +41,95 @@ class _InFlight:
     row: InputRow
     form: AnswerForm
     expected: str | None
+    num_sequences: int
 
 
 class ServingLoop:
-    """Serves a pool's rows until there are none or `should_stop` says so; rows go to `delivery` as they finish.
+    """Serves a pool's rows, turn by turn. `name_of`: the custom_id of a row that no worker could prepare.
 
-    `name_of`: the custom_id of a row that no worker could prepare.
+    `begun` and `finished` grow; whoever reads them empties them.
     """
 
     def __init__(
         self,
         engine: Engine,
         pool: WorkerPool[InputRow],
-        delivery: Delivery,
         *,
         name_of: Callable[[InputRow], str | None],
         stamp: JobStamp,
-        tally: Tally,
-        progress: Progress,
-        should_stop: Callable[[], bool],
-        suspects: Suspects | None = None,
     ):
         self._engine = engine
         self._pool = pool
         self._name_of = name_of
         self._stamp = stamp
-        self._tally = tally
-        self._progress = progress
-        self._should_stop = should_stop
         self._in_flight: dict[str, _InFlight] = {}
-        self._delivery = delivery
-        self._max_waiting = max_waiting_requests(engine.max_num_seqs)
-        self._sizes: deque[int] = deque(maxlen=self._max_waiting)
-        self._suspects = suspects or Suspects(None)
-        self._to_run_alone: deque[Finished[InputRow]] = deque()
-        self._is_one_alone = False
+        self._given_back: set[str] = set()
+        self._room = WaitingRoom(engine.max_num_seqs)
+        self._must_step = False
+        self.begun: list[int] = []
+        """Rows that the engine was given; what they do to it comes in the next turn."""
+        self.finished: list[FinishedRow] = []
+        self.wait_seconds = 0.0
 
-    def run(self) -> None:
-        """Raises what the engine, the pool or `delivery` raise. Rows still under way when it stops are dropped."""
-        while not self._should_stop():
+    def turn(self, idle_seconds: float) -> None:
+        """Give rows to the engine or, where there are none, run one step; with nothing to do wait for a row.
+
+        Raises what engine and pool raise; ReplicaDeadError, with the rows of its last step, for an engine that died.
+        """
+        if not self._must_step:
             self._admit()
-            if self._engine.has_unfinished_requests():
-                self._step()
-            elif self._pool.is_over and not self._to_run_alone:
-                break
+        # Who looks on hears of rows before they are under way: they may be the end of this process.
+        self._must_step = bool(self.begun)
+        if self._must_step:
+            return
+        if self._engine.has_unfinished_requests():
+            self._step()
+        elif not self.finished:
+            self._wait(idle_seconds)
+
+    def give_back(self, num_rows: int) -> list[int]:
+        """Forget so many rows, at most, that wait for the engine or in it, and return their indices."""
+        dropped: list[int] = []
+        while len(dropped) < num_rows and (finished := self._pool.get()) is not None:
+            if isinstance(finished.result, PreparedRow):
+                dropped.append(finished.task.sequence)
             else:
-                self._wait()
-            self._delivery.count()
-            self._progress.update(self._tally, self._engine.stats)
+                self._take(finished)
+        num_waiting = self._engine.stats().num_waiting
+        # First come, first served: those that wait are those admitted last.
+        for name, flight in reversed(list(self._in_flight.items())):
+            num_waiting -= flight.num_sequences
+            if num_waiting < 0 or len(dropped) >= num_rows:
+                break
+            self._engine.abort_request(name)
+            self._given_back.add(name)
+            del self._in_flight[name]
+            dropped.append(flight.row.sequence)
+        return dropped
 
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
         except EngineDeadError as error:
-            self._suspects.accuse(error)
-            raise
+            rows = [self._in_flight[name].row.sequence for name in error.request_ids if name in self._in_flight]
+            raise ReplicaDeadError(
+                str(error), request_ids=error.request_ids, blame=error.blame, rows=tuple(rows) or None
+            ) from error
         for output in outputs:
             self._finish(output)
 
     def _admit(self) -> None:
-        self._is_one_alone &= bool(self._in_flight)
         num_waiting = self._engine.stats().num_waiting
-        while self._may_admit(num_waiting):
+        while self._room.has_room(num_waiting):
             finished = self._pool.get()
             if finished is None:
                 break
             num_waiting += self._take(finished)
-        if self._to_run_alone and not self._in_flight:
-            self._is_one_alone = self._queue(self._to_run_alone.popleft())
 
-    def _may_admit(self, num_waiting: int) -> bool:
-        if self._is_one_alone or self._to_run_alone:
-            return False
-        return num_waiting < self._max_waiting and self._bytes_of_last(num_waiting) < MAX_WAITING_BYTES
-
-    def _bytes_of_last(self, count: int) -> int:
-        """First come, first served: the requests that wait are those admitted last."""
-        return sum(list(self._sizes)[-count:]) if count else 0
-
-    def _wait(self) -> None:
+    def _wait(self, seconds: float) -> None:
         started = time.monotonic()
-        finished = self._pool.get(_IDLE_SECONDS)
-        self._tally.wait_seconds += time.monotonic() - started
+        finished = self._pool.get(seconds)
+        self.wait_seconds += time.monotonic() - started
         if finished is not None:
             self._take(finished)
 
@@ -149,14 +143,6 @@ class ServingLoop:
             self._fail(row, result.custom_id, result.error)
             return False
         assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
-        verdict = self._suspects.verdict(result.custom_id)
-        if verdict is not None:
-            error = RowError(code=str(verdict.code), message=verdict.message, status_code=500)
-            self._fail(row, result.custom_id, error)
-            return False
-        if self._suspects.is_one(result.custom_id):
-            self._to_run_alone.append(finished)
-            return False
         return self._queue(finished)
 
     def _queue(self, finished: Finished[InputRow]) -> bool:
@@ -167,18 +153,24 @@ class ServingLoop:
             refusal = RowError(code=error.code, message=error.message, param=error.param)
             self._fail(row, result.custom_id, refusal)
             return False
-        self._in_flight[result.custom_id] = _InFlight(row, result.form, result.expected)
-        self._sizes.append(finished.num_bytes)
+        self._in_flight[result.custom_id] = _InFlight(row, result.form, result.expected, result.params.n)
+        self._room.enter(finished.num_bytes)
+        self.begun.append(row.sequence)
         return True
 
     def _finish(self, output: RequestOutput) -> None:
-        flight = self._in_flight.pop(output.request_id)
+        name = output.request_id
+        if name in self._given_back and output.finish_reason == "abort":
+            self._given_back.remove(name)
+            return
+        flight = self._in_flight.pop(name)
         error = why_unanswered(output)
         if error is not None:
-            self._fail(flight.row, output.request_id, error)
+            self._fail(flight.row, name, error)
             return
-        data = answer_row(output, custom_id=output.request_id, form=flight.form, stamp=self._stamp)
-        self._delivery.put(flight.row, data, answered(output, flight.expected))
+        data = answer_row(output, custom_id=name, form=flight.form, stamp=self._stamp)
+        self.finished.append(FinishedRow(flight.row.sequence, answered(output, flight.expected), data))
 
     def _fail(self, row: InputRow, custom_id: str | None, error: RowError) -> None:
-        self._delivery.put(row, error_row(error, custom_id=custom_id, line=row.line), Outcome(failure_code=error.code))
+        data = error_row(error, custom_id=custom_id, line=row.line)
+        self.finished.append(FinishedRow(row.sequence, Outcome(failure_code=error.code), data))

@@ -8,6 +8,7 @@ from typing import Any
 
 from npu_runner.errors import ConfigError, NpuRunnerError
 from npu_runner.outputs import EngineStats, RequestOutput
+from npu_runner.replicas.base import ReplicaStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,6 @@ class Tally:
     num_expected: int = 0
     """Answered rows whose metadata holds the expected answer."""
     num_as_expected: int = 0
-    wait_seconds: float = 0.0
-    """Time in which the model had nothing to do but wait for preprocessing."""
 
     @property
     def num_done(self) -> int:
@@ -77,6 +76,37 @@ def is_as_expected(answer: str, expected: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaReport:
+    """What one of several replicas did, and those that took its place when it died."""
+
+    name: str
+    num_rows: int
+    num_deaths: int
+    stats: ReplicaStats
+
+    def to_json(self) -> dict[str, Any]:
+        engine = self.stats.engine
+        return {
+            "name": self.name,
+            "rows": self.num_rows,
+            "deaths": self.num_deaths,
+            "prefill_computed": engine.num_prefill_tokens,
+            "decode_computed": engine.num_decode_tokens,
+            "prefill_seconds": round(engine.prefill_seconds, 3),
+            "decode_seconds": round(engine.decode_seconds, 3),
+            "preprocessing_wait": round(self.stats.wait_seconds, 3),
+        }
+
+    def to_line(self) -> str:
+        engine = self.stats.engine
+        deaths = f", died {self.num_deaths} times" if self.num_deaths else ""
+        return (
+            f"{self.name:<9} {self.num_rows} rows in {engine.prefill_seconds:.1f} s of prefill and "
+            f"{engine.decode_seconds:.1f} s of decode, {self.stats.wait_seconds:.1f} s waiting{deaths}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobSummary:
     """What a run of a job did, finished or not: rows count that are in the output."""
 
@@ -87,12 +117,17 @@ class JobSummary:
     """Failed rows in the output, of this run and of earlier ones."""
     tally: Tally
     stats: EngineStats
+    """Of all replicas together."""
     start_seconds: float
     """Reading the input and loading the model, while preprocessing begins."""
     serve_seconds: float
     """From when the model stood ready to the last row."""
     num_workers: int
     num_workers_replaced: int
+    wait_seconds: float = 0.0
+    """Time in which the model had nothing to do but wait for preprocessing."""
+    replicas: tuple[ReplicaReport, ...] = ()
+    """Where there are several."""
     is_interrupted: bool = False
     error: NpuRunnerError | None = None
     """What ended the run before its end, or kept it from its last steps (order, report)."""
@@ -138,7 +173,7 @@ class JobSummary:
                 "serve": round(self.serve_seconds, 3),
                 "prefill": round(stats.prefill_seconds, 3),
                 "decode": round(stats.decode_seconds, 3),
-                "preprocessing_wait": round(tally.wait_seconds, 3),
+                "preprocessing_wait": round(self.wait_seconds, 3),
             },
             "throughput": {
                 "rows_per_second": self._per_second(tally.num_done),
@@ -146,6 +181,7 @@ class JobSummary:
                 "completion_tokens_per_second": self._per_second(tally.num_completion_tokens),
             },
             "preprocessing": {"workers": self.num_workers, "workers_replaced": self.num_workers_replaced},
+            "replicas": [replica.to_json() for replica in self.replicas],
             "vision_cache": {
                 "hits": stats.vision_cache_hits,
                 "misses": stats.vision_cache_misses,
@@ -196,7 +232,7 @@ class JobSummary:
                 f"time      {self.start_seconds:.1f} s to start, {self.serve_seconds:.1f} s to serve: "
                 f"{self._per_second(tally.num_done):.2f} rows/s, "
                 f"{self._per_second(tally.num_completion_tokens):.1f} completion tokens/s; "
-                f"{tally.wait_seconds:.1f} s waiting for preprocessing",
+                f"{self.wait_seconds:.1f} s waiting for preprocessing",
                 f"caches    {stats.vision_cache_hits} of {num_pictures} pictures from the vision cache, "
                 f"{_share(stats.prefix_cache_hits, stats.prefix_cache_queries):.0%} of prompt tokens from the prefix "
                 "cache",
@@ -206,6 +242,7 @@ class JobSummary:
         if stats.state_snapshots_taken:
             lines.append(f"states    {stats.state_snapshots_taken} snapshots taken for the prefix cache, used "
                          f"{stats.state_snapshots_used} times, {stats.state_snapshots_evicted} evicted")
+        lines += [replica.to_line() for replica in self.replicas]
         if tally.num_expected:
             share = _share(tally.num_as_expected, tally.num_expected)
             lines.append(f"expected  {tally.num_as_expected} of {tally.num_expected} answers as expected ({share:.1%})")

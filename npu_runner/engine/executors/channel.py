@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 import struct
 import tempfile
@@ -49,6 +50,10 @@ class Wire:
     def send(self, record: Record) -> None:
         # 17 bytes are taken by the system in one piece or not at all.
         self._socket.sendall(_RECORD.pack(record.number, record.length, record.status))
+
+    def has_record(self, timeout: float) -> bool:
+        """Whether one lies there within `timeout` seconds, or the other end is gone."""
+        return bool(select.select([self._socket], [], [], timeout)[0])
 
     def peek(self) -> Record:
         """The next record, waited for, which stays where it is. Raises EOFError when the other end is gone."""

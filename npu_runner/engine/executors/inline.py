@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
@@ -14,31 +18,61 @@ from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.model_runner import ModelRunner
 
 
+@dataclass
+class _Step:
+    """A step under way, or what kept it from being handed over."""
+
+    batch: ScheduledBatch
+    handle: Any = None
+    error: NpuRunnerError | None = None
+
+
 class InlineExecutor(Executor):
     def __init__(self, config: RunnerConfig, model_path: Path):
         self._runner: ModelRunner | None = ModelRunner(config, model_path)
-        self._under_way: deque[ScheduledBatch] = deque()
+        self._under_way: deque[_Step] = deque()
         self.info = self._runner.info()
 
     def submit(self, batch: ScheduledBatch) -> None:
         assert len(self._under_way) < RING_SIZE, f"{RING_SIZE} steps are under way already"
-        self._under_way.append(batch)
+        runner = self._ready_runner()
+        step = _Step(batch)
+        # Behind a step that failed there is nothing to go on from: it is for whoever collects that one to abandon both.
+        if not any(before.error for before in self._under_way):
+            try:
+                with self._border(batch):
+                    step.handle = runner.submit(batch)
+            except NpuRunnerError as error:
+                step.error = error
+        self._under_way.append(step)
 
     def collect(self) -> ModelRunnerOutput:
-        assert self._runner is not None, "the executor is closed"
-        batch = self._under_way.popleft()
+        runner = self._ready_runner()
+        step = self._under_way.popleft()
+        if step.error is not None:
+            raise step.error
+        assert step.handle is not None, "a step behind one that failed is abandoned with it"
+        with self._border(step.batch):
+            output = runner.collect(step.handle)
+        assert output is not None, "rank 0 always samples"
+        return output
+
+    @contextmanager
+    def _border(self, batch: ScheduledBatch) -> Iterator[None]:
+        """The border between a model, whoever wrote it, and the requests that it serves."""
         try:
-            output = self._runner.execute_model(batch)
+            yield
         except NpuRunnerError:
             raise
         except Exception as error:
-            # The border between a model, whoever wrote it, and the requests that it serves.
             what = f"a {batch.describe()} failed: {type(error).__name__}: {error}"
-            if self._runner.platform.is_device_failure(error):
+            if self._ready_runner().platform.is_device_failure(error):
                 raise EngineDeadError(what) from error
             raise StepError(what) from error
-        assert output is not None, "rank 0 always samples"
-        return output
+
+    def _ready_runner(self) -> ModelRunner:
+        assert self._runner is not None, "the executor is closed"
+        return self._runner
 
     def abandon(self) -> None:
         self._under_way.clear()

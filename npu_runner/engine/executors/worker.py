@@ -6,6 +6,7 @@ again. It ends when told to, or as soon as the engine's process is gone.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import signal
@@ -13,18 +14,43 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.executors.channel import RING_SIZE, Payloads, PhaseBoard, Record, Wire
 from npu_runner.errors import EngineDeadError, NpuRunnerError
+
+if TYPE_CHECKING:  # torch comes with it, and is loaded once the rank has said that it starts
+    from npu_runner.runner.base import StepHandle
 
 # How a call ended: with its result; with an error of ours; with anything else; with the device out of order.
 OK, REFUSED, FAILED, BROKEN = range(4)
 STOP = 0
 """The number that is no call's: end."""
 _ORPHAN_EXIT = 1
+_POLL_SECONDS = 0.0002
+"""How often a rank that waits for a step, or for a call, looks for the other."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the engine asks of every rank."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call whose step is under way."""
+
+    number: int
+    handle: StepHandle
 
 
 class Rank:
@@ -36,7 +62,7 @@ class Rank:
         self._phases = phases
         self._calls = calls
         self._replies = replies
-        self._num_answered = 0
+        self._num_begun = 0
 
     @classmethod
     def from_descriptors(cls, number: int, fds: list[int]) -> Rank:
@@ -48,22 +74,26 @@ class Rank:
         """Say what this rank is doing."""
         self._phases.set(self.number, phase)
 
-    def next_call(self) -> tuple[str, tuple[Any, ...]] | None:
-        """The next call, waited for; None when there will be none. One that was answered is passed over."""
+    def next_call(self) -> Call | None:
+        """The next call, waited for; None when there will be none. One that was begun is passed over."""
         while True:
             record = self._wire.peek()
             self._wire.take()
             if record.number == STOP:
                 return None
-            if record.number > self._num_answered:
-                self._num_answered = record.number
-                call: tuple[str, tuple[Any, ...]] = pickle.loads(self._calls.read(record.number, record.length))
-                return call
+            if record.number > self._num_begun:
+                self._num_begun = record.number
+                return Call(record.number, *pickle.loads(self._calls.read(record.number, record.length)))
 
-    def answer(self, status: int, value: Any) -> None:
+    def has_call(self, timeout: float) -> bool:
+        """Whether `next_call` would find one within `timeout` seconds."""
+        return self._wire.has_record(timeout)
+
+    def answer(self, number: int, status: int, value: Any) -> None:
+        """Answer call `number`; calls are answered in order."""
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        self._replies.write(self._num_answered, payload)
-        self._wire.send(Record(self._num_answered, len(payload), status))
+        self._replies.write(number, payload)
+        self._wire.send(Record(number, len(payload), status))
 
 
 def main(arguments: list[str]) -> None:
@@ -82,28 +112,74 @@ def main(arguments: list[str]) -> None:
 
 def serve(rank: Rank) -> None:
     """Start up with the first call's settings, then answer calls until one says stop."""
-    runner: Any = None
-    while (call := rank.next_call()) is not None:
-        method, arguments = call
+    server = _Server(rank)
+    while True:
+        if server.under_way and not server.has_next_call():
+            server.run(server.under_way[0].number, server.collect)
+            continue
+        call = rank.next_call()
+        if call is None:
+            break
+        server.run(call.number, functools.partial(server.begin, call))
+    os._exit(0)  # process groups and devices may block a normal exit once other ranks are gone
+
+
+class _Server:
+    """Runs one rank's calls. Steps are handed to the device as they come, and answered once they have run."""
+
+    def __init__(self, rank: Rank):
+        self._rank = rank
+        self._runner: Any = None
+        self.under_way: deque[_Step] = deque()
+
+    def has_next_call(self) -> bool:
+        """Waits until there is one, or the oldest step has run."""
+        if len(self.under_way) == RING_SIZE:
+            return False
+        while not self._rank.has_call(_POLL_SECONDS):
+            if self.under_way[0].handle.is_done():
+                return False
+        return True
+
+    def begin(self, call: Call) -> None:
+        """Hand a step to the device; any other call is run and answered."""
+        if call.method == "execute_model":
+            (batch,) = call.arguments
+            self._rank.phase(str(batch.describe()))
+            self.under_way.append(_Step(call.number, self._runner.submit(batch)))
+        elif call.method == "start":
+            self._runner = _start(self._rank, *call.arguments)
+            self._answer(call.number, self._runner.info())
+        else:
+            self._rank.phase(call.method)
+            self._answer(call.number, getattr(self._runner, call.method)(*call.arguments))
+
+    def collect(self) -> None:
+        """Answer the oldest step."""
+        from npu_runner.engine.executors.inline import runner_counters
+
+        step = self.under_way.popleft()
+        output = self._runner.collect(step.handle)
+        self._answer(step.number, (output, runner_counters(self._runner)))
+
+    def run(self, number: int, work: Callable[[], None]) -> None:
+        """Work on call `number`; what goes wrong is its answer."""
         try:
-            if method == "start":
-                runner = _start(rank, *arguments)
-                result = runner.info()
-            else:
-                rank.phase(_phase(method, arguments))
-                result = _call(runner, method, arguments)
-            rank.answer(OK, result if rank.number == 0 else None)
-            rank.phase("waiting for work")
+            work()
         except EngineDeadError as error:
-            rank.answer(BROKEN, str(error))
+            self._rank.answer(number, BROKEN, str(error))
         except NpuRunnerError as error:
-            rank.answer(REFUSED, error)
+            self._rank.answer(number, REFUSED, error)
         except Exception as error:  # noqa: BLE001
             # The one border where whatever goes wrong in a rank becomes a report to the engine, which ends the job.
-            is_broken = runner is None or runner.platform.is_device_failure(error)
+            is_broken = self._runner is None or self._runner.platform.is_device_failure(error)
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            rank.answer(BROKEN if is_broken else FAILED, text)
-    os._exit(0)  # process groups and devices may block a normal exit once other ranks are gone
+            self._rank.answer(number, BROKEN if is_broken else FAILED, text)
+
+    def _answer(self, number: int, result: Any) -> None:
+        self._rank.answer(number, OK, result if self._rank.number == 0 else None)
+        if not self.under_way:
+            self._rank.phase("waiting for work")
 
 
 def _start(rank: Rank, config: RunnerConfig, model_path: Path, store_port: int) -> Any:
@@ -134,20 +210,6 @@ def _start(rank: Rank, config: RunnerConfig, model_path: Path, store_port: int) 
         platform.make_communicator(group, rank.number)
     tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group, store)
     return ModelRunner(config, model_path, tp, progress=rank.phase)
-
-
-def _call(runner: Any, method: str, arguments: tuple[Any, ...]) -> Any:
-    if method == "execute_model":
-        from npu_runner.engine.executors.inline import runner_counters
-
-        return runner.execute_model(*arguments), runner_counters(runner)
-    return getattr(runner, method)(*arguments)
-
-
-def _phase(method: str, arguments: tuple[Any, ...]) -> str:
-    if method != "execute_model":
-        return method
-    return str(arguments[0].describe())
 
 
 def _end_with_engine(lifeline_fd: int) -> None:

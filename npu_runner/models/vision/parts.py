@@ -31,6 +31,7 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, bias: bool = True):
         super().__init__()
+        self.ops = context.ops
         shape = (config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size,
                  config.patch_size)
         self.weight = context.parameter(*shape)
@@ -40,7 +41,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, patches_PX: Tensor) -> Tensor:
         weight_CX = self.weight.sum(2, dtype=torch.float32).permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
-        return F.linear(patches_PX.to(self.weight.dtype), weight_CX, self.bias)
+        return self.ops.linear(patches_PX.to(self.weight.dtype), weight_CX, self.bias)
 
 
 class VisionAttention(nn.Module):

@@ -54,7 +54,6 @@ class WindowedMerger(nn.Module):
 
     def __init__(self, config: VisionConfig, context: LayerContext):
         super().__init__()
-        self.ops = context.ops
         merged = config.hidden_size * config.spatial_merge_size**2
         start, length = context.tp.share(merged, "width of the vision merger")
         self.ln_q = RMSNorm(config.hidden_size, _EPS, context)
@@ -66,7 +65,7 @@ class WindowedMerger(nn.Module):
 
     def forward(self, x_PC: Tensor) -> Tensor:
         x_MC = self.ln_q(x_PC).reshape(-1, self.merged)
-        return self.second(self.ops.gelu(self.first(x_MC), "none"))
+        return self.second(self.first.gelu_forward(x_MC, "none"))
 
 
 class WindowedVisionTower(nn.Module):

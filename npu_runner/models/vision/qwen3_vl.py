@@ -27,13 +27,12 @@ from npu_runner.models.vision.parts import (
     tower_context,
     turns,
 )
-from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.upload import upload_together
 
-_ACTIVATIONS: dict[str, Callable[[Ops, Tensor], Tensor]] = {
-    "gelu_pytorch_tanh": lambda ops, x: ops.gelu(x, "tanh"),
-    "gelu": lambda ops, x: ops.gelu(x, "none"),
-    "silu": lambda ops, x: F.silu(x),
+_ACTIVATED: dict[str, Callable[[ColumnParallelLinear, Tensor], Tensor]] = {
+    "gelu_pytorch_tanh": lambda linear, x: linear.gelu_forward(x, "tanh"),
+    "gelu": lambda linear, x: linear.gelu_forward(x, "none"),
+    "silu": lambda linear, x: F.silu(linear(x)),
 }
 _LAYER_NORM_EPS = 1e-6
 
@@ -55,9 +54,9 @@ class VisionBlock(nn.Module):
 class VisionMLP(nn.Module):
     def __init__(self, in_features: int, width: int, out_features: int, activation: str, context: LayerContext):
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise ModelError(f"vision hidden_act {activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
-        self.ops, self.activation = context.ops, _ACTIVATIONS[activation]
+        if activation not in _ACTIVATED:
+            raise ModelError(f"vision hidden_act {activation!r} is not supported; known are {', '.join(_ACTIVATED)}")
+        self.activated = _ACTIVATED[activation]
         start, length = context.tp.share(width, "vision MLP width")
         self.linear_fc1 = ColumnParallelLinear(
             in_features, [OutputPart("linear_fc1", width, start, length)], bias=True, context=context
@@ -65,7 +64,7 @@ class VisionMLP(nn.Module):
         self.linear_fc2 = RowParallelLinear("linear_fc2", width, out_features, bias=True, context=context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.ops, self.linear_fc1(x)))
+        return self.linear_fc2(self.activated(self.linear_fc1, x))
 
 
 class PatchMerger(VisionMLP):

@@ -28,19 +28,28 @@ MASK_ELEMENTS = 4 << 20
 _LEAST_ROWS = 256
 
 
+# Patches of a vision tower at once: their rows stay in the processor's caches from one operator to the next.
+VISION_PATCHES = 2048
+
+
 @dataclass(frozen=True, kw_only=True)
-class PrefillPlan:
-    """Lengths of each sequence, and the flat slots of its context."""
+class PrefillPiece:
+    """Neighbouring sequences whose keys and values are read together.
+
+    query_lens: new tokens of each. seen_lens: tokens of each that are read, the new ones included. slots_L: int64,
+    where these lie, one sequence after the other.
+    """
 
     query_lens: list[int]
-    context_lens: list[int]
-    slots_L: list[Tensor]
+    seen_lens: list[int]
+    slots_L: Tensor
 
 
 class CpuAttention(AttentionBackend):
     """`piece_bytes`: what the keys and values that a decode step reads at once may take."""
 
     name = "torch"
+    vision_patches = VISION_PATCHES
 
     def __init__(self, *, block_size: int, bytes_per_token: int, piece_bytes: int = PIECE_BYTES):
         self.block_size = block_size
@@ -48,13 +57,25 @@ class CpuAttention(AttentionBackend):
         self.piece_bytes = piece_bytes
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
-                     device: torch.device) -> PrefillPlan:
-        slots = []
-        for length, table_W in zip(context_lens_B, block_tables_BW, strict=True):
-            places_L = np.arange(length)
-            slots.append(table_W[places_L // self.block_size] * self.block_size + places_L % self.block_size)
-        return PrefillPlan(query_lens=list(query_lens_B), context_lens=list(context_lens_B),
-                           slots_L=[torch.from_numpy(part) for part in slots])
+                     device: torch.device) -> dict[int | None, list[PrefillPiece]]:
+        """The pieces for each window."""
+        return {window: self._prefill_pieces(query_lens_B, context_lens_B, block_tables_BW, window)
+                for window in self.windows}
+
+    def _prefill_pieces(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                        window: int | None) -> list[PrefillPiece]:
+        seen_lens_B = [length if window is None else min(length, num_new + window - 1)
+                       for num_new, length in zip(query_lens_B, context_lens_B, strict=True)]
+        pieces = []
+        for start, stop in _cut(seen_lens_B, max(1, self.piece_bytes // self.bytes_per_token)):
+            slots = []
+            for row in range(start, stop):
+                places_L = np.arange(context_lens_B[row] - seen_lens_B[row], context_lens_B[row])
+                blocks_L = block_tables_BW[row][places_L // self.block_size]
+                slots.append(blocks_L * self.block_size + places_L % self.block_size)
+            pieces.append(PrefillPiece(query_lens=list(query_lens_B[start:stop]), seen_lens=seen_lens_B[start:stop],
+                                       slots_L=torch.from_numpy(np.concatenate(slots))))
+        return pieces
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                     device: torch.device) -> dict[int | None, DecodePlan]:
@@ -70,12 +91,13 @@ class CpuAttention(AttentionBackend):
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
-        plan: PrefillPlan = metadata.plan
+        pieces: list[PrefillPiece] = metadata.plan[window]
         outputs = []
-        for q_QNH, slots_L in zip(q_TNH.split(plan.query_lens), plan.slots_L, strict=True):
-            seen_L = slots_L if window is None else slots_L[max(0, len(slots_L) - len(q_QNH) - window + 1):]
-            k_LKH, v_LKH = (cache.flatten(0, 1).index_select(0, seen_L) for cache in (k_cache, v_cache))
-            outputs += _causal_attention(q_QNH, k_LKH, v_LKH, scale, window or len(seen_L))
+        for piece, q_PNH in zip(pieces, q_TNH.split([sum(piece.query_lens) for piece in pieces]), strict=True):
+            k, v = (cache.flatten(0, 1).index_select(0, piece.slots_L).split(piece.seen_lens)
+                    for cache in (k_cache, v_cache))
+            for q_QNH, k_LKH, v_LKH in zip(q_PNH.split(piece.query_lens), k, v, strict=True):
+                outputs += _causal_attention(q_QNH, k_LKH, v_LKH, scale, window or len(k_LKH))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
@@ -136,6 +158,17 @@ def _attend_in_spans(q_1KGH: Tensor, keys: Tensor, values: Tensor, piece: Decode
     for weights_KGM, slots in parts:
         out_KGH += torch.bmm(weights_KGM, values.index_select(0, slots).transpose(0, 1))
     return out_KGH.to(q_KGH.dtype)[None]
+
+
+def _cut(lens: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """(start, stop) of runs of `lens` that add up to `most` or less, or have one element."""
+    cuts, total = [0], 0
+    for index, length in enumerate(lens):
+        if total and total + length > most:
+            cuts.append(index)
+            total = 0
+        total += length
+    return list(pairwise([*cuts, len(lens)]))
 
 
 def _causal_attention(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, scale: float, window: int) -> list[Tensor]:

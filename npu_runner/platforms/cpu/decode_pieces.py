@@ -29,7 +29,8 @@ class DecodePiece:
     """Rows `start` to `stop` of the order. A row that is larger than a piece stands alone and is read in spans.
 
     slots_RL: int32, where each token lies; behind its end a row repeats its last token.
-    mask_R11L: True where a row has a token; None where all have L.
+    mask_R11L: float32 to be added to the scores, 0 where a row has a token and -inf elsewhere; None where all have L.
+    Not bool: of that torch makes this one, in every layer anew.
     """
 
     start: int
@@ -87,11 +88,12 @@ def _cut(lens: list[int], most_tokens: int, slack: int) -> list[tuple[int, int]]
 
 def _slots(lens_R: np.ndarray, starts_R: np.ndarray, tables_RW: np.ndarray,
            block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """slots (R, L) and mask (R, L) of rows whose first is the longest; a row's tokens begin at its start.
+    """slots (R, L) and mask (R, L) float32 of rows whose first is the longest; a row's tokens begin at its start.
 
     Behind its end a row repeats its last token: a mask would not hide NaN that the last holder of a block left there.
     """
     places_L = np.arange(lens_R[0], dtype=np.int32)
     written_RL = starts_R[:, None] + np.minimum(places_L, lens_R[:, None] - 1)
     blocks_RL = np.take_along_axis(tables_RW, written_RL // block_size, axis=1)
-    return (blocks_RL * block_size + written_RL % block_size).astype(np.int32), places_L < lens_R[:, None]
+    mask_RL = np.where(places_L < lens_R[:, None], np.float32(0), np.float32(-np.inf))
+    return (blocks_RL * block_size + written_RL % block_size).astype(np.int32), mask_RL

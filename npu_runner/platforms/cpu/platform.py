@@ -30,7 +30,8 @@ class CpuPlatform(Platform):
     # Eager starts at once; inductor needs tens of seconds a bucket (docs/benchmarks.md has the figures). float32
     # because few CPUs multiply faster in 16 bits, and because answers then equal the reference token for token.
     defaults = PlatformDefaults(
-        block_size=16, max_num_seqs=256, max_num_batched_tokens=4096, graph_mode="eager", dtype="float32"
+        block_size=16, max_num_seqs=256, max_num_batched_tokens=4096, graph_mode="eager", dtype="float32",
+        async_scheduling=False,  # there is no other device: a step launched early only ends later
     )
 
     @classmethod

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,11 +17,14 @@ from npu_runner.platforms.base import (
     MemoryInfo,
     Platform,
     PlatformDefaults,
+    chosen_devices,
 )
+from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.ops import Ops
 
 logger = logging.getLogger(__name__)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # torch has a class for its own allocator's error only; these come as RuntimeError from the driver and the libraries.
 _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -54,7 +59,8 @@ class CudaPlatform(Platform):
     attention_backends = ("triton", "flashinfer")
     distributed_backend = "nccl"
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
-                                graph_mode="reduce-overhead")
+                                graph_mode="reduce-overhead",
+                                async_scheduling=False)  # until it has been run, and measured, on a device
 
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
 
@@ -82,6 +88,12 @@ class CudaPlatform(Platform):
 
     def device_count(self) -> int:
         return torch.cuda.device_count()
+
+    def device_environment(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
+        # Each process would start a thread for every core of the host.
+        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_devices))}
+        threads = {} if "OMP_NUM_THREADS" in os.environ else threads
+        return threads | {_VISIBLE: chosen_devices(os.environ.get(_VISIBLE), devices)}
 
     def make_ops(self) -> Ops:
         from npu_runner.platforms.cuda.ops import TritonOps
@@ -142,6 +154,9 @@ class CudaPlatform(Platform):
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
+
+    def download(self, tensor: Tensor) -> Download:
+        return Download.start(tensor, torch.cuda.Event())
 
     def describe(self) -> dict[str, str]:
         import triton

@@ -47,6 +47,7 @@ class AclGraphCompiler(GraphCompiler):
         self._attention = attention
         self._pool = torch.npu.graph_pool_handle()
         self._graphs: dict[int, _AclGraph] = {}
+        self.waits_for_replay = npu_settings().replay == "waiting"
 
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
         self._graphs[batch_size] = _AclGraph(forward, batch_size, self._backend(), self._attention)

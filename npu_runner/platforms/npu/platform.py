@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,9 @@ from npu_runner.platforms.base import (
     MemoryInfo,
     Platform,
     PlatformDefaults,
+    chosen_devices,
 )
+from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.npu.host_settings import (
     check_graph_mode,
@@ -44,6 +47,7 @@ _OUT_OF_MEMORY = ("out of memory", "207001")
 _DEVICE_FAILURE = re.compile(r"\b507\d{3}\b|\bERR02\d{3}\b")
 
 
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 # Above it a paged cache in TND is documented by newer CANN only: tried before weights are loaded.
 _HEAD_DIM_OF_EVERY_CANN = 128
 
@@ -54,7 +58,7 @@ class NpuPlatform(Platform):
     distributed_backend = "hccl"
     # Blocks of 128: the only size that every document of the attention kernel allows for prefill and decode.
     defaults = PlatformDefaults(block_size=128, max_num_seqs=128, max_num_batched_tokens=8192,
-                                graph_mode="reduce-overhead")
+                                graph_mode="reduce-overhead", async_scheduling=True)
     supported_block_sizes = (128,)
     lost_error_remedy = "run again with ASCEND_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     keeps_graphs = ("max-autotune",)
@@ -126,6 +130,13 @@ class NpuPlatform(Platform):
 
     def device_count(self) -> int:
         return torch.npu.device_count()
+
+    def device_environment(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
+        # A process that sees one device counts all cores as that device's; so who sees all of them decides.
+        num_cores = len(os.sched_getaffinity(0))
+        unbound = {} if "CPU_AFFINITY_CONF" in os.environ else {"CPU_AFFINITY_CONF": "0"}
+        bound = process_defaults(os.environ, num_cores=num_cores, num_devices=num_devices)
+        return unbound | bound | {_VISIBLE: chosen_devices(os.environ.get(_VISIBLE), devices)}
 
     def make_ops(self) -> Ops:
         from npu_runner.platforms.npu.ops import NpuOps
@@ -205,6 +216,9 @@ class NpuPlatform(Platform):
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
+
+    def download(self, tensor: Tensor) -> Download:
+        return Download.start(tensor, torch.npu.Event())
 
     def describe(self) -> dict[str, str]:
         import torch_npu

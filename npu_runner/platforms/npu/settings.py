@@ -18,6 +18,7 @@ CHOICES = {
     "decode_attention": ("masked", "unmasked"),
     "capture": ("compiled", "recorded"),
     "ge_tiling": ("auto", "device", "host"),
+    "replay": ("waiting", "overlapped"),
 }
 
 
@@ -29,6 +30,8 @@ class NpuSettings:
     """Who makes the graphs of reduce-overhead: torch_npu's compiler, or torch.npu.graph around the eager step."""
     ge_tiling: str = "auto"
     """Where GE lays out operators by their inputs' values: on the device, on the host, or as this CANN can."""
+    replay: str = "waiting"
+    """Whether a captured graph is given its new context lengths once its last replay has run, or at once."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> NpuSettings:

@@ -1,0 +1,109 @@
+"""Drives the replicas of a job: their finished rows go to the output, their deaths into the file of suspects.
+
+Neither reads a row nor makes an answer, but for the rows that are given up. Knows nothing of how rows are served.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.files.suspects import Suspects
+from npu_runner.batch.job.delivery import Delivery
+from npu_runner.batch.job.progress import Progress
+from npu_runner.batch.job.tally import Outcome, Tally
+from npu_runner.batch.rows.openai_response import RowError, error_row
+from npu_runner.errors import EngineDeadError, ReplicaDeadError
+from npu_runner.outputs import EngineStats
+from npu_runner.replicas.base import FinishedRow, ReplicaStats
+from npu_runner.replicas.fleet import Fleet, FleetHooks, Verdict
+from npu_runner.replicas.row_queue import RowQueue
+from npu_runner.replicas.slot import added
+
+_IDLE_SECONDS = 0.2
+
+
+class Driver:
+    """Serves a job's rows until there are none or `should_stop` says so; rows go to `delivery` as they finish."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        book: RowBook,
+        delivery: Delivery,
+        *,
+        tally: Tally,
+        progress: Progress,
+        should_stop: Callable[[], bool],
+        suspects: Suspects,
+    ):
+        self._fleet = fleet
+        self._book = book
+        self._delivery = delivery
+        self._tally = tally
+        self._progress = progress
+        self._should_stop = should_stop
+        self._suspects = suspects
+
+    def run(self) -> None:
+        """Raises what replicas and `delivery` raise. Rows still under way when it stops are dropped."""
+        while not self._should_stop() and not self._fleet.is_over:
+            try:
+                finished, verdicts = self._fleet.poll(_IDLE_SECONDS)
+            except EngineDeadError as error:
+                self._suspects.accuse(error)
+                raise
+            for row in finished:
+                self._delivery.put(row)
+            for verdict in verdicts:
+                self._delivery.put(_given_up(self._book, verdict))
+            self._delivery.count()
+            self._progress.update(self._tally, self.engine_stats)
+
+    def stats(self) -> ReplicaStats:
+        return added([slot.stats() for slot in self._fleet.slots])
+
+    def engine_stats(self) -> EngineStats:
+        return self.stats().engine
+
+
+def hooks_for(book: RowBook, suspects: Suspects, say: Callable[[str], None]) -> FleetHooks:
+    """What a fleet asks of a job."""
+    return FleetHooks(
+        make_run=book.run,
+        say=say,
+        suspect=functools.partial(_suspect, suspects, book),
+        accuse=functools.partial(_accuse, suspects, book),
+    )
+
+
+def known_suspects(queue: RowQueue, book: RowBook, suspects: Suspects) -> list[Verdict]:
+    """Have rows run alone that earlier runs suspect. Returns those that are given up at once."""
+    verdicts = []
+    for name, index in book.find(suspects.names()).items():
+        found = suspects.verdict(name)
+        if found is None:
+            queue.suspect([index])
+        else:
+            verdicts.append(Verdict(index=index, code=str(found.code), message=found.message))
+    return verdicts
+
+
+def _suspect(suspects: Suspects, book: RowBook, rows: Sequence[int]) -> None:
+    suspects.suspect(name for name in map(book.name, rows) if name is not None)
+
+
+def _accuse(suspects: Suspects, book: RowBook, row: int, error: ReplicaDeadError) -> Verdict | None:
+    name = book.name(row)
+    assert name is not None, f"row {row} has no custom_id, and no engine takes such a row"
+    suspects.accuse(EngineDeadError(str(error), request_ids=(name,), blame=error.blame))
+    found = suspects.verdict(name)
+    return None if found is None else Verdict(index=row, code=str(found.code), message=found.message)
+
+
+def _given_up(book: RowBook, verdict: Verdict) -> FinishedRow:
+    """The error row of a row that nobody gets any more."""
+    error = RowError(code=verdict.code, message=verdict.message, status_code=500)
+    data = error_row(error, custom_id=book.name(verdict.index), line=book.row(verdict.index).line)
+    return FinishedRow(verdict.index, Outcome(failure_code=verdict.code), data)

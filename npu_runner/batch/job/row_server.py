@@ -1,0 +1,242 @@
+"""A replica in this process: preprocessing workers and the engine behind the contract. Knows nothing of the output.
+
+Every other replica is one of these in a process of its own, on this host or on another one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import npu_runner
+from npu_runner.batch.files.elsewhere import CarriedRow
+from npu_runner.batch.files.fingerprint import WeightDigests
+from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.serving import ServingLoop
+from npu_runner.batch.rows.input_row import InputRow, RowSource
+from npu_runner.batch.rows.preprocessing import RowPreprocessor
+from npu_runner.config import RunnerConfig
+from npu_runner.engine.waiting import max_waiting_requests
+from npu_runner.errors import NpuRunnerError
+from npu_runner.multimodal.media import MediaRules
+from npu_runner.replicas.base import (
+    Begun,
+    Event,
+    Finished,
+    Progressed,
+    RawRow,
+    Ready,
+    Replica,
+    ReplicaFacts,
+    ReplicaStats,
+    Returned,
+    RowRun,
+)
+from npu_runner.workers.pool import NOT_YET, PoolLimits, WorkerPool
+
+_REPORT_SECONDS = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """What it takes to make a RowServer. Picklable as far as `open_model` and `source` are."""
+
+    config: RunnerConfig
+    source: RowSource
+    """Where rows are read, in any worker process of the server."""
+    media: MediaRules
+    limits: PoolLimits
+    max_row_bytes: int
+    open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide
+    inherited: tuple[int, ...] = ()
+    """Descriptors that `source` reads through: of processes of this host that have inherited them."""
+    digest_threads: int = 0
+    """Threads that hash the weights while they load, for a server that sees another folder than the driver; 0: none."""
+
+
+def server_plan(
+    config: RunnerConfig, *, options: BatchOptions, source: RowSource, num_workers: int,
+    open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide, inherited: tuple[int, ...] = (),
+) -> ServerPlan:  # fmt: skip
+    """A plan for a replica of a job. `num_workers`: its preprocessing workers."""
+    folder = options.allowed_media_dir
+    return ServerPlan(
+        config=config,
+        source=source,
+        media=MediaRules(
+            allowed_dir=None if folder is None else folder.resolve(),
+            max_images=config.max_images_per_prompt,
+            max_bytes=options.max_media_bytes,
+            max_total_bytes=options.max_prompt_media_bytes,
+        ),
+        limits=PoolLimits(
+            num_workers=num_workers,
+            task_timeout_seconds=options.preprocessing_timeout,
+            worker_memory_bytes=options.worker_memory_bytes,
+            # Without a setting the platform's default counts, which is none above 256.
+            max_ready=max_waiting_requests(config.max_num_seqs or 0),
+        ),
+        max_row_bytes=options.max_row_bytes,
+        open_model=open_model,
+        inherited=inherited,
+    )
+
+
+def num_rows_ahead(plan: ServerPlan) -> int:
+    """Rows that a server has use for while its model loads."""
+    return plan.limits.max_ready + 2 * plan.limits.num_workers
+
+
+class RowServer(Replica):
+    """Works in its caller's thread, in `poll`: the first one loads the model."""
+
+    can_restart = False
+
+    def __init__(self, plan: ServerPlan, name: str = "this process"):
+        self.name = name
+        self.num_rows_ahead = num_rows_ahead(plan)
+        self._plan = plan
+        self._feed = _Feed()
+        self._open = ExitStack()
+        self._events: list[Event] = []
+        self._engine: Any = None
+        self._loop: ServingLoop | None = None
+        self._failure: NpuRunnerError | None = None
+        self._report_at = 0.0
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._model = self._plan.open_model(self._plan.config)
+        preprocessor = RowPreprocessor(
+            source=self._plan.source,
+            processor=self._model.processor,
+            media=self._plan.media,
+            max_row_bytes=self._plan.max_row_bytes,
+            generation_defaults=dict(self._model.generation_defaults),
+            seed=self._plan.config.seed,
+        )
+        # Workers prepare the first rows while the model loads.
+        self._pool: WorkerPool[InputRow] = self._open.enter_context(
+            WorkerPool(preprocessor, self._feed, self._plan.limits, self._plan.inherited)
+        )
+
+    def begin(self, terms: Any) -> None:
+        self._loop = ServingLoop(self._engine, self._pool, name_of=self._plan.source.name, stamp=terms)
+
+    def submit(self, run: RowRun) -> None:
+        self._feed.add([_input_row(row) for row in run.rows()])
+        self._pool.look_again()
+
+    def recall(self, num_rows: int) -> None:
+        found = self._feed.take_back(num_rows)
+        if self._loop is not None and len(found) < num_rows:
+            found += self._loop.give_back(num_rows - len(found))
+        self._events.append(Returned(found))
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        if self._failure is None:
+            self._work(timeout_seconds)
+        events, self._events = self._events, []
+        if self._failure is not None and not events:
+            raise self._failure
+        return events
+
+    def close(self) -> None:
+        self._open.close()
+
+    def stats(self) -> ReplicaStats:
+        """The figures of this moment."""
+        if self._engine is None:
+            return ReplicaStats()
+        return ReplicaStats(
+            engine=replace(self._engine.stats()),
+            wait_seconds=0.0 if self._loop is None else self._loop.wait_seconds,
+            num_workers_replaced=self._pool.num_replaced,
+        )
+
+    def _work(self, timeout_seconds: float) -> None:
+        if self._engine is None:
+            self._events.append(Ready(self._load()))
+        elif self._loop is None:
+            self._pool.raise_failure()
+        else:
+            self._serve(self._loop, 0.0 if self._events else timeout_seconds)
+
+    def _serve(self, loop: ServingLoop, timeout_seconds: float) -> None:
+        try:
+            loop.turn(timeout_seconds)
+        except NpuRunnerError as error:
+            self._failure = error  # raised by the next `poll`: what was done before it is done
+        if loop.begun:
+            self._events.append(Begun(loop.begun))
+        if loop.finished:
+            self._events.append(Finished(loop.finished))
+        if loop.finished or time.monotonic() >= self._report_at:
+            self._report_at = time.monotonic() + _REPORT_SECONDS
+            self._events.append(Progressed(self.stats()))
+        loop.begun, loop.finished = [], []
+
+    def _load(self) -> ReplicaFacts:
+        with ExitStack() as hashing:
+            digests = None
+            if self._plan.digest_threads:
+                folder = Path(self._plan.config.model)
+                digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
+            self._engine = self._open.enter_context(self._model.load())
+            self._pool.raise_failure()
+            weights = None if digests is None else digests.lines()
+        max_num_seqs = self._engine.max_num_seqs
+        return ReplicaFacts(
+            version=npu_runner.__version__,
+            settings=self._settings(),
+            ledger=self._engine.ledger,
+            max_rows=max_num_seqs + max_waiting_requests(max_num_seqs) + self.num_rows_ahead,
+            weights=weights,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            **self._engine.describe(),
+            **{f"prompts.{name}": value for name, value in self._model.processor.identity().items()},
+            **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
+        }
+
+
+def _input_row(row: RawRow) -> InputRow:
+    number, line, start, num_bytes, checksum, data = row
+    if data is None:
+        return InputRow(number, line, start, num_bytes, checksum)
+    return CarriedRow(number, line, start, num_bytes, checksum, data)
+
+
+class _Feed:
+    """Rows that no worker has begun. Filled here, read by the pool's thread."""
+
+    def __init__(self) -> None:
+        self._rows: deque[InputRow] = deque()
+
+    def add(self, rows: Sequence[InputRow]) -> None:
+        self._rows.extend(rows)
+
+    def take_back(self, num_rows: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < num_rows:
+            try:
+                found.append(self._rows.pop().sequence)
+            except IndexError:
+                break
+        return found
+
+    def __iter__(self) -> _Feed:
+        return self
+
+    def __next__(self) -> InputRow:
+        try:
+            return self._rows.popleft()
+        except IndexError:
+            return NOT_YET  # type: ignore[no-any-return]

@@ -1,0 +1,205 @@
+"""A callable class for Ray Data's `Dataset.map_batches`: conversations in, answers beside them, errors in a column.
+
+Columns have the names of `ray.data.llm`. Imports neither Ray nor, before an actor is made, torch: whoever only writes
+the pipeline pays for neither. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npu_runner.errors import ConfigError, EngineDeadError, RequestError
+from npu_runner.limits import shown
+from npu_runner.outputs import RequestOutput
+from npu_runner.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from npu_runner.llm import LLM
+
+logger = logging.getLogger(__name__)
+ERROR_COLUMN = "__inference_error__"
+_PARAMS_COLUMN = "sampling_params"
+_PROMPT_COLUMNS = ("messages", "prompt")
+_UNSERVED = {"n": "a row has one generated_text; repeat the row",
+             "logprobs": "there is no column for them; npu-runner batch writes them"}
+_WHOLE_NUMBERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs")
+_PARAM_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+# Of a row that was alone in the step: a rank that was killed may have been killed by somebody else.
+_MOST_DEATHS_UNBLAMED = 2
+
+Batch = Mapping[str, Any]
+
+
+class LLMPredictor:
+    """A model in a Ray actor. Both constructor and call are Ray Data's to use:
+
+        dataset.map_batches(LLMPredictor, fn_constructor_kwargs={"model": "path/to/checkpoint"},
+                            compute=ray.data.ActorPoolStrategy(size=8), resources={"NPU": 1}, batch_size=1024)
+
+    A row has `messages`, OpenAI-style as in `LLM.chat`, or `prompt`, a raw text; and, if it wants, `sampling_params`,
+    an object of SamplingParams' fields. Its columns stay, and there come: generated_text, generated_tokens (ids),
+    num_input_tokens, num_generated_tokens, finish_reason, reasoning_content (None: the model did not think, or nobody
+    split it off) and __inference_error__: empty where the row was answered, else "code: message".
+    """
+
+    def __init__(self, model: str, *, sampling_params: Mapping[str, Any] | None = None,
+                 allowed_media_dir: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+                 **settings: Any):
+        """`sampling_params`: what rows leave open; what that leaves open is the checkpoint's generation_config, then
+        SamplingParams' defaults. `allowed_media_dir`, `chat_template_kwargs`: as in `LLM.chat`. `settings`: LLM's.
+
+        Raises what LLM raises, and ConfigError for wrong `sampling_params`.
+        """
+        self._model, self._settings = model, settings
+        self._chat_options: dict[str, Any] = {"allowed_media_dir": allowed_media_dir,
+                                              "chat_template_kwargs": chat_template_kwargs}
+        self._defaults = dict(sampling_params or {})
+        try:
+            _sampling_params(self._defaults, {})
+        except RequestError as error:
+            raise ConfigError(f"sampling_params of all rows: {error}") from error
+        self._llm = self._load()
+        self._defaults = {**self._llm.engine.generation_defaults, **self._defaults}
+
+    def __call__(self, batch: Batch) -> dict[str, Any]:
+        """`batch`: columns as numpy arrays or lists, all of one length (batch_format "numpy", the default)."""
+        rows = _rows(batch)
+        asked: dict[int, tuple[Any, SamplingParams]] = {}
+        refused: dict[int, RequestOutput] = {}
+        for index, (prompt, params) in enumerate(rows):
+            try:
+                asked[index] = prompt, _sampling_params(params, self._defaults)
+            except RequestError as error:
+                refused[index] = RequestOutput.failed("", error)
+        answers = {**refused, **self._answer(asked, is_chat="messages" in batch)}
+        return {**batch, **_columns([answers[index] for index in range(len(rows))])}
+
+    def _load(self) -> LLM:
+        from npu_runner import LLM
+
+        return LLM(self._model, **self._settings)
+
+    def _answer(self, asked: Mapping[int, tuple[Any, SamplingParams]], *, is_chat: bool) -> dict[int, RequestOutput]:
+        """Every row's answer. Where a step ends the engine, another is loaded and the step's rows run one at a time;
+        one that ends it alone is given up."""
+        found: dict[int, RequestOutput] = {}
+        suspects: list[int] = []
+        num_deaths: Counter[int] = Counter()
+        while open_rows := [index for index in asked if index not in found]:
+            together = [index for index in open_rows if index not in suspects] or [suspects[0]]
+            try:
+                self._ask(asked, together, found, is_chat)
+            except EngineDeadError as error:
+                in_step = [index for index in self._rows_of(error, together) if index not in found]
+                if not in_step:
+                    raise  # no row is the cause: the next engine would die as well
+                logger.warning("the engine died, another one is loaded: %s", error)
+                self._llm.close()
+                self._llm = self._load()
+                suspects += [index for index in in_step if index not in suspects]
+                if len(together) == 1:
+                    (alone,) = together
+                    num_deaths[alone] += 1
+                    if error.blame is not None or num_deaths[alone] == _MOST_DEATHS_UNBLAMED:
+                        found[alone] = _given_up(error)
+            suspects = [index for index in suspects if index not in found]
+        return found
+
+    def _ask(self, asked: Mapping[int, tuple[Any, SamplingParams]], together: Sequence[int],
+             found: dict[int, RequestOutput], is_chat: bool) -> None:
+        self._first, items = self._llm.num_requests, [asked[index][0] for index in together]
+        params = [asked[index][1] for index in together]
+        if is_chat:
+            results = self._llm.chat(items, params, stream_results=True, return_errors=True, **self._chat_options)
+        else:
+            results = self._llm.generate(items, params, stream_results=True, return_errors=True)
+        for position, output in results:
+            found[together[position]] = output
+
+    def _rows_of(self, error: EngineDeadError, together: Sequence[int]) -> list[int]:
+        numbers = [int(name.rpartition("-")[2]) for name in error.request_ids]
+        return [together[number - self._first] for number in numbers]
+
+
+def _rows(batch: Batch) -> list[tuple[Any, Any]]:
+    """(messages or prompt, sampling_params or None) of each row."""
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"a batch came as {type(batch).__name__}; leave batch_format at its default, or say numpy")
+    given = [name for name in _PROMPT_COLUMNS if name in batch]
+    if len(given) != 1:
+        columns, needed = ", ".join(batch), " or ".join(_PROMPT_COLUMNS)
+        raise ConfigError(f"the rows have the columns {columns}; exactly one of them has to be {needed}")
+    prompts = [_plain(value) for value in batch[given[0]]]
+    params = [_plain(value) for value in batch[_PARAMS_COLUMN]] if _PARAMS_COLUMN in batch else [None] * len(prompts)
+    return list(zip(prompts, params, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    """What Arrow has made arrays of, as lists again, all the way down. Bytes and pictures stay as they are."""
+    if isinstance(value, np.ndarray):
+        return [_plain(item) for item in value.tolist()]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _sampling_params(asked: Any, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Raises RequestError naming the field that is wrong, unknown or without a column."""
+    if not isinstance(asked, (Mapping, type(None))):
+        raise _refusal("an object is needed", type(asked).__name__, _PARAMS_COLUMN)
+    fields = {**defaults, **_as_given(asked or {})}
+    for name in fields:
+        if name not in _PARAM_NAMES:
+            raise _refusal("there is no such field", name, name)
+    params = SamplingParams(**fields)
+    for name, remedy in _UNSERVED.items():
+        if getattr(params, name) != getattr(SamplingParams, name):
+            raise _refusal(remedy, f"{name} {getattr(params, name)}", name)
+    return params
+
+
+def _as_given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrow gives each row the fields of all rows: those that are not this one's are None, or not a number, and whole
+    numbers have become floats."""
+    present = {name: value for name, value in fields.items() if value is not None and value == value}
+    return {
+        name: int(value) if name in _WHOLE_NUMBERS and isinstance(value, float) and value.is_integer() else value
+        for name, value in present.items()
+    }
+
+
+def _refusal(why: str, value: str, name: str) -> RequestError:
+    return RequestError(f"sampling_params: {shown(value)}: {why}", "invalid_sampling_parameter", name)
+
+
+def _given_up(error: EngineDeadError) -> RequestOutput:
+    reason = str(error).partition("\n")[0]
+    message = f"alone in its step, this row ends the engine: {reason}"
+    return RequestOutput.failed("", RequestError(message, error.blame or "engine_died"))
+
+
+def _columns(answers: Sequence[RequestOutput]) -> dict[str, Any]:
+    return {
+        "generated_text": [answer.text for answer in answers],
+        "generated_tokens": [answer.token_ids for answer in answers],
+        "num_input_tokens": [answer.num_prompt_tokens for answer in answers],
+        "num_generated_tokens": [len(answer.token_ids) for answer in answers],
+        "finish_reason": [answer.finish_reason for answer in answers],
+        "reasoning_content": [answer.reasoning_content for answer in answers],
+        ERROR_COLUMN: [_error(answer) for answer in answers],
+    }
+
+
+def _error(answer: RequestOutput) -> str:
+    if answer.finish_reason != "error":
+        return ""
+    return f"{answer.error_code or 'generation_failed'}: {answer.error}"
+

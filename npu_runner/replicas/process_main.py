@@ -1,0 +1,129 @@
+"""A replica's own process: does what the driver at the other end of a socket says, and sends what comes of it.
+
+Started as `python -m npu_runner.replicas.process_main FD PARENT`. Ends when the driver closes its end or dies; its
+ranks and workers end with it. Knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from npu_runner.errors import NpuRunnerError, ReplicaDeadError
+from npu_runner.replicas.base import Event, Finished, Ready, Replica, Returned
+from npu_runner.threads import wait_briefly
+from npu_runner.workers.channel import Channel, ChannelClosed
+
+_PR_SET_PDEATHSIG = 1
+# With rows in hand a command waits for the next row at most so long; without any nothing else is waited for.
+_BUSY_SECONDS = 0.02
+_IDLE_SECONDS = 0.5
+_END = ("end", None)
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve the driver on the other end of this socket."""
+    _die_with(parent)
+    wait_briefly()
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        sys.path[:], _ = channel.receive()
+        cores, _ = channel.receive()
+        if cores is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores)  # before torch is loaded, and threads are started
+        make, _ = channel.receive()
+        Servant(make, channel).run()
+    except ChannelClosed:
+        return
+
+
+class Servant:
+    """Runs one replica for the driver."""
+
+    def __init__(self, make: Callable[[], Replica], channel: Channel):
+        self._make = make
+        self._channel = channel
+        self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._num_held = 0
+        self._is_ready = self._has_begun = False
+
+    def run(self) -> None:
+        """Raises ChannelClosed when the driver is gone."""
+        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        try:
+            with self._make() as replica:
+                replica.start(lambda: None)
+                while self._obey(replica):
+                    self._send(replica.poll(_BUSY_SECONDS if self._has_begun else _IDLE_SECONDS))
+        except ChannelClosed:
+            raise
+        except NpuRunnerError as error:
+            self._channel.send(_picklable(error))
+        except Exception as error:  # noqa: BLE001 - the border of the process: whatever it is, the driver hears of it
+            traceback.print_exc()
+            self._channel.send(ReplicaDeadError(f"{type(error).__name__}: {error}"))
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._commands.put(self._channel.receive()[0])
+        except ChannelClosed:
+            self._commands.put(_END)
+
+    def _obey(self, replica: Replica) -> bool:
+        """Do what was said since the last time; with nothing else to do, wait for it. False: it is over."""
+        try:
+            is_idle = not self._num_held if self._has_begun else self._is_ready
+            name, value = self._commands.get(timeout=_IDLE_SECONDS) if is_idle else self._commands.get_nowait()
+            while True:
+                if (name, value) == _END:
+                    return False
+                if name == "submit":
+                    self._num_held += len(value)
+                    replica.submit(value)
+                elif name == "recall":
+                    replica.recall(value)
+                else:
+                    self._has_begun = True
+                    replica.begin(value)
+                name, value = self._commands.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _send(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Finished):
+                self._num_held -= len(event.rows)
+            elif isinstance(event, Returned):
+                self._num_held -= len(event.indices)
+            elif isinstance(event, Ready):
+                self._is_ready = True
+        if events:
+            self._channel.send(events)
+
+
+def _picklable(error: NpuRunnerError) -> NpuRunnerError:
+    """Without what led to it, which may hold anything."""
+    error.__cause__ = error.__context__ = error.__traceback__ = None
+    return error
+
+
+def _die_with(parent: int) -> None:
+    """A driver killed with SIGKILL must not leave a replica that loads, or computes."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))

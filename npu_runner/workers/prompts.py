@@ -1,0 +1,194 @@
+"""Prepares prompts in worker processes that start with the first one and stay. Imports neither torch nor an engine.
+
+Knows nothing of who asks, nor of what is done with a prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from npu_runner.errors import RequestError
+from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.multimodal.media import MediaRules
+from npu_runner.multimodal.sending import checked_conversation, num_bytes, sendable_pictures
+from npu_runner.workers.options import PreprocessingOptions
+from npu_runner.workers.pool import PoolLimits, WorkerFailure, WorkerPool
+
+# To tokenize this many characters takes about as long as to send them to a worker and to take the tokens back.
+_LEAST_CHARS = 4096
+
+
+class PromptProcessor(Protocol):
+    """What is needed of a ChatProcessor; picklable."""
+
+    def __call__(self, messages: Any, chat_template_kwargs: Any = None) -> PromptInputs: ...
+    def from_text(self, prompt: Any, images: Any = ()) -> PromptInputs: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTask:
+    """A prompt to be prepared. `pictures`: each with where it stands, in order."""
+
+    pictures: Sequence[tuple[Any, str]] = ()
+    num_chars: int = 0
+    is_plain: bool = True
+    """All of it but the pictures is of Python's own types, which any process knows."""
+
+    @property
+    def is_worth_a_worker(self) -> bool:
+        """It takes longer than the way there and back."""
+        return self.is_plain and (bool(self.pictures) or self.num_chars >= _LEAST_CHARS)
+
+    def sendable(self, max_source_pixels: int) -> PromptTask:
+        """The same, picklable. Raises RequestError for a picture that cannot be."""
+        return replace(self, pictures=sendable_pictures(self.pictures, max_source_pixels))
+
+    def prepare(self, processor: PromptProcessor) -> PromptInputs:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTask(PromptTask):
+    """A conversation that was parsed: `messages` hold text and, where a picture stands, a part that says so."""
+
+    messages: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def prepare(self, processor: PromptProcessor) -> PromptInputs:
+        pictures = (picture for picture, _ in self.pictures)
+        messages = [
+            {**message, "content": [
+                {"type": "image", "image": next(pictures)} if part["type"] == "image" else part
+                for part in message["content"]
+            ]} if isinstance(message["content"], list) else message
+            for message in self.messages
+        ]  # fmt: skip
+        return processor(messages, self.chat_template_kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTask(PromptTask):
+    """A raw prompt: text or token ids."""
+
+    prompt: Any
+
+    def prepare(self, processor: PromptProcessor) -> PromptInputs:
+        return processor.from_text(self.prompt, [picture for picture, _ in self.pictures])
+
+
+def chat_task(
+    messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool
+) -> ChatTask:
+    """Raises RequestError for what can be seen without reading an address or decoding a picture."""
+    conversation = checked_conversation(messages, rules, has_vision=has_vision)
+    return ChatTask(
+        messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.images,
+        num_chars=sum(len(text) for _, text in conversation.texts()),
+    )  # fmt: skip
+
+
+def text_task(prompt: Any, pictures: Sequence[tuple[Any, str]]) -> TextTask:
+    """`prompt`: text or token ids; if it is neither, preparing it says so."""
+    if isinstance(prompt, str):
+        return TextTask(prompt=str.__str__(prompt), pictures=pictures, num_chars=len(prompt))
+    is_plain = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
+    return TextTask(prompt=list(prompt) if is_plain else prompt, pictures=pictures, is_plain=is_plain)
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    number: int
+    task: PromptTask
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """What workers apply to tasks."""
+
+    processor: PromptProcessor
+
+    def __call__(self, numbered: _Numbered) -> PromptInputs | RequestError:
+        try:
+            return numbered.task.prepare(self.processor)
+        except RequestError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt, or the error that it came to. `num_bytes`: what it takes."""
+
+    number: int
+    prompt: PromptInputs | RequestError
+    num_bytes: int
+
+
+class PromptWorkers:
+    """The workers of one processor. After an exception out of any method: `close`, which may itself be repeated."""
+
+    def __init__(self, processor: PromptProcessor, options: PreprocessingOptions, *, max_ready: int):
+        """`max_ready`: most prepared prompts that wait to be fetched."""
+        self._preparation = _Preparation(processor)
+        self._limits = PoolLimits(
+            num_workers=options.num_workers, task_timeout_seconds=options.preprocessing_timeout,
+            worker_memory_bytes=options.worker_memory_bytes, max_ready=max_ready, max_tasks=0,
+        )
+        self._pool: WorkerPool[_Numbered] | None = None
+        self._queue: deque[_Numbered] = deque()
+        self._num_put = 0
+        self._pending_bytes: dict[int, int] = {}
+
+    @property
+    def num_workers(self) -> int:
+        return self._limits.num_workers
+
+    @property
+    def num_pending(self) -> int:
+        """Tasks that were put and whose prompts were not fetched."""
+        return len(self._pending_bytes)
+
+    @property
+    def pending_bytes(self) -> int:
+        return sum(self._pending_bytes.values())
+
+    def put(self, number: int, task: PromptTask) -> None:
+        """`task`: a sendable one; `number`: no pending one's."""
+        if self._pool is None:
+            self._queue, self._num_put = deque(), 0
+            self._pool = WorkerPool(self._preparation, _taken_from(self._queue), self._limits)
+        self._pending_bytes[number] = task.num_chars + num_bytes(task.pictures)
+        self._queue.append(_Numbered(number, task))
+        self._num_put += 1
+        self._pool.allow(self._num_put)
+
+    def get(self, timeout: float = 0.0) -> Prepared | None:
+        """What is prepared next; None when nothing is pending, or ready within `timeout` seconds.
+
+        Raises JobError when no worker can be kept alive.
+        """
+        finished = self._pool.get(timeout) if self._pool is not None and self._pending_bytes else None
+        if finished is None:
+            return None
+        del self._pending_bytes[finished.task.number]
+        result = finished.result
+        if isinstance(result, WorkerFailure):
+            result = RequestError(result.message, result.code)
+        return Prepared(finished.task.number, result, finished.num_bytes)
+
+    def pids(self) -> list[int]:
+        return [] if self._pool is None else self._pool.worker_pids()
+
+    def close(self) -> None:
+        """End the workers and drop what they had to do; the next task starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        self._pending_bytes = {}
+
+
+def _taken_from(tasks: deque[_Numbered]) -> Iterator[_Numbered]:
+    while True:
+        yield tasks.popleft()

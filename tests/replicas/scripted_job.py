@@ -1,0 +1,79 @@
+"""A job over replicas whose engines follow a script: `python -m tests.replicas.scripted_job OPTIONS` runs one.
+
+The processes, sockets, files and deaths are real; what stands where the model would needs no torch. Holds no tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.run import run_batch
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import EngineDeadError, ModelError, NpuRunnerError
+from npu_runner.outputs import RequestOutput
+from npu_runner.replicas import process
+from tests.batch.scripted import ScriptedEngine, ScriptedModel
+
+STEP_SECONDS = 0.005
+
+
+@dataclass
+class StagedEngine(ScriptedEngine):
+    """Words at the beginning of a row are stage directions: kill, fail, slow."""
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(STEP_SECONDS)
+        texts = [text for _, text, _ in self.waiting] + [text for _, text, _ in self.running.values()]
+        if any(text.startswith("kill") for text in texts):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if any(text.startswith("fail") for text in texts):
+            names = tuple(name for name, _, _ in self.waiting) + tuple(self.running)
+            raise EngineDeadError("rank 1 failed", request_ids=names, blame="request_failed")
+        return super().step()
+
+    def describe(self) -> dict[str, str]:
+        stage = stage_directions()
+        if "differs" in stage:
+            return {**super().describe(), "max_model_len": str(os.getpid())}
+        return super().describe()
+
+
+def stage_directions() -> list[str]:
+    return os.environ.get("STAGE", "").split(",")
+
+
+def open_model(config: RunnerConfig) -> ScriptedModel:
+    if "broken" in stage_directions():
+        raise ModelError("model.safetensors: a tensor is missing")
+    if "dies" in stage_directions():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ScriptedModel(config, StagedEngine)
+
+
+def main(options: dict[str, Any]) -> int:
+    model = options.pop("model")
+    for name in ("summary", "report"):
+        if name in options:
+            options[name] = Path(options[name])
+    if "impatient" in stage_directions():
+        process.STOPPED_SECONDS = 1.0
+    try:
+        summary = run_batch(RunnerConfig(model=model, platform="cpu"), BatchOptions(**options), open_model=open_model)
+    except NpuRunnerError as error:
+        print(error, file=sys.stderr)
+        return 2 if type(error).__name__ in ("ConfigError", "ModelError") else 1
+    return summary.exit_status
+
+
+if __name__ == "__main__":
+    from tests.replicas import scripted_job  # by its name, so that replicas can import what they are sent
+
+    sys.exit(scripted_job.main(json.loads(sys.argv[1])))

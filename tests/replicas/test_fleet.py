@@ -1,0 +1,249 @@
+"""How rows are shared out: each done once, by load, suspects alone. Replicas here follow a script, in this process."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npu_runner.errors import ConfigError, ReplicaDeadError
+from npu_runner.replicas.base import (
+    Begun,
+    Event,
+    Finished,
+    FinishedRow,
+    Ready,
+    Replica,
+    ReplicaFacts,
+    Returned,
+    RowRun,
+)
+from npu_runner.replicas.fleet import Fleet, FleetHooks, Verdict
+from npu_runner.replicas.row_queue import RowQueue
+
+
+@dataclass
+class Script:
+    """What replicas do. `speeds`: rows a poll, for each place; `deaths`: chance to die in a poll."""
+
+    speeds: Sequence[float] = (2, 2)
+    deaths: float = 0.0
+    poison: frozenset[int] = frozenset()
+    max_rows: int = 24
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    beside: list[set[int]] = field(default_factory=list)
+    """What was begun together, at each death."""
+
+
+class ScriptedReplica(Replica):
+    can_restart = True
+
+    def __init__(self, script: Script, place: int):
+        self.name, self.num_rows_ahead = f"replica {place}", 8
+        self._script = script
+        self._speed = script.speeds[place]
+        self._credit = 0.0
+        self._waiting: list[int] = []
+        self._begun: list[int] = []
+        self._events: list[Event] = []
+        self._has_begun = False
+
+    def start(self, wake: Callable[[], None]) -> None:
+        facts = ReplicaFacts(version="1", settings={"speed": 1}, ledger="", max_rows=self._script.max_rows)
+        self._events.append(Ready(facts))
+
+    def begin(self, terms: Any) -> None:
+        self._has_begun = True
+
+    def submit(self, run: RowRun) -> None:
+        self._waiting += run.indices
+
+    def recall(self, num_rows: int) -> None:
+        kept = max(0, len(self._waiting) - num_rows)
+        self._waiting, returned = self._waiting[:kept], self._waiting[kept:]
+        self._events.append(Returned(returned))
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        if self._has_begun and not self._events:
+            self._work()
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _work(self) -> None:
+        script = self._script
+        if self._begun and (script.poison.intersection(self._begun) or script.rng.random() < script.deaths):
+            script.beside.append(set(self._begun))
+            raise ReplicaDeadError(f"{self.name} died")
+        room = 4 - len(self._begun)
+        begun, self._waiting = self._waiting[:room], self._waiting[room:]
+        self._begun += begun
+        if begun:
+            self._events.append(Begun(begun))
+        self._credit += self._speed
+        done = [self._begun.pop(0) for _ in range(min(int(self._credit), len(self._begun) - len(begun)))]
+        self._credit -= int(self._credit)
+        if done:
+            self._events.append(Finished([FinishedRow(row, None, b"%d" % row) for row in done]))
+
+
+def run_of(indices: Sequence[int]) -> RowRun:
+    table = np.zeros((len(indices), 4), dtype=np.uint64)
+    table[:, 0] = indices
+    return RowRun(table_R4=table, checksums=bytes(8 * len(indices)))
+
+
+def hooks_of(**hooks: Any) -> FleetHooks:
+    quiet = {"make_run": run_of, "say": lambda line: None, "suspect": lambda rows: None, "accuse": lambda *_: None}
+    return FleetHooks(**{**quiet, **hooks})
+
+
+def fleet_of(
+    script: Script, num_rows: int, *, verdicts: int = 2, queue: RowQueue | None = None, **options: Any
+) -> Fleet:
+    """`verdicts`: deaths alone after which a row is given up."""
+    alone: Counter[int] = Counter()
+
+    def accuse(row: int, error: ReplicaDeadError) -> Verdict | None:
+        alone[row] += 1
+        is_enough = alone[row] >= verdicts
+        return Verdict(index=row, code="request_failed", message=str(error)) if is_enough else None
+
+    hooks = hooks_of(accuse=accuse)
+    replicas = [lambda place=place: ScriptedReplica(script, place) for place in range(len(script.speeds))]
+    return Fleet(replicas, queue or RowQueue(num_rows), hooks, **options)
+
+
+def serve(fleet: Fleet, look: Callable[[], None] = lambda: None) -> tuple[list[int], list[int]]:
+    """The rows that were finished, and those that were given up, as they came."""
+    finished, given_up = [], []
+    with fleet:
+        fleet.load()
+        fleet.begin(None)
+        while not fleet.is_over:
+            rows, verdicts = fleet.poll(0.0)
+            finished += [row.number for row in rows]
+            given_up += [verdict.index for verdict in verdicts]
+            look()
+    return finished, given_up
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_row_is_done_once_however_often_they_die(num_replicas: int, seed: int) -> None:
+    rng = random.Random(seed)
+    script = Script(speeds=[rng.choice([0.3, 1, 3]) for _ in range(num_replicas)], deaths=0.03, rng=rng)
+    fleet = fleet_of(script, 300, verdicts=10**6, max_restarts=10**6)
+    finished, given_up = serve(fleet)
+    assert sorted(finished) == list(range(300))
+    assert given_up == []
+    assert sum(slot.num_deaths for slot in fleet.slots) > 0
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_row_that_kills_is_given_up_only_when_it_was_alone_and_nobody_with_it(num_replicas: int) -> None:
+    script = Script(speeds=[2] * num_replicas, poison=frozenset({7, 8, 90}))
+    finished, given_up = serve(fleet_of(script, 120, max_restarts=100))
+    assert sorted(given_up) == [7, 8, 90]
+    assert sorted(finished + given_up) == list(range(120))
+    for row in script.poison:
+        deaths = [beside for beside in script.beside if row in beside]
+        assert sum(len(beside) == 1 for beside in deaths) == 2
+        together = [beside for beside in deaths if len(beside) > 1]
+        assert len(together) <= 2, "after two deaths it runs alone"
+
+
+@pytest.mark.parametrize("speeds", [(2, 0.05), (1, 1, 0.1), (3, 0)])
+def test_no_replica_idles_while_another_has_ten_rows_waiting(speeds: Sequence[float]) -> None:
+    script = Script(speeds=speeds, max_rows=64)
+    fleet = fleet_of(script, 150)
+    idle = []
+
+    def look() -> None:
+        waiting = [len(slot.held) - len(slot.begun) for slot in fleet.slots]
+        nobody_asks = not any(slot.is_asked for slot in fleet.slots)
+        idle.append(nobody_asks and max(waiting) >= 10 and any(not slot.held for slot in fleet.slots))
+        script.speeds = speeds
+        if all(len(slot.held) <= len(slot.begun) for slot in fleet.slots):
+            for slot in fleet.slots:  # what is begun stays where it is: let that end
+                slot.replica._speed = 4  # type: ignore[union-attr]
+
+    finished, _ = serve(fleet, look)
+    assert sorted(finished) == list(range(150))
+    # A poll is needed to see that one has nothing left, and another one to ask.
+    assert not any(all(idle[place : place + 3]) for place in range(len(idle)))
+    assert max(slot.num_finished for slot in fleet.slots) > 150 // len(speeds)
+
+
+def test_neighbours_go_together() -> None:
+    runs: list[Sequence[int]] = []
+
+    def make_run(rows: Sequence[int]) -> RowRun:
+        runs.append(rows)
+        return run_of(rows)
+
+    fleet = fleet_of(Script(), 400)
+    fleet._hooks = hooks_of(make_run=make_run)
+    serve(fleet)
+    assert sum(len(run) for run in runs) >= 400
+    assert all(list(run) == list(range(run[0], run[0] + len(run))) for run in runs[:10])
+    assert max(map(len, runs)) > 4
+
+
+def test_rows_behind_the_window_wait() -> None:
+    queue = RowQueue(100)
+    queue.allow(10)
+    fleet = fleet_of(Script(), 100, queue=queue)
+    seen = []
+
+    def look() -> None:
+        num_done = sum(slot.num_finished for slot in fleet.slots)
+        seen.append(max((max(slot.held) for slot in fleet.slots if slot.held), default=0))
+        assert seen[-1] < num_done + 12
+        queue.allow(num_done + 10)
+
+    finished, _ = serve(fleet, look)
+    assert sorted(finished) == list(range(100))
+    assert max(seen) == 99
+
+
+def test_replicas_that_would_answer_otherwise_are_refused() -> None:
+    class Differs(ScriptedReplica):
+        def start(self, wake: Callable[[], None]) -> None:
+            settings = {"max_model_len": self.name}
+            self._events.append(Ready(ReplicaFacts(version="1", settings=settings, ledger="", max_rows=1)))
+
+    fleet = Fleet([lambda place=place: Differs(Script(), place) for place in (0, 1)], RowQueue(10), hooks_of())
+    with fleet, pytest.raises(ConfigError, match="max_model_len: 'replica 1' here, 'replica 0' there"):
+        fleet.load()
+
+
+def test_with_nobody_left_it_says_so() -> None:
+    script = Script(deaths=1.0)
+    with pytest.raises(ReplicaDeadError, match="no replica is left"):
+        serve(fleet_of(script, 50, max_restarts=2))
+    assert len(script.beside) == 6, "each of two, and two more in its place"
+
+
+def test_a_queue_gives_each_row_once_within_its_limit_and_suspects_by_themselves() -> None:
+    queue = RowQueue(20)
+    queue.allow(10)
+    queue.suspect([4])
+    queue.drop([6])
+    assert list(queue.take(50)) == [0, 1, 2, 3, 5, 7, 8, 9]
+    assert (len(queue), list(queue.take(1))) == (0, [])
+    queue.put_back([2, 9, 1])
+    assert queue.take(2) == [1, 2]
+    assert queue.count_death([9, 2]) == []
+    assert queue.count_death([9]) == [9]
+    queue.put_back([9])
+    assert (queue.take(5), queue.take_suspect(), queue.take_suspect(), queue.has_suspects) == ([9], 9, 4, False)
+    queue.allow(100)
+    assert list(queue.take(100)) == list(range(10, 20))

@@ -1,0 +1,119 @@
+"""The replica of its caller's thread, through its contract: rows by place or with their bytes, rows given back."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npu_runner.batch.files.elsewhere import CarriedRows, SharedFile
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.row_server import RowServer, server_plan
+from npu_runner.batch.rows.openai_response import JobStamp
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import JobError
+from npu_runner.replicas.base import Begun, Event, Finished, Ready, Returned
+from tests.batch.scripted import ScriptedEngine, ScriptedModel, row, write_rows
+
+NUM_ROWS = 200
+STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
+
+
+class SlowEngine(ScriptedEngine):
+    """Two rows at a time: all others wait in it."""
+
+    def __init__(self, config: RunnerConfig):
+        super().__init__(config, latency=lambda text: 3, max_running=2)
+
+
+def open_slow(config: RunnerConfig) -> ScriptedModel:
+    return ScriptedModel(config, SlowEngine)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Any:
+    lines: list[Any] = [row(f"r{n}", "bad" if n % 9 == 4 else f"text {n}") for n in range(NUM_ROWS - 1)]
+    write_rows(tmp_path / "in.jsonl", [*lines, b"not json"])
+    with InputFile(str(tmp_path / "in.jsonl"), tmp_path) as opened:
+        yield opened
+
+
+def server_of(file: InputFile, source: Any, inherited: tuple[int, ...] = ()) -> tuple[RowServer, RowBook]:
+    options = BatchOptions(input=file.name, output="-")
+    plan = server_plan(RunnerConfig(model="m"), options=options, source=source, num_workers=1, open_model=open_slow,
+                       inherited=inherited)  # fmt: skip
+    scan = file.scan()
+    server = RowServer(pickle.loads(pickle.dumps(plan)))
+    server.start(lambda: None)
+    assert isinstance(server.poll(0.0)[0], Ready)
+    server.begin(STAMP)
+    return server, RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
+
+
+def finish(server: RowServer, count: int) -> tuple[dict[int, bytes], list[Event]]:
+    done: dict[int, bytes] = {}
+    events: list[Event] = []
+    while len(done) < count:
+        for event in server.poll(0.2):
+            events.append(event)
+            for finished in event.rows if isinstance(event, Finished) else ():
+                assert finished.number not in done, "a row comes once"
+                done[finished.number] = finished.data
+    return done, events
+
+
+def test_rows_by_place_by_path_and_with_their_bytes_are_the_same(file: InputFile) -> None:
+    answers = []
+    for kind in ("inherited", "path", "carried"):
+        source = {"inherited": file.source, "path": SharedFile(file.name), "carried": CarriedRows(file.name)}[kind]
+        server, book = server_of(file, source, (file.source.descriptor,) if kind == "inherited" else ())
+        with server:
+            make = book.run_with_data if kind == "carried" else book.run
+            server.submit(pickle.loads(pickle.dumps(make(range(NUM_ROWS)))))
+            done, events = finish(server, NUM_ROWS)
+        begun = [index for event in events if isinstance(event, Begun) for index in event.indices]
+        answered = {index for index, data in done.items() if json.loads(data)["error"] is None}
+        assert sorted(begun) == sorted(answered)
+        answers.append(done)
+    assert answers[0] == answers[1] == answers[2]
+    assert len(answers[0]) == NUM_ROWS
+
+
+@pytest.mark.parametrize("num_polls", [0, 3, 60])
+def test_what_is_given_back_is_not_done_and_the_rest_is(file: InputFile, num_polls: int) -> None:
+    server, book = server_of(file, file.source, (file.source.descriptor,))
+    with server:
+        server.submit(book.run(range(NUM_ROWS)))
+        early: list[Event] = []
+        for _ in range(num_polls):
+            early += server.poll(0.2)
+        server.recall(NUM_ROWS)
+        early += server.poll(0.0)
+        (returned,) = [event.indices for event in early if isinstance(event, Returned)]
+        num_early = sum(len(event.rows) for event in early if isinstance(event, Finished))
+        assert len(set(returned)) == len(returned)
+        # Two run, two are with the worker or on their way to it; all others can be had back.
+        assert NUM_ROWS - num_early - len(returned) <= 5
+        done, _ = finish(server, NUM_ROWS - num_early - len(returned))
+        assert not set(returned) & set(done)
+        server.submit(book.run(sorted(returned)))
+        again, _ = finish(server, len(returned))
+        assert sorted(again) == sorted(returned)
+
+
+@pytest.mark.parametrize("kind", ["path", "carried"])
+def test_a_row_that_was_changed_ends_the_job(file: InputFile, kind: str) -> None:
+    server, book = server_of(file, SharedFile(file.name) if kind == "path" else CarriedRows(file.name))
+    changed = Path(file.name).read_bytes().replace(b'"r5"', b'"x5"')
+    with open(file.name, "r+b") as opened:
+        opened.write(changed)
+    with server:
+        server.submit(book.run_with_data(range(20)) if kind == "carried" else book.run(range(20)))
+        with pytest.raises(JobError, match="is not what it was"):
+            finish(server, NUM_ROWS)
