@@ -67,8 +67,8 @@ class RunnerConfig:
     image_max_pixels: int | None = None
     """Larger pictures are scaled down to this many pixels; None: the checkpoint's setting."""
     max_source_pixels: int = LIMITS.max_source_pixels
-    """A picture whose file declares more pixels is refused before it is decoded, which takes 4 to 9 bytes each (WebP:
-    16)."""
+    """A picture whose file declares more pixels is refused before it is decoded, which takes 4 to 10 bytes each (JPEG
+    2000: 20, WebP: 16)."""
     max_images_per_prompt: int = LIMITS.max_images_per_prompt
     """A prompt with more pictures is refused."""
     max_logprobs_per_request: int = LIMITS.max_logprobs_per_request
@@ -79,6 +79,9 @@ class RunnerConfig:
     reasoning_parser: str = "auto"
     """auto: where the checkpoint has tokens to think between, the reasoning is split off the answer; none: the answer
     stays as the model wrote it."""
+    tool_call_parser: str = "auto"
+    """How tool calls are read out of answers to rows with tools: hermes, qwen3_coder, the name of an installed
+    package's parser, or none (they stay text); auto: as the chat template asks for them to be written."""
     graph_mode: str = "auto"
     """How decode steps are compiled: eager, reduce-overhead or max-autotune; auto: the platform's default."""
     enforce_eager: bool = False

@@ -68,6 +68,12 @@ class Limits:
     """Lists and objects inside each other in `chat_template_kwargs`, itself included."""
     max_template_kwargs_chars: int = 65_536
     """Characters of `chat_template_kwargs` as JSON."""
+    max_tools: int = 128
+    """Entries of `tools`, and of the `tool_calls` of one message."""
+    max_tools_nesting: int = 32
+    """Lists and objects inside each other in `tools` and in a call's `arguments`, itself included."""
+    max_tools_chars: int = 262_144
+    """Characters of `tools`, and of one call's `arguments`, as JSON."""
     max_logprobs_per_request: int = 262_144
     """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities."""
     worker_memory_bytes: int = 4 * GIB
@@ -104,15 +110,23 @@ def plain_template_kwargs(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name}: an object is needed, not {type(value).__name__}", "invalid_type", name)
     check_count(name, "entries", value, LIMITS.max_template_kwargs)
-    _check_nesting(name, value, LIMITS.max_template_kwargs_nesting)
+    plain: dict[str, Any] = plain_json(
+        name, value, max_nesting=LIMITS.max_template_kwargs_nesting, max_chars=LIMITS.max_template_kwargs_chars
+    )
+    return plain
+
+
+def plain_json(name: str, value: Any, *, max_nesting: int, max_chars: int) -> Any:
+    """A copy of `value` that holds what JSON can say. Raises RequestError, naming `name`, where it holds anything else
+    or is too much."""
+    _check_nesting(name, value, max_nesting)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode("utf-8")
     except (TypeError, ValueError) as error:  # half a surrogate pair is a ValueError, too
         raise RequestError(f"{name}: JSON cannot say it ({error})", "invalid_value", name) from error
-    check_count(name, "characters of JSON", text, LIMITS.max_template_kwargs_chars)
-    plain: dict[str, Any] = json.loads(text)
-    return plain
+    check_count(name, "characters of JSON", text, max_chars)
+    return json.loads(text)
 
 
 def _check_nesting(name: str, value: Any, limit: int, depth: int = 1) -> None:

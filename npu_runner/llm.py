@@ -24,6 +24,7 @@ from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.limits import plain_template_kwargs
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
+from npu_runner.multimodal.prompt_forms import prompt_and_images
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.prompt_feed import PromptFeed, Request
 from npu_runner.sampling_params import SamplingParams
@@ -31,7 +32,8 @@ from npu_runner.workers.options import PreprocessingOptions
 from npu_runner.workers.prompts import PromptTask, PromptWorkers, chat_task, text_task
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
-"""Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, or an already prepared prompt."""
+"""Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, vLLM's {"prompt" or
+"prompt_token_ids", "multi_modal_data": {"image": ...}}, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url."""
 Params = SamplingParams | Iterable[SamplingParams] | None
@@ -291,15 +293,8 @@ def _is_one_conversation(conversations: Any) -> bool:
 def _text_task(item: Any) -> PromptTask | PromptInputs:
     if isinstance(item, PromptInputs):
         return item
-    prompt, images = item, None
-    if isinstance(item, Mapping):
-        unknown = set(item) - {"prompt", "images"}
-        if unknown or "prompt" not in item:
-            raise RequestError(f"needs 'prompt', may have 'images'; got {', '.join(map(str, item))}")
-        prompt, images = item["prompt"], item.get("images")
-    if images is not None and (isinstance(images, (str, bytes)) or not isinstance(images, Sequence)):
-        raise RequestError(f"images: a list is needed, not {type(images).__name__}", "invalid_type", "images")
-    pictures = [(image, f"images[{number}]") for number, image in enumerate(images or ())]
+    prompt, images = prompt_and_images(item) if isinstance(item, Mapping) else (item, ())
+    pictures = [(image, f"images[{number}]") for number, image in enumerate(images)]
     return text_task(prompt, pictures)
 
 

@@ -113,6 +113,11 @@ class RequestOutput:
                                                  error=error.message, error_code=error.code)])
 
     @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The completions, under vLLM's name."""
+        return self.completions
+
+    @property
     def text(self) -> str:
         return self.completions[0].text
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
 
@@ -56,6 +58,13 @@ class SamplingParams:
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     """The same as token ids, which is what the sampler takes: `ChatProcessor.resolve_params` makes them."""
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    """The text ends behind the stop string, or the end token, that ended it, and not before."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text. An end token is in it only with include_stop_str_in_output as well."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens of a longer prompt; -1: as many as leave room for max_tokens. A prompt with pictures
+    is not cut but refused."""
     logprobs: int | None = None
     """None: no log probabilities. k: those of each sampled token and of the k most probable ones (0 to 20)."""
 
@@ -71,6 +80,9 @@ class SamplingParams:
             min_tokens=_integer("min_tokens", self.min_tokens, 0),
             top_k=0 if self.top_k is None else max(0, _integer("top_k", self.top_k, -1)),
             seed=None if self.seed is None else _integer("seed", self.seed, -(2**63), 2**63 - 1),
+            ignore_eos=_boolean("ignore_eos", self.ignore_eos),
+            include_stop_str_in_output=_boolean("include_stop_str_in_output", self.include_stop_str_in_output),
+            skip_special_tokens=_boolean("skip_special_tokens", self.skip_special_tokens),
             logprobs=None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS),
             temperature=_number("temperature", self.temperature, 0.0, 100.0),
             top_p=_number("top_p", self.top_p, 0.0, 1.0),
@@ -81,6 +93,10 @@ class SamplingParams:
         )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if self.truncate_prompt_tokens is not None:
+            self._keep(truncate_prompt_tokens=_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1))
+            if self.truncate_prompt_tokens == 0:
+                raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
         if self.top_p == 0.0:
             raise _error("top_p", "must be greater than 0; use temperature 0 for greedy decoding")
 
@@ -99,6 +115,12 @@ class SamplingParams:
 
 def _error(name: str, what: str) -> RequestError:
     return RequestError(f"{name}: {what}", code="invalid_sampling_parameter", param=name)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise _error(name, f"{shown(value)} is neither true nor false")
+    return bool(value)
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:

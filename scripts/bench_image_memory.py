@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import resource
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,6 +38,14 @@ def _picture(side: int) -> Image.Image:
     return image
 
 
+def _icon(image: Image.Image) -> bytes:
+    """One bitmap with its mask, of sides that the directory of an icon has no room for."""
+    width, height = image.size
+    pixels = image.convert("RGBA").tobytes("raw", "BGRA", 0, -1)
+    frame = struct.pack("<IiiHHIIiiII", 40, width, 2 * height, 1, 32, 0, 0, 0, 0, 0, 0) + pixels
+    return struct.pack("<HHHBBBBHHII", 0, 1, 1, 0, 0, 0, 0, 1, 32, len(frame), 22) + frame
+
+
 CASES: dict[str, Callable[[Image.Image], bytes]] = {
     "PNG RGB": lambda image: _save(image, "PNG", compress_level=1),
     "PNG RGBA": lambda image: _save(image.convert("RGBA"), "PNG", compress_level=1),
@@ -49,6 +59,11 @@ CASES: dict[str, Callable[[Image.Image], bytes]] = {
     "JPEG turned by EXIF": lambda image: _save(image, "JPEG", exif=_turned()),
     "JPEG progressive": lambda image: _save(image, "JPEG", progressive=True),
     "JPEG CMYK": lambda image: _save(image.convert("CMYK"), "JPEG"),
+    "TGA": lambda image: _save(image, "TGA"),
+    "ICO of a bitmap": lambda image: _icon(image),
+    "JPEG 2000": lambda image: _save(image, "JPEG2000"),
+    "AVIF": lambda image: _save(image, "AVIF", speed=10),
+    "HEIC": lambda image: _save(image, "HEIF"),
     "WebP": lambda image: _save(image, "WEBP", method=0),
     "WebP with alpha": lambda image: _save(image.convert("RGBA"), "WEBP", method=0),
 }
@@ -73,6 +88,8 @@ def main() -> None:
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make:
+        if arguments.make == "HEIC":
+            importlib.import_module("pillow_heif").register_heif_opener()
         sys.stdout.buffer.write(CASES[arguments.make](_picture(arguments.side)))
     elif arguments.measure:
         _measure(arguments.measure, arguments.side)

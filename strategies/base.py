@@ -66,6 +66,7 @@ class LoadStrategy(ABC):
             uses_mrope=self.read_config().rope.mrope_section is not None,
             chat_template_kwargs=config.chat_template_kwargs,
             reasoning_parser=config.reasoning_parser,
+            tool_call_parser=config.tool_call_parser,
         )
 
     @abstractmethod

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 
 from npu_runner.engine.stop_strings import StopSearch
 from npu_runner.engine.token_bytes import byte_of_token, special_token_ids, token_text
+from npu_runner.sampling_params import SamplingParams
 
-__all__ = ["IncrementalDetokenizer", "token_text"]
+__all__ = ["IncrementalDetokenizer", "detokenizer_for", "token_text"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONG_WINDOW = 32  # tokens without a clean end; then a place to cut is looked for, so that decoding stays linear
@@ -28,9 +29,12 @@ class IncrementalDetokenizer:
     makes no difference.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), skip_special_tokens: bool = True,
+                 include_stop: bool = False):
+        """include_stop: the text holds the stop string or the end token that ends it."""
         self._tokenizer = tokenizer
         self._skips_special_tokens = skip_special_tokens
+        self._includes_stop = include_stop
         self._hidden_ids = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
         self._ids: list[int] = []
         self._num_read = 0
@@ -52,9 +56,15 @@ class IncrementalDetokenizer:
             found = self._search.feed(self._read_next(), is_allowed=stops_allowed)
             if found is not None:
                 position, stop = found
-                self._final = (self._settled.text + self._run.text)[:position]
+                end = position + len(stop) if self._includes_stop else position
+                self._final = (self._settled.text + self._run.text)[:end]
                 return stop
         return None
+
+    def append_end_token(self, token_id: int) -> None:
+        """Add the token that ends the sequence: part of the text only if stops are, and never searched."""
+        if self._includes_stop:
+            self._ids.append(token_id)
 
     @property
     def text(self) -> str:
@@ -104,6 +114,14 @@ class IncrementalDetokenizer:
     def _take_run_back(self) -> None:
         if self._search is not None:
             self._search.take_back()
+
+
+def detokenizer_for(params: SamplingParams, tokenizer: Tokenizer) -> IncrementalDetokenizer:
+    """The one that makes the text that a request asks for."""
+    return IncrementalDetokenizer(
+        tokenizer, stop=params.stop, skip_special_tokens=params.skip_special_tokens,
+        include_stop=params.include_stop_str_in_output,
+    )
 
 
 class _SettledText:

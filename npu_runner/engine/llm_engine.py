@@ -22,7 +22,7 @@ from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters, StateSnapshots, state_alignment
-from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
+from npu_runner.engine.detokenizer import IncrementalDetokenizer, detokenizer_for, token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.logprobs import LogprobsRecord
 from npu_runner.engine.quarantine import Quarantine
@@ -137,7 +137,7 @@ class LLMEngine:
             )
             self._next_seq_id += 1
             generation = _Generation(
-                sequence, IncrementalDetokenizer(self.processor.tokenizer, stop=params.stop), end_tokens,
+                sequence, detokenizer_for(params, self.processor.tokenizer), end_tokens,
                 None if params.logprobs is None else LogprobsRecord(params.logprobs),
             )
             request.generations.append(generation)
@@ -289,6 +289,7 @@ class LLMEngine:
             generation.logprobs.append(output.logprobs, row)
         may_stop = not params.min_tokens or sequence.num_output_tokens >= params.min_tokens
         if may_stop and token in generation.end_tokens:
+            generation.detokenizer.append_end_token(token)
             self._finish(generation, "stop", stop_reason=token if token in params.stop_token_ids else None)
         elif (stop := generation.detokenizer.append([token], stops_allowed=may_stop)) is not None:
             self._finish(generation, "stop", stop_reason=stop)
@@ -322,7 +323,8 @@ class LLMEngine:
         if thinking is None or tokens is None:
             return SplitAnswer(None, text, 0)
         return split_answer(
-            text, sequence.output_token_ids, thinking=thinking, tokens=tokens, tokenizer=self.processor.tokenizer
+            text, sequence.output_token_ids, thinking=thinking, tokens=tokens, tokenizer=self.processor.tokenizer,
+            skip_special_tokens=sequence.params.skip_special_tokens,
         )
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
@@ -330,6 +332,7 @@ class LLMEngine:
     def check_request(self, prompt: PromptInputs, params: SamplingParams) -> SamplingParams:
         """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
         params = self.processor.resolve_params(params)
+        self.processor.check_length(prompt, params)
         length, vocab_size = len(prompt.token_ids), self.model_config.vocab_size
         if length == 0:
             raise RequestError("the prompt is empty", code="empty_prompt")

@@ -24,9 +24,10 @@ class SplitAnswer:
 
 
 def split_answer(
-    text: str, token_ids: Sequence[int], *, thinking: Thinking, tokens: ReasoningTokens, tokenizer: Tokenizer
+    text: str, token_ids: Sequence[int], *, thinking: Thinking, tokens: ReasoningTokens, tokenizer: Tokenizer,
+    skip_special_tokens: bool = True,
 ) -> SplitAnswer:
-    """`text`: what `token_ids` decode to without special tokens, or as much of it as precedes a stop string.
+    """`text`: what `token_ids` decode to, with or without special tokens, or as much of it as precedes a stop string.
 
     `thinking`: where the prompt ends. An answer that never ends its reasoning is reasoning as a whole.
     """
@@ -38,7 +39,7 @@ def split_answer(
     def num_chars(num_tokens: int) -> int:
         if num_tokens >= len(token_ids):
             return len(text)
-        return _length_within(text, tokenizer.decode(list(token_ids[:num_tokens])))
+        return _length_within(text, tokenizer.decode(list(token_ids[:num_tokens]), skip_special_tokens))
 
     return SplitAnswer(text[num_chars(start): num_chars(end)], text[num_chars(end + 1):], end - start)
 

@@ -46,6 +46,7 @@ class ChatTemplate:
             read = jinja2.meta.find_undeclared_variables(self._syntax_tree)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template does not compile, line {error.lineno}: {error.message}") from error
+        self.reads_tools = "tools" in read
         self.variables = frozenset(read - _OURS - self.token_variables.keys())
         """What it reads beside the conversation: names that `chat_template_kwargs` may have."""
 
@@ -60,12 +61,19 @@ class ChatTemplate:
                 message = f"{where}: the model's chat template reads no such name; it reads {known}"
                 raise RequestError(message, "unknown_parameter", where)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None) -> str:
-        """The prompt text, ending where the assistant's answer begins. A template that refuses is a RequestError.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt text; with `add_generation_prompt` it ends where the assistant's answer begins. A template that
+        refuses is a RequestError.
 
         kwargs: `chat_template_kwargs`, checked.
         """
-        ours = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        ours = {
+            "messages": messages, "tools": tools or None, "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }  # fmt: skip
         try:
             return self._template.render({**(kwargs or {}), **self.token_variables, **ours})
         except _TEMPLATE_FAULTS as error:

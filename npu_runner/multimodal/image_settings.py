@@ -14,6 +14,7 @@ from npu_runner.checkpoint_files import read_json
 from npu_runner.errors import ConfigError, ModelError, RequestError
 
 MAX_ASPECT_RATIO = 200
+LOW_DETAIL_PIXELS = 512 * 512
 BICUBIC = 3
 RESAMPLING = (0, 1, 2, 3, 4, 5)  # Pillow's numbers, which is also what checkpoints write
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -79,6 +80,11 @@ class ImageSettings:
             grow = math.sqrt(self.min_pixels / (height * width))
             return math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
         return rounded_height, rounded_width
+
+    def with_low_detail(self) -> ImageSettings:
+        """OpenAI's `detail: low`: no more pixels than a picture of 512 x 512, as far as the model takes so few."""
+        most = max(self.min_pixels, LOW_DETAIL_PIXELS)
+        return replace(self, max_pixels=min(self.max_pixels, most))
 
     def largest_size(self) -> tuple[int, int]:
         """(height, width) with the most tokens that `fit` can ever return; the squarest of equals."""

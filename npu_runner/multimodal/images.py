@@ -11,44 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import warnings
 from collections.abc import Iterator
 
 import numpy as np
-from PIL import (  # the plugins are imported by name: nothing outside this list ever sees the bytes
-    BmpImagePlugin,
-    GifImagePlugin,
-    Image,
-    JpegImagePlugin,
-    PngImagePlugin,
-    PpmImagePlugin,
-    TiffImagePlugin,
-    UnidentifiedImageError,
-    WebPImagePlugin,
-)
+from PIL import Image, UnidentifiedImageError
 
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS
+from npu_runner.multimodal.image_formats import (
+    FORMATS,
+    HEIF_REMEDY,
+    check_pixels,
+    is_heif,
+    open_picture,
+    wants_heif_package,
+)
 from npu_runner.multimodal.image_settings import ImageSettings
 from npu_runner.multimodal.inputs import ImageInput
 
 # H, W sides of the resized picture
 
-FORMATS = tuple(
-    plugin.format
-    for plugin in (
-        PngImagePlugin.PngImageFile,
-        JpegImagePlugin.JpegImageFile,  # also MPO, which phones write
-        WebPImagePlugin.WebPImageFile,
-        GifImagePlugin.GifImageFile,
-        BmpImagePlugin.BmpImageFile,
-        TiffImagePlugin.TiffImageFile,
-        PpmImagePlugin.PpmImageFile,
-    )
-)
 _REMEDY = "convert it to JPEG or PNG"
-_MAGIC = {b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF"}
+_MAGIC = {
+    b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"\0\0\1\0": "ICO",
+    b"\0\0\0\x0cjP  ": "JPEG 2000", b"\xff\x4f\xff\x51": "JPEG 2000",
+}  # fmt: skip
 _EXIF_ORIENTATION = 0x0112
 _STRIP_PIXELS = 1 << 18
 _TURNS = {
@@ -63,11 +51,15 @@ _TURNS = {
 
 
 def prepare_image(
-    source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = LIMITS.max_source_pixels
+    source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = LIMITS.max_source_pixels,
+    is_low: bool = False,
 ) -> ImageInput:
-    """Decode, upright, flatten and resize one picture. Raises RequestError, never anything else, for a bad one."""
+    """Decode, upright, flatten and resize one picture. Raises RequestError, never anything else, for a bad one.
+
+    is_low: with low detail.
+    """
     image = open_image(source, max_source_pixels=max_source_pixels, settings=settings)
-    height, width = settings.fit(image.height, image.width)
+    height, width = (settings.with_low_detail() if is_low else settings).fit(image.height, image.width)
     # Pillow on uint8, because that is what the checkpoint's own processor does; other resizers differ by a grey level.
     resized = image.resize((width, height), resample=Image.Resampling(settings.resample))
     return image_input(np.array(resized), settings)
@@ -102,12 +94,7 @@ def open_image(
             f"an image must be encoded bytes or a PIL image, not {type(source).__name__}", code="invalid_type"
         )
     width, height = image.size
-    if width * height > max_source_pixels:
-        raise RequestError(
-            f"the image declares {width}x{height} pixels, more than the {max_source_pixels} allowed "
-            f"(max_source_pixels); scale it down",
-            code="image_too_large",
-        )
+    check_pixels(width, height, max_source_pixels)
     if width < 1 or height < 1:
         raise RequestError(f"the image is {width}x{height} pixels: it has no area", code="image_empty")
     if settings is not None:
@@ -116,6 +103,7 @@ def open_image(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a decoder's remarks about odd metadata are nobody's concern here
             image.load()
+            check_pixels(*image.size, max_source_pixels)  # some kinds show their true size only now
             orientation = exif_orientation(image)
             image = source = _to_rgb(image)  # the decoded picture is let go before it is turned
             return image if orientation not in _TURNS else image.transpose(_TURNS[orientation])
@@ -136,9 +124,13 @@ def _open(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image
     try:
         with warnings.catch_warnings(), _pillow_allows(max_source_pixels):
             warnings.simplefilter("ignore")  # Pillow's own bomb warning: our limit is checked right after
-            return Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError as error:
+            return open_picture(data, max_source_pixels)
+    except (UnidentifiedImageError, SyntaxError) as error:
         raise _not_recognised(bytes(data[:32])) from error
+    except RequestError:
+        raise
+    except MemoryError as error:
+        raise RequestError("the image needs more memory than there is; scale it down", "image_out_of_memory") from error
     except Image.DecompressionBombError as error:
         raise RequestError(f"the image declares far more pixels than the {max_source_pixels} allowed "
                            "(max_source_pixels); scale it down", code="image_too_large") from error
@@ -161,14 +153,16 @@ def _pillow_allows(num_pixels: int) -> Iterator[None]:
 
 
 def _not_recognised(head: bytes) -> RequestError:
-    for magic, name in _MAGIC.items():
-        if head.startswith(magic):
-            return RequestError(
-                f"the image starts like a {name} file but its header is cut short or broken; upload it again",
-                code="image_truncated",
-            )
+    known = [name for magic, name in _MAGIC.items() if head.startswith(magic)]
+    if is_heif(head) and not wants_heif_package(head):
+        known.append("HEIC or AVIF")
+    for name in known:
+        return RequestError(
+            f"the image starts like a {name} file but its header is cut short or broken; upload it again",
+            code="image_truncated",
+        )
     unreadable = {
-        "HEIC or AVIF": head[4:8] == b"ftyp",
+        f"HEIC; {HEIF_REMEDY}": wants_heif_package(head),
         "SVG": b"<svg" in head or b"<?xml" in head,
         "PDF": head.startswith(b"%PDF"),
         "HTML": b"<html" in head.lower() or b"<!doctype" in head.lower(),
@@ -183,6 +177,9 @@ def _not_recognised(head: bytes) -> RequestError:
 def _decoding_error(error: Exception) -> RequestError:
     detail = f"{type(error).__name__}: {error}"[:200]
     message = str(error).lower()
+    if "out of memory" in message or "memory alloc" in message or "not enough memory" in message:
+        return RequestError(f"the image needs more memory than there is ({detail}); scale it down",
+                            code="image_out_of_memory")
     if isinstance(error, EOFError) or "truncated" in message or "end of" in message:
         return RequestError(f"the image is truncated ({detail}); upload it again", code="image_truncated")
     return RequestError(f"the image cannot be decoded ({detail}); {_REMEDY}", code="image_broken")

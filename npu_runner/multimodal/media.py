@@ -21,6 +21,8 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.limits import LIMITS
 
+DETAILS = (None, "auto", "high", "low")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MediaRules:
@@ -41,6 +43,8 @@ class Media:
     url: str
     where: str
     rules: MediaRules
+    detail: str | None = None
+    """OpenAI's: "low" is seen with few tokens."""
 
     def load(self) -> bytes:
         """The picture's bytes, read now. Raises RequestError naming the field, as `load_media` does."""
@@ -113,7 +117,7 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
             "too_many_images",
             "messages",
         )
-    known: dict[str, Media] = {}
+    known: dict[tuple[str, str | None], Media] = {}
     resolved = [
         {**message, "content": [
             _resolve_part(part, f"messages[{i}].content[{j}].image_url", rules, known)
@@ -121,7 +125,7 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
         ]} if _parts(message) else message
         for i, message in enumerate(messages)
     ]  # fmt: skip
-    total = sum(media.num_bytes() for media in known.values())
+    total = sum({media.url: media.num_bytes() for media in known.values()}.values())
     if total > rules.max_total_bytes:
         raise RequestError(
             f"messages: the {len(known)} different images have {total} bytes together, at most "
@@ -141,14 +145,14 @@ def _is_address(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image_url"
 
 
-def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[str, Media]) -> Any:
+def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[str, str | None], Media]) -> Any:
     if not _is_address(part):
         return part
     value = part.get("image_url")
     detail = value.get("detail") if isinstance(value, Mapping) else None
-    if detail not in (None, "auto", "high"):
+    if detail not in DETAILS:
         raise RequestError(
-            f"{where}.detail: {str(detail)[:40]!r} is not supported; bound pictures with image_max_pixels",
+            f"{where}.detail: {str(detail)[:40]!r} is not supported; low, high and auto are",
             code="unsupported_field",
             param=f"{where}.detail",
         )
@@ -156,7 +160,9 @@ def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[str, Med
     with _named(where):
         _kind_of(url)
     assert isinstance(url, str), "_kind_of has refused all else"
-    return {"type": "image", "image": known.setdefault(url, Media(url=url, where=where, rules=rules))}
+    low = detail if detail == "low" else None
+    media = known.setdefault((url, low), Media(url=url, where=where, rules=rules, detail=low))
+    return {"type": "image", "image": media}
 
 
 @contextlib.contextmanager

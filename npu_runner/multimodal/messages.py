@@ -1,6 +1,7 @@
 """Checks OpenAI-style messages and splits them into plain text for the template and pictures. Knows no tokens.
 
-Roles: system, developer (the same as system), user, assistant. Tools are not supported. Pictures belong to users.
+Roles: system, developer (the same as system), user, assistant, tool. Pictures belong to users. Parsing what was parsed
+changes nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ from PIL import Image
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
 from npu_runner.multimodal.media import Media
+from npu_runner.multimodal.tools import map_strings, parse_tool_calls, strings_in
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "system": ("name",), "user": ("name",), "tool": ("name", "tool_call_id"),
+    "assistant": ("name", "reasoning_content", "tool_calls"),
+}  # fmt: skip
+"""What a message of each role may have beside role and content."""
 
 
 @dataclass
@@ -28,14 +35,16 @@ class Conversation:
 
     def map_text(self, change: Callable[[str, str, bool], str]) -> list[dict[str, Any]]:
         """The messages with `change(role, text, is_part)` applied to every piece of text in them."""
-        return [
-            {**message, "content": _map_content(message["content"], partial(change, message["role"]))}
-            for message in self.messages
-        ]
+        return [_map_message(message, partial(change, message["role"])) for message in self.messages]
 
     def texts(self) -> list[tuple[str, str]]:
-        """(role, text) of every message: its parts as if they stood side by side."""
-        return [(message["role"], _joined(message["content"])) for message in self.messages]
+        """(role, text) of every message: its parts as if they stood side by side, and then all else in it."""
+        found = []
+        for message in self.messages:
+            found.append((message["role"], _joined(message["content"])))
+            others = [value for name, value in message.items() if name not in ("role", "content")]
+            found += [(message["role"], text) for text in strings_in(others)]
+        return found
 
 
 def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conversation:
@@ -52,30 +61,66 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conve
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         role = _role(message, where)
-        content = _content(message.get("content"), role, f"{where}.content", conversation.images)
+        others = _others(message, role, where)
+        content = message.get("content")
+        if content is None and others.keys() & {"tool_calls", "reasoning_content"}:
+            content = ""
+        content = _content(content, role, f"{where}.content", conversation.images)
         if not has_vision and isinstance(content, list):
             content = _joined(content, separator="\n")
-        conversation.messages.append({"role": role, "content": content})
+        conversation.messages.append({"role": role, "content": content, **others})
     _check_images(conversation, has_vision, max_images)
-    if not any(role == "user" and text.strip() for role, text in conversation.texts()):
+    if not any(message["role"] == "user" and _joined(message["content"]).strip() for message in conversation.messages):
         raise RequestError("messages: no user message has any text; ask a question", "no_user_text", "messages")
     return conversation
+
+
+def check_ending(
+    conversation: Conversation, add_generation_prompt: bool | None, continue_final_message: bool
+) -> None:
+    """Raises RequestError where a conversation cannot be gone on with as asked. add_generation_prompt: None, unsaid."""
+    if not continue_final_message:
+        return
+    name, last = "continue_final_message", conversation.messages[-1]
+    if add_generation_prompt:
+        message = f"{name}: contradicts add_generation_prompt, which begins a new message; ask for one of them"
+        raise RequestError(message, "invalid_value", name)
+    if last["role"] != "assistant":
+        message = f"{name}: the last message is of role {last['role']}; only the assistant's is continued"
+        raise RequestError(message, "invalid_value", name)
+    if "tool_calls" in last or not _joined(last["content"]):
+        message = f"{name}: the last message has tool_calls, or no text to continue"
+        raise RequestError(message, "invalid_value", name)
 
 
 def _role(message: Any, where: str) -> str:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where}: an object is needed, not {type(message).__name__}", "invalid_type", where)
-    for name, value in message.items():
-        if name not in ("role", "content") and value is not None:
-            field_name = f"{where}.{str(name)[:60]}"
-            raise RequestError(
-                f"{field_name}: not supported; a message has role and content", "unsupported_field", field_name
-            )
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         message = f"{where}.role: {shown(role)} is not one of {', '.join(ROLES)}"
         raise RequestError(message, "invalid_role", f"{where}.role")
     return ROLES[role]
+
+
+def _others(message: Mapping[str, Any], role: str, where: str) -> dict[str, Any]:
+    """What a message has beside role and content. Fields that are null, and the lists that OpenAI's answers have empty,
+    are as if they were not there."""
+    given = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        field_name = f"{where}.{str(name)[:60]}"
+        if name in ("annotations", "tool_calls") and role == "assistant" and value == []:
+            continue
+        if name not in _FIELDS[role]:
+            hint = f"{field_name}: not supported; a message of role {role} has {', '.join(_FIELDS[role])}"
+            raise RequestError(hint, "unsupported_field", field_name)
+        is_calls = name == "tool_calls"
+        found[name] = parse_tool_calls(value, field_name) if is_calls else checked_text(value, field_name)
+    if role == "tool" and "tool_call_id" not in found:
+        field_name = f"{where}.tool_call_id"
+        raise RequestError(f"{field_name}: a tool's message names the call it answers", "missing_field", field_name)
+    return found
 
 
 def _content(content: Any, role: str, where: str, images: list[tuple[Any, str]]) -> str | list[dict[str, str]]:
@@ -149,6 +194,12 @@ def _joined(content: str | list[dict[str, str]], separator: str = "") -> str:
     if isinstance(content, str):
         return content
     return separator.join(part["text"] for part in content if part["type"] == "text")
+
+
+def _map_message(message: Mapping[str, Any], change: Callable[[str, bool], str]) -> dict[str, Any]:
+    others = {name: value for name, value in message.items() if name not in ("role", "content")}
+    mapped = {name: map_strings(value, lambda text: change(text, False)) for name, value in others.items()}
+    return {"role": message["role"], "content": _map_content(message["content"], change), **mapped}
 
 
 def _map_content(content: str | list[dict[str, str]], change: Callable[[str, bool], str]) -> str | list[dict[str, str]]:

@@ -7,9 +7,8 @@ worker process seconds. Its results equal those of transformers' processors, whi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,20 +20,23 @@ from tokenizers import Tokenizer
 from npu_runner.checkpoint_files import model_folder, require_json
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ConfigError, ModelError, RequestError
-from npu_runner.limits import LIMITS, check_logprobs, plain_template_kwargs
+from npu_runner.limits import LIMITS, check_logprobs
 from npu_runner.model_config import ModelConfig
-from npu_runner.multimodal.chat_template import ChatTemplate, read_chat_template
-from npu_runner.multimodal.control_tokens import ControlTokens, unused_fences
+from npu_runner.multimodal.chat_prompt import ChatPrompts
+from npu_runner.multimodal.chat_template import read_chat_template
+from npu_runner.multimodal.control_tokens import ControlTokens
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.images import image_input, prepare_image
 from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
 from npu_runner.multimodal.media import Media
-from npu_runner.multimodal.messages import Conversation, checked_text, parse_messages
+from npu_runner.multimodal.messages import check_ending, checked_text, parse_messages
 from npu_runner.multimodal.mrope import asks_for_mrope, mrope_positions
 from npu_runner.multimodal.reasoning import find_reasoning_tokens, thinking_after
 from npu_runner.multimodal.sampling_ids import resolve_sampling
 from npu_runner.multimodal.text_length import TextLength
 from npu_runner.multimodal.tokenizer import read_special_tokens, read_tokenizer
+from npu_runner.multimodal.tool_parsers import find_tool_parser
+from npu_runner.multimodal.tools import parse_tools, strings_in
 from npu_runner.sampling_params import SamplingParams
 
 
@@ -57,6 +59,7 @@ class ChatProcessor:
         uses_mrope: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_parser: str = "auto",
+        tool_call_parser: str = "auto",
     ):
         """`image_*_pixels` bound the resized picture (None: as the checkpoint says), `max_source_pixels` the file.
 
@@ -73,6 +76,7 @@ class ChatProcessor:
             "uses_mrope": uses_mrope,
             "chat_template_kwargs": chat_template_kwargs,
             "reasoning_parser": reasoning_parser,
+            "tool_call_parser": tool_call_parser,
         }
         self.model_path = str(model_path)
         self.max_images_per_prompt = max_images_per_prompt
@@ -102,11 +106,14 @@ class ChatProcessor:
         self._template = read_chat_template(folder, has_vision=self.has_vision)
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if reasoning_parser == "auto" else None
         """Answers to conversations are split at them; None: they stay as they are."""
+        self._tool_call_parser = find_tool_parser(tool_call_parser, self._template.source if self._template else None)
         self._control = ControlTokens(
             self.tokenizer, self._template.literals() if self._template else (), _vision_tokens(config, self.tokenizer)
         )
+        self._chat = ChatPrompts(model_path=self.model_path, template=self._template, control=self._control,
+                                 adds_special_tokens=self.has_vision)
         try:
-            self._template_kwargs = self._checked_kwargs(chat_template_kwargs or {})
+            self._template_kwargs = self._chat.checked_kwargs(chat_template_kwargs or {})
         except RequestError as error:  # nobody's request: a setting
             raise ConfigError(error.message) from error
 
@@ -121,26 +128,56 @@ class ChatProcessor:
         """Without one only `from_text` works."""
         return self._template is not None
 
+    def parser_of_calls(self) -> str | None:
+        """The name of what reads calls out of an answer; None: they are to stay text.
+
+        Raises RequestError where nobody has said so and no parser is known.
+        """
+        if self._tool_call_parser is None and self._settings["tool_call_parser"] == "auto":
+            raise RequestError(
+                "tools: how this model writes its calls is not known; name a parser with --tool-call-parser, or none "
+                "to have them as text", "unsupported_parameter", "tools",
+            )  # fmt: skip
+        return self._tool_call_parser
+
+    def template_reads(self, name: str) -> bool:
+        """Whether `chat_template_kwargs` may have this name."""
+        return self._template is not None and name in self._template.variables
+
     def __call__(
-        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
     ) -> PromptInputs:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
-        `messages`: {"role", "content"}; content is text or parts {"type": "text", "text"} and {"type": "image",
-        "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as ordinary characters.
-        `chat_template_kwargs`: what the template reads beside them, over the settings' own.
+        `messages`: {"role", "content"}, and what else OpenAI's have; content is text or parts {"type": "text", "text"}
+        and {"type": "image", "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as
+        ordinary characters. `chat_template_kwargs`: what the template reads beside them, over the settings' own.
+        With `continue_final_message` it ends where the last message, the assistant's, does; with
+        `add_generation_prompt` False behind it, whoever speaks next. `truncate_prompt_tokens`: keep the last so many
+        tokens, as `most_prompt_tokens` says.
         """
-        kwargs = {**self._template_kwargs, **self._checked_kwargs(chat_template_kwargs or {})}
+        kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
         conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt)
-        self._text_length.check([text for _, text in conversation.texts()])
-        token_ids = self._chat_token_ids(conversation, kwargs)
+        check_ending(conversation, add_generation_prompt, continue_final_message)
+        checked_tools = None if tools is None else parse_tools(tools)
+        texts = [text for _, text in conversation.texts()] + strings_in(checked_tools)
+        self._text_length.check(texts, is_cut=truncate_prompt_tokens is not None)
+        token_ids = self._chat.token_ids(
+            conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt is not False,
+        )
         self._check_placeholders(token_ids, len(conversation.images))
-        prompt = self._assemble(token_ids, self._prepare_images(conversation.images, len(token_ids)))
+        prompt = self._prompt(token_ids, conversation.images, truncate_prompt_tokens)
         if self.reasoning_tokens is None:
             return prompt
-        return replace(prompt, thinking=thinking_after(token_ids, self.reasoning_tokens, self.tokenizer))
+        return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))
 
-    def from_text(self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = ()) -> PromptInputs:
+    def from_text(
+        self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (), *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> PromptInputs:
         """A raw prompt, as text or token ids, with one image token where each picture stands.
 
         Control tokens in it are control tokens, and no chat template is applied.
@@ -153,10 +190,34 @@ class ChatProcessor:
                 code="too_many_images",
                 param="images",
             )
-        token_ids = self._raw_token_ids(prompt)
+        token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
         self._check_placeholders(token_ids, len(images))
         located = [(image, f"images[{number}]") for number, image in enumerate(images)]
-        return self._assemble(token_ids, self._prepare_images(located, len(token_ids)))
+        return self._prompt(token_ids, located, truncate_prompt_tokens)
+
+    def most_prompt_tokens(self, params: SamplingParams) -> int | None:
+        """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
+        more than the model takes."""
+        name, asked = "truncate_prompt_tokens", params.truncate_prompt_tokens
+        if asked is None:
+            return None
+        most = self.max_model_len - (params.max_tokens or 1)
+        if asked > self.max_model_len or (asked == -1 and most < 1):
+            raise RequestError(
+                f"{name}: {asked} with max_tokens {params.max_tokens} leaves no prompt that fits into the model's "
+                f"{self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter", name,
+            )  # fmt: skip
+        return most if asked == -1 else asked
+
+    def check_length(self, prompt: PromptInputs, params: SamplingParams) -> None:
+        """Raises RequestError for a prompt that was prepared without the truncation that is asked for."""
+        most = self.most_prompt_tokens(params)
+        if most is not None and len(prompt.token_ids) > most:
+            raise _not_cut(len(prompt.token_ids), most, "was prepared without it")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt's tokens, special ones included."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def end_token_ids(self, model_config: ModelConfig) -> tuple[int, ...]:
         """What ends an answer: the ids of the configs, and the tokenizer's own end token, which a fine-tune may have
@@ -203,48 +264,13 @@ class ChatProcessor:
             # Only where they say something: an output that was begun before they existed goes on with them unset.
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"reasoning_tokens": asdict(self.reasoning_tokens)} if self.reasoning_tokens else {}),
+            # What auto comes to follows from the template.
+            **({"tool_call_parser": setting} if (setting := self._settings["tool_call_parser"]) != "auto" else {}),
         }
 
-    def _checked_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        if not kwargs:
-            return {}
-        plain = plain_template_kwargs(kwargs)
-        self._needed_template().check_kwargs(plain)
-        if self._control.typed_in(("", text) for text in _strings(plain)):
-            raise RequestError(
-                "chat_template_kwargs: a control token of the model stands in it; only the template writes those",
-                "special_token_in_text",
-                "chat_template_kwargs",
-            )
-        return plain
-
-    def _chat_token_ids(self, conversation: Conversation, kwargs: Mapping[str, Any]) -> list[int]:
-        template = self._needed_template()
-        texts = conversation.texts()
-        if not self._control.typed_in(texts):
-            rendered = template.render(conversation.messages, kwargs)
-            return self._control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered))
-        fences = unused_fences([text for _, text in texts])
-        fenced = conversation.map_text(partial(self._control.fence, fences=fences))
-        rendered = template.render(fenced, kwargs)
-        return self._control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered), fences=fences)
-
-    def _needed_template(self) -> ChatTemplate:
-        if self._template is None:
-            raise RequestError(
-                f"the model in {self.model_path} has no chat template (chat_template.jinja); send a raw prompt instead",
-                code="model_has_no_chat_template",
-            )
-        return self._template
-
-    def _adds_special_tokens(self, rendered: str) -> bool:
-        """transformers' rule: tokenizers never add to a chat, processors do unless the template wrote BOS itself."""
-        bos_token = self._template.token_variables.get("bos_token") if self._template else None
-        return self.has_vision and not (bos_token and rendered.startswith(bos_token))
-
-    def _raw_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _raw_token_ids(self, prompt: str | Sequence[int], *, is_cut: bool) -> list[int]:
         if isinstance(prompt, str):
-            self._text_length.check([prompt])
+            self._text_length.check([prompt], is_cut=is_cut)
             token_ids = self._control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
         else:
             token_ids = _checked_ids(prompt, self.tokenizer.get_vocab_size())
@@ -278,10 +304,12 @@ class ChatProcessor:
         return [known[id(image)] for image, _ in images]
 
     def _prepare_image(self, image: bytes | Image.Image | Media, where: str) -> ImageInput:
+        is_low = isinstance(image, Media) and image.detail == "low"
         if isinstance(image, Media):
             where, image = image.where, image.load()
         try:
-            return prepare_image(image, self._vision_settings(), max_source_pixels=self.max_source_pixels)
+            return prepare_image(
+                image, self._vision_settings(), max_source_pixels=self.max_source_pixels, is_low=is_low)
         except RequestError as error:
             raise RequestError(f"{where}: {error.message}", error.code, where) from error
 
@@ -289,6 +317,16 @@ class ChatProcessor:
         if self.image_settings is None:
             raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no pictures")
         return self.image_settings
+
+    def _prompt(
+        self, token_ids: list[int], images: Sequence[tuple[Any, str]], most_tokens: int | None
+    ) -> PromptInputs:
+        if most_tokens is not None and not images:
+            token_ids = token_ids[-most_tokens:]
+        prompt = self._assemble(token_ids, self._prepare_images(images, len(token_ids)))
+        if most_tokens is not None and len(prompt.token_ids) > most_tokens:
+            raise _not_cut(len(prompt.token_ids), most_tokens, "has pictures, and half of one is none")
+        return prompt
 
     def _assemble(self, token_ids: list[int], images: list[ImageInput]) -> PromptInputs:
         token_ids, spans = _expand_placeholders(token_ids, self.image_token_id, images)
@@ -298,6 +336,12 @@ class ChatProcessor:
         grids = [image.grid_thw for image in images]
         positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size)
         return PromptInputs(token_ids, images, spans, positions_3T, delta)
+
+
+def _not_cut(num_tokens: int, most: int, why: str) -> RequestError:
+    name = "truncate_prompt_tokens"
+    message = f"{name}: the prompt has {num_tokens} tokens, {most} are to be kept, but it {why}; shorten it"
+    return RequestError(message, "prompt_not_truncated", name)
 
 
 def _expand_placeholders(
@@ -347,15 +391,6 @@ def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
                 f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
             )
     return list(prompt)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every piece of text in plain JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for item in (*value, *value.values()) if isinstance(value, dict) else value:
-            yield from _strings(item)
 
 
 def _digest(text: str) -> str:

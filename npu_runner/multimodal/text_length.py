@@ -23,11 +23,12 @@ class TextLength:
         self._tokenizer = tokenizer
         self.max_model_len = max_model_len
 
-    def check(self, texts: Sequence[str]) -> None:
+    def check(self, texts: Sequence[str], *, is_cut: bool = False) -> None:
         """Raises RequestError for texts that have more tokens than the context whatever their tokens are.
 
         No token stands for more characters than the longest one has. Of a text that is shorter than that, but longer
-        than text usually is, the pieces are counted until they are clearly too many.
+        than text usually is, the pieces are counted until they are clearly too many. `is_cut`: the end will be kept
+        alone, so that only what nobody should have to tokenize is refused.
         """
         num_chars = sum(map(len, texts))
         if num_chars <= self.max_model_len * _USUAL_CHARS:
@@ -39,7 +40,8 @@ class TextLength:
                 f"(max_model_len) of {self.longest_token} characters; shorten it",
                 code="prompt_too_long",
             )
-        self._check_pieces(texts)
+        if not is_cut:
+            self._check_pieces(texts)
 
     def check_tokens(self, num_tokens: int) -> None:
         """Raises RequestError for a prompt that leaves no room for an answer."""

@@ -40,8 +40,23 @@ class ScriptedProcessor:
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
         return params
 
+    def from_text(self, prompt: str | list[int], **options: Any) -> PromptInputs:
+        return PromptInputs([ord(character) for character in prompt] if isinstance(prompt, str) else prompt)
+
+    def most_prompt_tokens(self, params: SamplingParams) -> int | None:
+        return params.truncate_prompt_tokens
+
+    def template_reads(self, name: str) -> bool:
+        return True
+
+    def parser_of_calls(self) -> str | None:
+        return "hermes"
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
     def __call__(
-        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> PromptInputs:
         content = messages[-1]["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
@@ -177,6 +192,16 @@ def workers_of(job: int) -> list[int]:
         if b"npu_runner.workers.worker" in words and str(job).encode() in words:
             found.append(int(process.name))
     return found
+
+
+def completion_row(custom_id: str, prompt: Any = "hello", **body: Any) -> dict[str, Any]:
+    """A valid row of /v1/completions; greedy unless told otherwise."""
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": prompt, "temperature": 0, **body},
+    }
 
 
 def row(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 from pydantic import TypeAdapter
 
-from npu_runner.batch.rows.openai_format import (
-    ChatBody,
-    parse_row,
-    read_json,
-    refuse_half_characters,
-)
+from npu_runner.batch.rows.chat import ChatBody
+from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.sampling_params import SamplingParams
@@ -25,13 +21,21 @@ from tests.batch.scripted import row
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 # Ours, after vLLM; OpenAI's types know nothing of them.
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos",
-          "chat_template_kwargs"}
+          "chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
+          "add_generation_prompt", "continue_final_message"}
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 PARTS = st.lists(st.one_of(st.just(PICTURE), TEXT.map(lambda text: {"type": "text", "text": text})), max_size=3)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MESSAGES = st.lists(
     st.one_of(
+        st.fixed_dictionaries(
+            {"role": st.just("assistant"), "content": st.none(), "tool_calls": st.just([CALL])},
+            optional={"refusal": st.none(), "audio": st.none(), "function_call": st.none(), "name": TEXT},
+        ),
+        st.fixed_dictionaries({"role": st.just("tool"), "content": TEXT, "tool_call_id": TEXT}),
         st.fixed_dictionaries({"role": st.sampled_from(["system", "developer", "assistant"]), "content": TEXT}),
         st.fixed_dictionaries({"role": st.just("user"), "content": st.one_of(TEXT, PARTS)}),
     ),
@@ -53,7 +57,10 @@ BODIES = st.fixed_dictionaries(
         "metadata": st.dictionaries(st.text("abc", max_size=3), TEXT, max_size=2),
         "user": TEXT,
         "stream": st.just(False),
-        "tools": st.none(),
+        "tools": st.one_of(st.none(), st.just([TOOL])),
+        "tool_choice": st.sampled_from(["none", "auto"]),
+        "parallel_tool_calls": st.booleans(),
+        "reasoning_effort": st.sampled_from(["none", "minimal", "low", "medium", "high", "xhigh", "max", None]),
         "response_format": st.just({"type": "text"}),
     },
 )
@@ -61,9 +68,13 @@ BODIES = st.fixed_dictionaries(
 
 @given(BODIES)
 def test_served_bodies_are_openai_bodies_and_keep_their_values(body: dict[str, Any]) -> None:
-    # "tools": null is not in OpenAI's types, but clients send it.
-    OPENAI_BODY.validate_python({name: value for name, value in body.items() if value is not None})
+    # "tools": null is not in OpenAI's types, but clients send it, and so is "function_call": null in an answer.
+    messages = [{name: value for name, value in message.items() if name != "function_call"}
+                for message in body["messages"]]
+    OPENAI_BODY.validate_python({name: value for name, value in body.items() if value is not None}
+                                | {"messages": messages})
     parsed = parse_row({**row("a"), "body": json.loads(json.dumps(body))}).body
+    assert isinstance(parsed, ChatBody)
     params = parsed.to_sampling_params({}, fallback_seed=7)
     assert [message["role"] for message in parsed.to_conversation()] == [m["role"] for m in body["messages"]]
     for name in ("max_tokens", "temperature", "top_p", "n", "presence_penalty", "frequency_penalty"):
@@ -97,11 +108,15 @@ def test_every_field_of_openais_is_served_or_refused_by_name() -> None:
 BAD_BODIES = [
     ({"messages": "hi"}, "invalid_type", "messages"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "invalid_value", "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "hi", "tool_call_id": "1"}]}, "unsupported_value", "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "hi", "name": "f"}]}, "unsupported_value", "messages[0].role"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "invalid_type", "messages[0].content"),
+    ({"messages": [{"role": "assistant", "refusal": "no"}]}, "unsupported_value", "messages[0].refusal"),
+    ({"messages": [{"role": "tool", "content": None}]}, "invalid_type", "messages[0].content"),
     ({"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "invalid_type", "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "invalid_type", "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "hi", "name": "x"}]}, "unknown_parameter", "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "hi", "name": 5}]}, "invalid_type", "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "hi", "nom": "x"}]}, "unknown_parameter", "messages[0].nom"),
     ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "unknown_part", "messages[0].content[0]"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}]},
@@ -109,7 +124,7 @@ BAD_BODIES = [
         "messages[0].content[0].image_url",
     ),
     (
-        {"messages": [{"role": "user", "content": [{**PICTURE, "image_url": {"url": "x", "detail": "low"}}]}]},
+        {"messages": [{"role": "user", "content": [{**PICTURE, "image_url": {"url": "x", "detail": "tiny"}}]}]},
         "invalid_value",
         "messages[0].content[0].image_url.detail",
     ),
@@ -130,12 +145,20 @@ BAD_BODIES = [
     ({"top_logprobs": 3}, "invalid_value", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "invalid_sampling_parameter", "logprobs"),
     ({"metadata": {"expected": ["a"]}}, "invalid_value", "metadata"),
-    ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+    ({"tools": {"type": "function"}}, "invalid_type", "tools"),
+    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": "sometimes"}, "invalid_value", "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "unsupported_parameter", "functions"),
+    ({"reasoning_effort": "enormous"}, "invalid_value", "reasoning_effort"),
+    ({"continue_final_message": 1}, "invalid_type", "continue_final_message"),
     ({"stream": True}, "unsupported_parameter", "stream"),
     ({"stream": 0}, "unsupported_parameter", "stream"),
     ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
     ({"audio": {"voice": "alloy"}}, "unsupported_parameter", "audio"),
     ({"colour": "red"}, "unknown_parameter", "colour"),
+    ({"skip_special_tokens": 1}, "invalid_type", "skip_special_tokens"),
+    ({"include_stop_str_in_output": "yes"}, "invalid_type", "include_stop_str_in_output"),
     ({"colour": "red", "max_tokens": "x"}, "unknown_parameter", "colour"),
 ]
 

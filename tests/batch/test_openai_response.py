@@ -6,12 +6,14 @@ import json
 import math
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
+from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.limits import LIMITS
 from npu_runner.outputs import CompactLogprobs, CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
@@ -44,7 +46,7 @@ OUTPUTS = st.builds(
 
 @given(OUTPUTS)
 def test_every_answer_is_a_chat_completion(output: RequestOutput) -> None:
-    data = answer_row(output, custom_id="row \N{SNOWMAN}", model="mine", stamp=STAMP)
+    data = answer_row(output, custom_id="row \N{SNOWMAN}", form=ChatForm(model="mine"), stamp=STAMP)
     assert data.endswith(b"\n")
     assert data.count(b"\n") == 1
     result = json.loads(data)
@@ -73,10 +75,51 @@ def test_every_answer_is_a_chat_completion(output: RequestOutput) -> None:
 
 @given(OUTPUTS)
 def test_bytes_follow_from_request_and_answer(output: RequestOutput) -> None:
-    first = answer_row(output, custom_id="a", model=None, stamp=STAMP)
+    first = answer_row(output, custom_id="a", form=ChatForm(), stamp=STAMP)
     warmer = RequestOutput("a", output.completions, output.num_prompt_tokens, output.num_prompt_tokens)
-    assert first == answer_row(warmer, custom_id="a", model=None, stamp=STAMP), "the prefix cache shows in the answer"
-    assert json.loads(first)["id"] != json.loads(answer_row(output, custom_id="b", model=None, stamp=STAMP))["id"]
+    assert first == answer_row(warmer, custom_id="a", form=ChatForm(), stamp=STAMP), "a warm cache shows"
+    assert json.loads(first)["id"] != json.loads(answer_row(output, custom_id="b", form=ChatForm(), stamp=STAMP))["id"]
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "☃"}}</tool_call>'
+WITH_TOOLS = ChatForm(tool_call_parser="hermes", tools=({"type": "function", "function": {"name": "f"}},))
+
+
+def chat_completion(form: ChatForm, *completions: CompletionOutput, **stamp: bool) -> ChatCompletion:
+    data = answer_row(RequestOutput("a", list(completions)), custom_id="a", form=form, stamp=replace(STAMP, **stamp))
+    body = json.loads(data)["response"]["body"]
+    return ChatCompletion.model_validate_json(json.dumps(body), strict=True)
+
+
+def test_calls_in_an_answer_are_openais_and_their_ids_follow_from_the_row() -> None:
+    outputs = [CompletionOutput(0, f"Yes.{CALL}\n{CALL}", [1], "stop"), CompletionOutput(1, CALL, [1], "stop")]
+    first, second = chat_completion(WITH_TOOLS, *outputs).choices
+    assert (first.finish_reason, second.finish_reason) == ("tool_calls", "tool_calls")
+    assert ((first.message.content or "").strip(), second.message.content) == ("Yes.", None)
+    calls = [*(first.message.tool_calls or []), *(second.message.tool_calls or [])]
+    assert [call.function.name for call in calls if call.type == "function"] == ["f"] * 3
+    assert {call.function.arguments for call in calls if call.type == "function"} == {'{"a": "☃"}'}
+    assert len({call.id for call in calls}) == 3
+    assert chat_completion(WITH_TOOLS, *outputs).choices == [first, second]
+
+
+def test_an_answer_that_was_cut_off_ends_by_length_whatever_it_calls() -> None:
+    (whole,) = chat_completion(WITH_TOOLS, CompletionOutput(0, f"{CALL}and", [1], "length")).choices
+    assert (whole.finish_reason, len(whole.message.tool_calls or [])) == ("length", 1)
+    (begun,) = chat_completion(WITH_TOOLS, CompletionOutput(0, CALL[:30], [1], "length")).choices
+    assert (begun.finish_reason, begun.message.content, begun.message.tool_calls) == ("length", CALL[:30], None)
+
+
+def test_without_tools_or_parser_a_call_is_text() -> None:
+    (choice,) = chat_completion(ChatForm(), CompletionOutput(0, CALL, [1], "stop")).choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, None)
+
+
+def test_calls_and_reasoning_stand_side_by_side() -> None:
+    output = CompletionOutput(0, CALL, [1], "stop", reasoning_content="hm", num_reasoning_tokens=1)
+    (choice,) = chat_completion(WITH_TOOLS, output, splits_reasoning=True).choices
+    assert (choice.message.content, choice.message.model_extra) == (None, {"reasoning_content": "hm"})
+    assert len(choice.message.tool_calls or []) == 1
 
 
 def describe(token_id: int) -> tuple[str, bytes]:
@@ -106,11 +149,11 @@ def test_log_probabilities_kept_as_numbers_are_written_as_those_of_objects(num_t
     ids = np.arange(floats.size, dtype=np.int32).reshape(floats.shape) % 4
     compact = CompactLogprobs(ids, floats, describe)
     completions = [CompletionOutput(index, "x", [1], "stop", logprobs=compact) for index in range(2)]
-    row = answer_row(RequestOutput("a", completions), custom_id="a", model=None, stamp=STAMP)
+    row = answer_row(RequestOutput("a", completions), custom_id="a", form=ChatForm(), stamp=STAMP)
     for choice in json.loads(row)["response"]["body"]["choices"]:
         assert choice["logprobs"] == {"content": by_openai_format(compact), "refusal": None}
     objects = [CompletionOutput(index, "x", [1], "stop", logprobs=list(compact)) for index in range(2)]
-    assert row == answer_row(RequestOutput("a", objects), custom_id="a", model=None, stamp=STAMP)
+    assert row == answer_row(RequestOutput("a", objects), custom_id="a", form=ChatForm(), stamp=STAMP)
     whole = json.dumps(json.loads(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     assert row == whole.encode() + b"\n"
 
@@ -128,7 +171,7 @@ def test_the_largest_row_of_log_probabilities_takes_little_more_memory_than_its_
     ]
     tracemalloc.start()
     try:
-        row = answer_row(RequestOutput("a", completions), custom_id="a", model=None, stamp=STAMP)
+        row = answer_row(RequestOutput("a", completions), custom_id="a", form=ChatForm(), stamp=STAMP)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -142,7 +185,7 @@ def test_the_largest_row_of_log_probabilities_takes_little_more_memory_than_its_
 def test_cached_tokens_are_reported_when_asked_for() -> None:
     output = RequestOutput("a", [CompletionOutput(0, "x", [1], "stop")], 9, 4)
     stamp = JobStamp(created=1, system_fingerprint="fp", model_name="m", with_cached_tokens=True)
-    body = json.loads(answer_row(output, custom_id="a", model=None, stamp=stamp))["response"]["body"]
+    body = json.loads(answer_row(output, custom_id="a", form=ChatForm(), stamp=stamp))["response"]["body"]
     completion = ChatCompletion.model_validate(body, strict=True)
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None

@@ -22,6 +22,7 @@ from PIL import Image
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.job.report import write_report
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
+from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
 from npu_runner.errors import JobError
 from npu_runner.limits import LIMITS
@@ -34,7 +35,7 @@ STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
 
 def answer(name: str, text: str) -> bytes:
     output = RequestOutput(name, [CompletionOutput(0, text, [1, 2], "stop")], 5)
-    return answer_row(output, custom_id=name, model=None, stamp=STAMP)
+    return answer_row(output, custom_id=name, form=ChatForm(), stamp=STAMP)
 
 
 def failure(name: str | None, line: int = 1) -> bytes:

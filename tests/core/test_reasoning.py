@@ -32,6 +32,15 @@ def split(tokenizer: Tokenizer, ids: list[int], thinking: Thinking, num_chars: i
     return split_answer(text, ids, thinking=thinking, tokens=tags_of(tokenizer), tokenizer=tokenizer)
 
 
+def test_special_tokens_that_are_text_move_no_cut() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = tokenizer.encode("<|im_end|>why<|im_end|></think>so<|im_end|>", add_special_tokens=False).ids
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    answer = split_answer(text, ids, thinking="open", tokens=tags_of(tokenizer), tokenizer=tokenizer,
+                          skip_special_tokens=False)
+    assert (answer.reasoning, answer.content) == ("<|im_end|>why<|im_end|>", "so<|im_end|>")
+
+
 CASES: list[tuple[Thinking, str, SplitAnswer]] = [
     ("open", "why</think>so", SplitAnswer("why", "so", 1)),
     ("open", "<think>why</think>so", SplitAnswer("why", "so", 1)),

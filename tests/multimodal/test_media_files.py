@@ -266,7 +266,7 @@ def test_image_url_parts_become_image_parts(allowed: Path) -> None:
         ({}, "invalid_type"),
         (None, "invalid_type"),
         ({"url": 7}, "invalid_type"),
-        ({"url": "a.png", "detail": "low"}, "unsupported_field"),
+        ({"url": "a.png", "detail": "tiny"}, "unsupported_field"),
         ({"url": "http://x"}, "media_scheme"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
@@ -63,6 +64,37 @@ def test_a_part_that_is_not_taken_is_told_what_is(llm: LLM) -> None:
         llm.chat(asks({"type": "video", "video": "x"}))
     with pytest.raises(RequestError, match="'image_url' parts are not supported: this address was not resolved"):
         llm.engine.processor(asks({"type": "image_url", "image_url": "x"}))
+
+
+def test_prompts_come_in_vllms_shapes(llm: LLM, folder: Path) -> None:
+    text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Which shapes are there?<|im_end|>\n"
+    data, picture = (folder / "a.png").read_bytes(), Image.open(folder / "a.png")
+    ids = llm.engine.processor.tokenizer.encode(text, add_special_tokens=False).ids
+    (expected,) = llm.generate([{"prompt": text, "images": [data]}], GREEDY)
+    assert expected.outputs == expected.completions
+    shapes = [
+        {"prompt": text, "multi_modal_data": {"image": picture}},
+        {"prompt": text, "multi_modal_data": {"image": [data], "video": None}, "mm_processor_kwargs": None},
+        {"prompt_token_ids": ids, "multi_modal_data": {"image": data}},
+        {"prompt_token_ids": ids, "prompt": text, "multi_modal_data": {"image": [picture]}},
+    ]
+    assert [found.outputs[0].token_ids for found in llm.generate(shapes, GREEDY)] == [expected.token_ids] * 4
+    plain = llm.generate([{"prompt_token_ids": [5, 6]}, {"prompt": "x", "multi_modal_data": None}, [5, 6]], GREEDY)
+    assert plain[0].token_ids == plain[2].token_ids
+
+
+@pytest.mark.parametrize(("item", "param"), [
+    ({}, "prompt"), ({"text": "x"}, "text"), ({"prompt_token_ids": "x"}, "prompt_token_ids"),
+    ({"prompt": "x", "multi_modal_data": {"video": 1}}, "multi_modal_data.video"),
+    ({"prompt": "x", "multi_modal_data": [1]}, "multi_modal_data"),
+    ({"prompt": "x", "multi_modal_data": {"image": b"x"}, "images": [b"x"]}, "images"),
+    ({"prompt": "x", "multi_modal_data": {"image": "a.png"}}, "multi_modal_data.image"),
+    ({"prompt": "x", "images": b"x"}, "images"), ({"prompt": "x", "cache_salt": "y"}, "cache_salt"),
+])  # fmt: skip
+def test_what_is_no_prompt_is_named_with_its_index(llm: LLM, item: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError, match=f"prompt 1: {param}") as caught:
+        llm.generate(["fine", item], GREEDY)
+    assert caught.value.param == param
 
 
 def test_no_step_waits_for_a_tokenizer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from npu_runner.batch.job.tally import is_as_expected
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_format import read_json
+from npu_runner.batch.rows.openai_response import text_of
 from npu_runner.errors import JobError, RequestError
 from npu_runner.workers.pool import PoolLimits, WorkerPool
 
@@ -216,11 +217,12 @@ def _metadata(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(answer: dict[str, Any]) -> list[str]:
-    return [choice["message"]["content"] or "" for choice in answer["response"]["body"]["choices"]]
+    return [text_of(choice) for choice in answer["response"]["body"]["choices"]]
 
 
 def _reasonings(answer: dict[str, Any]) -> list[str]:
-    return [choice["message"].get("reasoning_content") or "" for choice in answer["response"]["body"]["choices"]]
+    choices = answer["response"]["body"]["choices"]
+    return [choice.get("message", {}).get("reasoning_content") or "" for choice in choices]
 
 
 def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[str]]:
@@ -238,9 +240,11 @@ def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[s
         body = answer["response"]["body"]
         pairs = zip(_reasonings(answer), _texts(answer), strict=True)
         card.answers = [(reasoning[:_MAX_TEXT], text[:_MAX_TEXT]) for reasoning, text in pairs]
-        reasons = {choice["finish_reason"] for choice in body["choices"]} - {"stop"}
-        card.note = f"{body['usage']['completion_tokens']} tokens" + (", cut off at the limit" if reasons else "")
-    messages = request.get("body", {}).get("messages") if isinstance(request.get("body"), dict) else None
+        is_cut = any(choice["finish_reason"] == "length" for choice in body["choices"])
+        card.note = f"{body['usage']['completion_tokens']} tokens" + (", cut off at the limit" if is_cut else "")
+    body = request.get("body")
+    asked = body if isinstance(body, dict) else {}
+    messages = asked.get("messages", [{"role": "prompt", "content": asked.get("prompt")}])
     urls: list[str] = []
     for message in messages if isinstance(messages, list) else []:
         _add_message(card, message, urls)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from npu_runner.batch.job.tally import Outcome, answered
+from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
@@ -38,7 +39,7 @@ class Engine(Protocol):
 @dataclass(frozen=True)
 class _InFlight:
     row: InputRow
-    model: str | None
+    form: AnswerForm
     expected: str | None
     num_sequences: int
 
@@ -152,7 +153,7 @@ class ServingLoop:
             refusal = RowError(code=error.code, message=error.message, param=error.param)
             self._fail(row, result.custom_id, refusal)
             return False
-        self._in_flight[result.custom_id] = _InFlight(row, result.model, result.expected, result.params.n)
+        self._in_flight[result.custom_id] = _InFlight(row, result.form, result.expected, result.params.n)
         self._room.enter(finished.num_bytes)
         self.begun.append(row.sequence)
         return True
@@ -167,7 +168,7 @@ class ServingLoop:
         if error is not None:
             self._fail(flight.row, name, error)
             return
-        data = answer_row(output, custom_id=name, model=flight.model, stamp=self._stamp)
+        data = answer_row(output, custom_id=name, form=flight.form, stamp=self._stamp)
         self.finished.append(FinishedRow(flight.row.sequence, answered(output, flight.expected), data))
 
     def _fail(self, row: InputRow, custom_id: str | None, error: RowError) -> None:

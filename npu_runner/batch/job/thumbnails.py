@@ -16,7 +16,8 @@ from PIL import Image
 
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS
-from npu_runner.multimodal.images import FORMATS, open_image
+from npu_runner.multimodal.image_formats import open_picture
+from npu_runner.multimodal.images import open_image
 from npu_runner.multimodal.media import load_media
 
 SIDE = 360
@@ -53,7 +54,9 @@ def _opened_small(data: bytes, max_source_pixels: int) -> Image.Image | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own bomb warning: our limit is checked right after
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = open_picture(data, max_source_pixels)
+    except RequestError:
+        raise
     except Exception:  # noqa: BLE001 - hostile bytes raise anything: open_image names it
         return None
     if image.width * image.height > max_source_pixels:

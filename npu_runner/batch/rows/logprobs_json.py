@@ -30,6 +30,16 @@ def to_json(value: Any) -> str:
     return _ENCODER.encode(value)
 
 
+def opened(members: dict[str, Any], name: str) -> str:
+    """The JSON of an object up to the value of its next member, `name`."""
+    return f"{to_json(members).removesuffix('}')},{to_json(name)}:"
+
+
+def encoded(text: str) -> bytes:
+    """UTF-8. A message may quote half a surrogate pair out of a row that was refused for it: it becomes "?"."""
+    return text.encode("utf-8", errors="replace")
+
+
 class LogprobsJson:
     """The log probabilities of one row's completions; what it learns of a token serves all of them."""
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npu_runner.batch.rows.logprobs_json import LogprobsJson, to_json
-from npu_runner.outputs import CompletionOutput, RequestOutput
+from npu_runner.batch.rows.endpoint import AnswerForm
+from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json
+from npu_runner.outputs import RequestOutput
 
 _SERVED_FINISH_REASONS = ("stop", "length")
 
@@ -52,27 +54,33 @@ def why_unanswered(output: RequestOutput) -> RowError | None:
     return RowError(code=code, message=message, status_code=500)
 
 
-def answer_row(output: RequestOutput, *, custom_id: str, model: str | None, stamp: JobStamp) -> bytes:
-    """The result row of a request that was answered. `model`: what the request calls it."""
+def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp) -> bytes:
+    """The result row of a request that was answered. `form`: how its endpoint writes a completion."""
     digest = row_digest(custom_id)
     start = {
-        "id": f"chatcmpl-{digest}",
-        "object": "chat.completion",
+        "id": f"{form.id_prefix}{digest}",
+        "object": form.object,
         "created": stamp.created,
-        "model": model or stamp.model_name,
+        "model": form.model or stamp.model_name,
     }
-    end = {"usage": _usage(output, stamp), "system_fingerprint": stamp.system_fingerprint}
+    end = {"usage": _usage(output, form, stamp), "system_fingerprint": stamp.system_fingerprint}
     # Written piece by piece: with log probabilities a row is many megabytes, of which this holds one copy.
     row = io.BytesIO()
-    row.write(_encode(_open({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response")))
-    row.write(_encode(_open({"status_code": 200, "request_id": f"req_{digest}"}, "body")))
-    row.write(_encode(_open(start, "choices") + "["))
+    row.write(encoded(opened({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response")))
+    row.write(encoded(opened({"status_code": 200, "request_id": f"req_{digest}"}, "body")))
+    row.write(encoded(opened(start, "choices") + "["))
     logprobs_json = LogprobsJson()
     for number, completion in enumerate(output.completions):
         row.write(b"," if number else b"")
-        _write_choice(completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning)
-    row.write(_encode("]," + to_json(end).removeprefix("{") + '},"error":null}\n'))
+        form.write_choice(completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning, row_digest=digest)
+    row.write(encoded("]," + to_json(end).removeprefix("{") + '},"error":null}\n'))
     return row.getvalue()
+
+
+def text_of(choice: Mapping[str, Any]) -> str:
+    """The text of a choice of an answer that was written, whatever endpoint it is of."""
+    message = choice.get("message")
+    return (choice["text"] if message is None else message["content"]) or ""
 
 
 def error_row(error: RowError, *, custom_id: str | None, line: int) -> bytes:
@@ -92,46 +100,17 @@ def row_digest(custom_id: str) -> str:
 
 def _row(digest: str, custom_id: str | None, response: dict[str, Any], error: dict[str, Any] | None) -> bytes:
     row = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error}
-    return _encode(to_json(row) + "\n")
+    return encoded(to_json(row) + "\n")
 
 
-def _write_choice(
-    completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool
-) -> None:
-    message = {"role": "assistant", "content": completion.text, "refusal": None}
-    if splits_reasoning:
-        message["reasoning_content"] = completion.reasoning_content
-        if completion.reasoning_content is not None:  # as in vLLM: who has only thought has no content
-            message["content"] = completion.text or None
-    row.write(_encode(_open({"index": completion.index, "message": message}, "logprobs")))
-    if completion.logprobs is None:
-        row.write(b"null")
-    else:
-        row.write(b'{"content":[')
-        for number, position in enumerate(logprobs_json.positions(completion.logprobs)):
-            row.write(_encode(f",{position}" if number else position))
-        row.write(b'],"refusal":null}')
-    row.write(_encode(f',"finish_reason":{to_json(completion.finish_reason)}}}'))
-
-
-def _open(members: dict[str, Any], name: str) -> str:
-    """The JSON of an object up to the value of its next member, `name`."""
-    return f"{to_json(members).removesuffix('}')},{to_json(name)}:"
-
-
-def _encode(text: str) -> bytes:
-    # "replace": a message may quote half a surrogate pair out of a row that was refused for it.
-    return text.encode("utf-8", errors="replace")
-
-
-def _usage(output: RequestOutput, stamp: JobStamp) -> dict[str, Any]:
+def _usage(output: RequestOutput, form: AnswerForm, stamp: JobStamp) -> dict[str, Any]:
     completion_tokens = sum(len(completion.token_ids) for completion in output.completions)
     usage: dict[str, Any] = {
         "prompt_tokens": output.num_prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": output.num_prompt_tokens + completion_tokens,
     }
-    if stamp.splits_reasoning:
+    if stamp.splits_reasoning and form.counts_reasoning:
         reasoning_tokens = sum(completion.num_reasoning_tokens for completion in output.completions)
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     if stamp.with_cached_tokens:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor
 from npu_runner.batch.rows.input_row import InputRow, RowSource
 from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.openai_response import RowError
@@ -17,25 +18,16 @@ from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS
 from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.multimodal.media import MediaRules, resolve_media
+from npu_runner.multimodal.media import MediaRules
 from npu_runner.sampling_params import SamplingParams
-
-
-class PromptProcessor(Protocol):
-    """What a row needs of a ChatProcessor."""
-
-    def __call__(
-        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
-    ) -> PromptInputs: ...
-    def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRow:
-    """A row that the engine can take. `model`: what the row calls it; `expected`: the right answer, if it knows one."""
+    """A row that the engine can take. `form`: how its answer is written; `expected`: the right one, if it knows it."""
 
     custom_id: str
-    model: str | None
+    form: AnswerForm
     expected: str | None
     params: SamplingParams
     prompt: PromptInputs
@@ -83,14 +75,8 @@ class RowPreprocessor:
         # Settings first: a wrong number must not cost the decoding of sixty pictures.
         params = row.body.to_sampling_params(self.generation_defaults, _seed_of(self.seed, custom_id))
         params = self.processor.resolve_params(params)
-        conversation = resolve_media(row.body.to_conversation(), self.media)
-        return PreparedRow(
-            custom_id=custom_id,
-            model=row.body.model,
-            expected=row.body.expected,
-            params=params,
-            prompt=self.processor(conversation, row.body.chat_template_kwargs),
-        )
+        prompt, form = row.body.prepare(self.processor, self.media, params)
+        return PreparedRow(custom_id=custom_id, form=form, expected=row.body.expected, params=params, prompt=prompt)
 
 
 def _rejected(custom_id: str | None, error: RequestError) -> RejectedRow:

@@ -1,0 +1,273 @@
+"""Reads the bodies of /v1/chat/completions and writes their answers. Knows nothing of files, tokens or the engine."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestBody, Strict
+from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json
+from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS, check_count, plain_template_kwargs, shown
+from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.multimodal.media import MediaRules, resolve_media
+from npu_runner.multimodal.tool_parsers import parse_calls
+from npu_runner.outputs import CompletionOutput
+from npu_runner.sampling_params import SamplingParams
+
+_UNSERVED_ROLES = ("function",)
+_EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class TextPart(Strict):
+    """A piece of text in a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Strict):
+    """Where a picture is: a data: URL, file:// or a path. Detail is the checkpoint's, but for "low"."""
+
+    url: str = Field(min_length=1)
+    detail: Literal["auto", "high", "low"] | None = None
+
+
+class ImagePart(Strict):
+    """A picture in a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _tag_of_content(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+
+
+def _tag_of_part(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if kind in ("text", "image_url") else None
+
+
+_Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
+    Discriminator(
+        _tag_of_part,
+        custom_error_type="unknown_part",
+        custom_error_message='a part is an object whose type is "text" or "image_url"',
+    ),
+]
+_Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[_Part], Tag("<parts>")],
+    Discriminator(
+        _tag_of_content,
+        custom_error_type="content_type",
+        custom_error_message="content is a string or a list of parts",
+    ),
+]
+
+
+class Message(Strict):
+    """One turn, also one that was an answer: its nulls ask for nothing. What belongs to whom, and that users have to
+    ask something, is the processor's to say."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Content | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ChatBody(RequestBody):
+    """The chat completion request, as far as it is served. None means: not asked for."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": (),
+        "function_call": ("none",),
+        "functions": (),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "response_format": ({"type": "text"},),
+        "safety_identifier": (),
+        "service_tier": ("auto", "default"),
+        "spaces_between_special_tokens": (True,),
+        "store": (False,),
+        "stream": (False,),
+        "stream_options": (),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+    instead: ClassVar[Mapping[str, str]] = {"functions": "; give them as tools", "function_call": "; use tool_choice"}
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: _EFFORTS | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @classmethod
+    def check_counts(cls, body: Mapping[str, Any]) -> None:
+        super().check_counts(body)
+        if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
+            plain_template_kwargs(kwargs)
+        if isinstance(tools := body.get("tools"), list):
+            check_count("tools", "tools", tools, LIMITS.max_tools)
+        if isinstance(messages := body.get("messages"), list):
+            check_count("messages", "messages", messages, LIMITS.max_messages)
+            contents = [message.get("content") for message in messages if isinstance(message, dict)]
+            num_parts = sum(len(content) for content in contents if isinstance(content, list))
+            check_count("messages", "parts", num_parts, LIMITS.max_parts)
+
+    @classmethod
+    def refuse_unserved(cls, body: dict[str, Any]) -> None:
+        super().refuse_unserved(body)
+        _refuse_forced_calls(body.get("tool_choice"))
+        messages = body.get("messages")
+        for index, message in enumerate(messages if isinstance(messages, list) else []):
+            if isinstance(message, dict):
+                _refuse_message(message, f"messages[{index}]")
+
+    def most_tokens(self, default: int | None) -> int | None:
+        """As for every endpoint, under the field's old name or its new one."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            message = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
+            raise RequestError(message, "invalid_value", "max_completion_tokens")
+        return super().most_tokens(default) if new is None else new
+
+    def num_logprobs(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", "invalid_value", "top_logprobs")
+        return None
+
+    def to_conversation(self) -> list[dict[str, Any]]:
+        """Plain messages, pictures not loaded yet."""
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+    def prepare(
+        self, processor: PromptProcessor, media: MediaRules, params: SamplingParams
+    ) -> tuple[PromptInputs, AnswerForm]:
+        conversation = resolve_media(self.to_conversation(), media)
+        tools = None if self.tool_choice == "none" else self.tools
+        parser = processor.parser_of_calls() if tools else None
+        prompt = processor(
+            conversation, self._template_kwargs(processor), tools=tools,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            truncate_prompt_tokens=processor.most_prompt_tokens(params),
+        )  # fmt: skip
+        form = ChatForm(
+            model=self.model, tool_call_parser=parser, tools=tuple(tools or ()) if parser else (),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+        )
+        return prompt, form
+
+    def _template_kwargs(self, processor: PromptProcessor) -> dict[str, Any] | None:
+        name, effort = "reasoning_effort", self.reasoning_effort
+        if effort is None:
+            return self.chat_template_kwargs
+        if not processor.template_reads(name):
+            message = (f"{name}: {effort!r} would do nothing, the model's chat template reads none; what it does read "
+                       "goes into chat_template_kwargs")
+            raise RequestError(message, "unsupported_parameter", name)
+        if (self.chat_template_kwargs or {}).get(name, effort) != effort:
+            message = f"{name}: {effort!r}, and another one stands in chat_template_kwargs; give one of them"
+            raise RequestError(message, "invalid_value", name)
+        return {**(self.chat_template_kwargs or {}), name: effort}
+
+
+def _refuse_forced_calls(choice: Any) -> None:
+    if choice == "required" or isinstance(choice, dict):
+        message = (f"tool_choice={shown(choice)} is not supported: nothing forces the model to call; none and auto "
+                   "are, so ask for the call in the prompt")
+        raise RequestError(message, "unsupported_parameter", "tool_choice")
+
+
+def _refuse_message(message: dict[str, Any], where: str) -> None:
+    """What OpenAI's messages may be and ours may not. An answer that is replayed may have no content."""
+    role = message.get("role")
+    if role in _UNSERVED_ROLES:
+        raise RequestError(f"messages of role {role} are not supported", "unsupported_value", f"{where}.role")
+    if message.get("refusal") is not None:
+        field = f"{where}.refusal"
+        raise RequestError(f"{field}: a refusal is no text of the model's; leave it out", "unsupported_value", field)
+    is_answer = role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content") is not None)
+    if message.get("content") is None and not is_answer:
+        field = f"{where}.content"
+        if "content" not in message:
+            raise RequestError(f"{field}: missing", "missing_required_parameter", field)
+        raise RequestError(f"{field}: content is a string or a list of parts, but it is None", "invalid_type", field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatForm(AnswerForm):
+    """A chat completion."""
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
+    object: ClassVar[str] = "chat.completion"
+    counts_reasoning: ClassVar[bool] = True
+
+    tool_call_parser: str | None = None
+    """What reads calls out of the answer; None: it is text."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    parallel_tool_calls: bool = True
+
+    def write_choice(
+        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
+        row_digest: str,
+    ) -> None:
+        content, calls = self._calls(completion, row_digest)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content if content.strip() else None
+            message["tool_calls"] = calls
+        if splits_reasoning:
+            message["reasoning_content"] = completion.reasoning_content
+            if completion.reasoning_content is not None:  # as in vLLM: who has only thought has no content
+                message["content"] = message["content"] or None
+        row.write(encoded(opened({"index": completion.index, "message": message}, "logprobs")))
+        if completion.logprobs is None:
+            row.write(b"null")
+        else:
+            row.write(b'{"content":[')
+            for number, position in enumerate(logprobs_json.positions(completion.logprobs)):
+                row.write(encoded(f",{position}" if number else position))
+            row.write(b'],"refusal":null}')
+        # An answer that was cut off may lack calls, so that it stays "length".
+        reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+        row.write(encoded(f',"finish_reason":{to_json(reason)}}}'))
+
+    def _calls(self, completion: CompletionOutput, row_digest: str) -> tuple[str, list[dict[str, Any]]]:
+        if self.tool_call_parser is None:
+            return completion.text, []
+        content, calls = parse_calls(
+            self.tool_call_parser, completion.text, self.tools, is_parallel=self.parallel_tool_calls)
+        return content, [
+            {
+                "id": f"call_{row_digest[:24]}_{completion.index}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls)
+        ]

@@ -1,0 +1,184 @@
+"""What request bodies of all endpoints have in common: sampling, limits, and fields that are known and not served.
+
+An endpoint is one RequestBody, which reads its rows, and one AnswerForm, which writes them. Knows none by name.
+"""
+
+from __future__ import annotations
+
+import io
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict, Tag, field_validator
+
+from npu_runner.batch.rows.logprobs_json import LogprobsJson
+from npu_runner.errors import RequestError
+from npu_runner.limits import LIMITS, check_count, shown
+from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.multimodal.media import MediaRules
+from npu_runner.outputs import CompletionOutput
+from npu_runner.sampling_params import SamplingParams
+
+# What a field can have too much of, when it is of the type that it should be.
+_COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
+    ("model", str, "characters", LIMITS.max_name_chars),
+    ("user", str, "characters", LIMITS.max_name_chars),
+    ("stop_token_ids", list, "entries", LIMITS.max_stop_token_ids),
+    ("stop", list, "entries", LIMITS.max_stop_strings),
+    ("bad_words", list, "entries", LIMITS.max_bad_words),
+    ("logit_bias", dict, "entries", LIMITS.max_logit_bias),
+    ("metadata", dict, "entries", LIMITS.max_metadata_entries),
+)
+
+
+class PromptProcessor(Protocol):
+    """What rows need of a ChatProcessor."""
+
+    def __call__(
+        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
+    ) -> PromptInputs: ...
+    def template_reads(self, name: str) -> bool: ...
+    def parser_of_calls(self) -> str | None: ...
+    def from_text(
+        self, prompt: str | list[int], *, truncate_prompt_tokens: int | None = None
+    ) -> PromptInputs: ...
+    def most_prompt_tokens(self, params: SamplingParams) -> int | None: ...
+    def decode(self, token_ids: list[int]) -> str: ...
+    def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerForm:
+    """How one row's answer is written, but for what all rows have. Made where the row is read; small and picklable."""
+
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    counts_reasoning: ClassVar[bool] = False
+
+    model: str | None = None
+    """What the row calls the model."""
+
+    @abstractmethod
+    def write_choice(
+        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
+        row_digest: str,
+    ) -> None:
+        """Append the JSON of one completion. `row_digest`: stands for the row in ids that the answer holds."""
+
+
+class Strict(BaseModel):
+    """No conversions, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class RequestBody(Strict):
+    """The fields of sampling, under vLLM's names where OpenAI has none. None means: not asked for."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are known and not served, with the values that ask for nothing and are let through."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """What to do instead, for some of them."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<parts>")] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    @field_validator("metadata")
+    @classmethod
+    def _values_are_plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for key, item in (value or {}).items():
+            if not isinstance(item, (str, int, float, bool, type(None))):
+                raise ValueError(f"the value of {key[:40]!r} is not a string, number, boolean or null")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not (key.isascii() and key.isdigit() and len(key) < 12):
+                raise ValueError(f"the key {key[:40]!r} is not a token id")
+        return value
+
+    @classmethod
+    def check_counts(cls, body: Mapping[str, Any]) -> None:
+        """Validation makes an object of every entry, and an error of every wrong one: how many there are comes
+        first."""
+        for name, kind, what, limit in _COUNTED:
+            if isinstance(value := body.get(name), kind):
+                check_count(name, what, len(value), limit)
+        if isinstance(metadata := body.get("metadata"), dict):
+            num_chars = sum(len(key) + (len(value) if isinstance(value, str) else 0) for key, value in metadata.items())
+            check_count("metadata", "characters", num_chars, LIMITS.max_metadata_chars)
+
+    @classmethod
+    def refuse_unserved(cls, body: dict[str, Any]) -> None:
+        """Drop known fields that ask for nothing; refuse those that ask for what this runner does not do."""
+        for name, harmless in cls.unserved.items():
+            value = body.get(name)
+            if value is None or any(_is_same(value, item) for item in harmless):
+                body.pop(name, None)
+            else:
+                hint = cls.instead.get(name, "")
+                raise RequestError(f"{name}={shown(value)} is not supported{hint}", "unsupported_parameter", name)
+
+    @property
+    def expected(self) -> str | None:
+        """The right answer, where the row's metadata knows it."""
+        value = (self.metadata or {}).get("expected")
+        return None if value is None else str(value)
+
+    def to_sampling_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
+        """What the row asks for, over `defaults` (the checkpoint's) for fields it leaves out.
+
+        `fallback_seed` stands in for a missing seed, so that a resumed job draws what an undisturbed one would have.
+        """
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        asked = {name: value for name in names - {"logprobs"} if (value := getattr(self, name)) is not None}
+        asked["max_tokens"] = self.most_tokens(defaults.get("max_tokens"))
+        asked["logprobs"] = self.num_logprobs()
+        asked.setdefault("seed", fallback_seed)
+        return SamplingParams(**{**defaults, **asked})
+
+    def most_tokens(self, default: int | None) -> int | None:
+        """max_tokens of the row, or the checkpoint's default, which gives way to what the row asks for."""
+        if self.max_tokens is None and default is not None:
+            return max(default, self.min_tokens or 0)
+        return self.max_tokens
+
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """SamplingParams' logprobs."""
+
+    @abstractmethod
+    def prepare(
+        self, processor: PromptProcessor, media: MediaRules, params: SamplingParams
+    ) -> tuple[PromptInputs, AnswerForm]:
+        """The row's prompt, and how its answer is to be written."""
+
+
+def _is_same(value: Any, item: Any) -> bool:
+    return value is item or (type(value) is type(item) and value == item)

@@ -1,0 +1,154 @@
+"""Which kinds of picture files are opened, and what Pillow's decoders need to be told first. Knows nothing of pixels.
+
+Plugins are imported by name: nothing outside this list ever sees the bytes. What a file declares is bounded before it
+is decoded, also where a file holds another one (icons) or says its size twice (JPEG 2000, HEIC).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import struct
+from collections.abc import Iterator
+
+from PIL import (
+    AvifImagePlugin,
+    BmpImagePlugin,
+    GifImagePlugin,
+    IcoImagePlugin,
+    Image,
+    Jpeg2KImagePlugin,
+    JpegImagePlugin,
+    PngImagePlugin,
+    PpmImagePlugin,
+    TgaImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
+
+from npu_runner.errors import RequestError
+
+FORMATS = tuple(
+    plugin.format
+    for plugin in (
+        PngImagePlugin.PngImageFile,
+        JpegImagePlugin.JpegImageFile,  # also MPO, which phones write
+        WebPImagePlugin.WebPImageFile,
+        GifImagePlugin.GifImageFile,
+        BmpImagePlugin.BmpImageFile,
+        TiffImagePlugin.TiffImageFile,
+        PpmImagePlugin.PpmImageFile,
+        AvifImagePlugin.AvifImageFile,
+        Jpeg2KImagePlugin.Jpeg2KImageFile,
+        IcoImagePlugin.IcoImageFile,
+        TgaImagePlugin.TgaImageFile,  # the last: it has no mark of its own, only a header that makes sense
+    )
+)
+HEIF_REMEDY = "pip install 'npu-runner[heif]' reads it"
+_ICON = b"\0\0\1\0"
+_CODESTREAM = b"\xff\x4f\xff\x51"
+
+
+def open_picture(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image.Image:
+    """The picture with its header read and nothing decoded, but for an icon that is a bitmap. Raises RequestError for
+    one that declares too much, and whatever Pillow raises."""
+    head = bytes(data[:12])
+    if head.startswith(_ICON):
+        return _open_icon(bytes(data), max_source_pixels)
+    if head[4:8] == b"jP  " or head.startswith(_CODESTREAM):
+        _check_codestream(bytes(data), max_source_pixels)
+    if is_heif(head):
+        _check_extents(bytes(data), max_source_pixels)
+    with _one_thread():
+        return Image.open(io.BytesIO(data), formats=[*FORMATS, *_heif_format(head)])
+
+
+def is_heif(head: bytes) -> bool:
+    """Whether a file that begins so is of the family of HEIC and AVIF."""
+    return head[4:8] == b"ftyp"
+
+
+def wants_heif_package(head: bytes) -> bool:
+    """Whether it is one that only the optional package reads, and that is not installed."""
+    return is_heif(head) and head[8:11] != b"avi" and not _heif_format(head)
+
+
+def check_pixels(width: int, height: int, max_source_pixels: int) -> None:
+    """Raises RequestError for a picture that is too large."""
+    if width * height > max_source_pixels:
+        raise RequestError(
+            f"the image declares {width}x{height} pixels, more than the {max_source_pixels} allowed "
+            f"(max_source_pixels); scale it down",
+            code="image_too_large",
+        )
+
+
+def _open_icon(data: bytes, max_source_pixels: int) -> Image.Image:
+    """Pillow decodes icons as it opens them. The largest picture in one is a PNG file, opened as any other, or a bitmap
+    whose declared size is looked at first."""
+    icon = IcoImagePlugin.IcoFile(io.BytesIO(data))
+    if not icon.entry:
+        raise SyntaxError("an icon without pictures")
+    frame = data[icon.entry[0].offset:]
+    if frame.startswith(b"\x89PNG"):
+        return Image.open(io.BytesIO(frame), formats=["PNG"])
+    width, height = BmpImagePlugin.DibImageFile(io.BytesIO(frame)).size
+    check_pixels(width, height // 2, max_source_pixels)  # a mask as high as the picture lies behind it
+    return Image.open(io.BytesIO(data), formats=["ICO"])
+
+
+def _check_codestream(data: bytes, max_source_pixels: int) -> None:
+    """The container's size is what Pillow goes by, the codestream's what the decoder makes room for."""
+    at = data.find(_CODESTREAM)
+    if at >= 0 and len(data) >= at + 24:
+        x1, y1, x0, y0 = struct.unpack_from(">4I", data, at + 8)
+        check_pixels(max(0, x1 - x0), max(0, y1 - y0), max_source_pixels)
+
+
+def _check_extents(data: bytes, max_source_pixels: int) -> None:
+    """HEIC and AVIF: the picture is often cut out of larger ones, which are decoded whole. All that the file's list of
+    properties declares count."""
+    meta = _box(data, b"meta")
+    at = meta.find(b"ispe")
+    while at >= 0 and len(meta) >= at + 16:
+        width, height = struct.unpack_from(">II", meta, at + 8)
+        check_pixels(width, height, max_source_pixels)
+        at = meta.find(b"ispe", at + 4)
+
+
+def _box(data: bytes, kind: bytes) -> bytes:
+    """What is in the first box of this kind on the file's outermost level; nothing if there is none."""
+    at = 0
+    while at + 8 <= len(data):
+        size, found = struct.unpack_from(">I4s", data, at)
+        if found == kind:
+            return data[at : at + size] if size else data[at:]
+        if size < 8:  # to the end of the file, or 64 bits long, which no box before this one is
+            return b""
+        at += size
+    return b""
+
+
+def _heif_format(head: bytes) -> tuple[str, ...]:
+    """HEIF, where the optional package is installed; loaded for the first such file."""
+    if not is_heif(head):
+        return ()
+    try:
+        heif = importlib.import_module("pillow_heif")
+    except ImportError:
+        return ()
+    heif.options.DECODE_THREADS = 1  # a worker has a core
+    heif.register_heif_opener(thumbnails=False)
+    return ("HEIF",)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """AVIF decoders take all cores otherwise; a worker process has one."""
+    before = AvifImagePlugin.DEFAULT_MAX_THREADS
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+    try:
+        yield
+    finally:
+        AvifImagePlugin.DEFAULT_MAX_THREADS = before

@@ -1,0 +1,190 @@
+"""How models write tool calls, and how they are read out of an answer. Knows text and schemas, no tokens or requests.
+
+A package may bring a parser of its own: an entry point "npu_runner.tool_parsers", a subclass of ToolParser.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from npu_runner.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+ENTRY_POINTS = "npu_runner.tool_parsers"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# What ends without its closing tag ends with the answer.
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call. `arguments`: JSON text of an object, as OpenAI has it."""
+
+    name: str
+    arguments: str
+
+
+class ToolParser(ABC):
+    """One way to write calls. Without state: `parse` is called for answers of all kinds of requests."""
+
+    @abstractmethod
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+        """What is left of the answer's text, and the calls in it, in order; `tools` as the request has them.
+
+        Raises ValueError where a call is begun that cannot be read: the whole answer is then text.
+        """
+
+    def reads(self, template: str) -> bool:
+        """Whether a chat template of this source asks for calls to be written so: `auto` takes it then."""
+        return False
+
+
+class HermesParser(ToolParser):
+    """JSON between tags: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; Qwen2.5, Qwen3, Hermes."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+        return _BLOCK.sub("", text), [self._call(match[1]) for match in _BLOCK.finditer(text)]
+
+    def reads(self, template: str) -> bool:
+        return _OPEN in template and "<function=" not in template
+
+    def _call(self, block: str) -> ToolCall:
+        call = json.loads(block)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError("a call has no name")
+        arguments = call.get("arguments")
+        if not isinstance(arguments, dict):
+            raise ValueError("a call's arguments are no object")
+        return ToolCall(call["name"], _as_json(arguments))
+
+
+class Qwen3CoderParser(ToolParser):
+    """Tags for each argument: <tool_call><function=NAME><parameter=NAME>value</parameter></function></tool_call>;
+    Qwen3-Coder, Qwen3.5 and later. Values are text, and become what the tool's schema says."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+        calls = [call for match in _BLOCK.finditer(text) for call in self._calls(match[1], tools)]
+        return _BLOCK.sub("", text), calls
+
+    def reads(self, template: str) -> bool:
+        return _OPEN in template and "<function=" in template
+
+    def _calls(self, block: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+        found = list(_FUNCTION.finditer(block))
+        if not found or _FUNCTION.sub("", block).strip():
+            raise ValueError("a call names no function")
+        return [self._call(match[1].strip(), match[2], tools) for match in found]
+
+    def _call(self, name: str, body: str, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+        if _PARAMETER.sub("", body).strip():
+            raise ValueError("a call holds text outside its parameters")
+        types = _types_of(name, tools)
+        arguments = {
+            match[1].strip(): _value(_without_line_ends(match[2]), types.get(match[1].strip(), frozenset()))
+            for match in _PARAMETER.finditer(body)
+        }
+        return ToolCall(name, _as_json(arguments))
+
+
+_BUILT_IN: dict[str, type[ToolParser]] = {"hermes": HermesParser, "qwen3_coder": Qwen3CoderParser}
+
+
+@functools.lru_cache(maxsize=32)
+def tool_parser(name: str) -> ToolParser:
+    """The parser of that name. Raises ConfigError where there is none, or where a package's does not load."""
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]()
+    points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in points:
+        known = ", ".join(["auto", "none", *_BUILT_IN, *sorted(points)])
+        raise ConfigError(f"tool_call_parser: {name!r} is not one of {known}")
+    try:
+        parser = points[name].load()()
+    except Exception as error:  # the border to somebody else's package
+        raise ConfigError(f"tool_call_parser {name!r} does not load ({type(error).__name__}: {error})") from error
+    if not isinstance(parser, ToolParser):
+        raise ConfigError(f"tool_call_parser {name!r}: {points[name].value} is no ToolParser")
+    return parser
+
+
+def find_tool_parser(setting: str, template: str | None) -> str | None:
+    """The name of the parser that `setting` means for this template; None: calls stay text, or none is known.
+
+    Raises ConfigError for a name that nobody has.
+    """
+    if setting != "auto":
+        if setting != "none":
+            tool_parser(setting)  # raises where there is none
+        return None if setting == "none" else setting
+    names = [*_BUILT_IN, *sorted(point.name for point in entry_points(group=ENTRY_POINTS))]
+    return next((name for name in names if template and tool_parser(name).reads(template)), None)
+
+
+def parse_calls(
+    name: str, text: str, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool = True
+) -> tuple[str, list[ToolCall]]:
+    """(content, calls) of an answer. What cannot be read as calls is content, all of it; without `is_parallel` the
+    first call alone counts."""
+    try:
+        content, calls = tool_parser(name).parse(text, tools)
+    except (ValueError, RecursionError):  # json's errors are ValueErrors
+        return text, []
+    except Exception as error:  # noqa: BLE001 - the border to somebody else's parser; one answer of it may fail
+        logger.warning("tool_call_parser %r failed (%s: %s); the answer is text", name, type(error).__name__, error)
+        return text, []
+    return (content, calls if is_parallel else calls[:1]) if calls else (text, [])
+
+
+def _types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[str]]:
+    """JSON types of each parameter of the function, as far as its schema says."""
+    function: Mapping[str, Any] = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
+    properties = (function.get("parameters") or {}).get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    return {key: _types(schema) for key, schema in properties.items()}
+
+
+def _types(schema: Any) -> frozenset[str]:
+    if not isinstance(schema, dict):
+        return frozenset()
+    said = schema.get("type")
+    found = {each for each in (_list(said) or [said]) if isinstance(each, str)}
+    for each in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
+        found |= _types(each)
+    return frozenset(found)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _value(text: str, types: frozenset[str]) -> Any:
+    """Text, but for a parameter whose schema wants something else and whose text is that."""
+    if text.strip() == "null" and "null" in types:
+        return None
+    if not types or "string" in types:
+        return text
+    spelled = text.strip().lower() if "boolean" in types and text.strip() in ("True", "False") else text
+    try:
+        return json.loads(spelled)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _without_line_ends(text: str) -> str:
+    """A value stands on lines of its own."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _as_json(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)

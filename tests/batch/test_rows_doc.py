@@ -1,0 +1,65 @@
+"""docs/rows.md: every row in it does what it says, through a real job, and every field of a row is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner.batch.rows.chat import ChatBody, Message
+from npu_runner.batch.rows.completions import CompletionBody
+from npu_runner.batch.rows.endpoint import RequestBody
+from npu_runner.batch.rows.openai_format import ENDPOINTS
+from npu_runner.cli import main as cli
+from tests.batch.scripted import read_rows
+
+DOC = (Path(__file__).parents[2] / "docs" / "rows.md").read_text()
+SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
+EXAMPLES = [line for block in re.findall(r"```jsonl\n(.*?)```", DOC, re.DOTALL) for line in block.splitlines()]
+FIELDS = {"custom_id", "method", "url", "body", *ChatBody.model_fields, *CompletionBody.model_fields,
+          *Message.model_fields}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "rows.jsonl").write_text("\n".join(EXAMPLES) + "\n")
+    files = ["-i", str(folder / "rows.jsonl"), "-o", str(folder / "answers.jsonl"), "--allowed-media-dir", str(folder)]
+    assert cli.main(["batch", *files, *SMALL]) == 3, "some rows are there to fail"
+    return {item["custom_id"]: item for item in read_rows(folder / "answers.jsonl")}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda line: json.loads(line)["custom_id"])
+def test_a_row_does_what_the_page_says(example: str, answers: dict[str, dict[str, Any]]) -> None:
+    name = json.loads(example)["custom_id"]
+    code = re.search(r"\[(\w+)\]$", name)
+    answer = answers[name]
+    assert (answer["error"] or {}).get("code") == (code[1] if code else None), answer["error"]
+    assert answer["response"]["status_code"] == (400 if code else 200)
+    if code and json.loads(example)["body"]:
+        assert answer["error"]["param"], "a wrong field is named"
+
+
+def names_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from names_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from names_in(item)
+
+
+def test_every_field_is_in_a_table_and_in_a_row_and_no_other_is() -> None:
+    cells = re.findall(r"^\| (`[^|]*`) \|", DOC, re.MULTILINE)
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == FIELDS
+    assert set(names_in([json.loads(line) for line in EXAMPLES])) >= FIELDS
+
+
+@pytest.mark.parametrize("body", ENDPOINTS.values(), ids=list(ENDPOINTS))
+def test_every_field_that_is_known_and_not_served_is_named(body: type[RequestBody]) -> None:
+    assert {name for name in body.unserved if f"`{name}`" not in DOC} == set()

@@ -1,0 +1,157 @@
+"""A job with tools: prompts are as long as transformers', calls come back as OpenAI's, wrong rows fail alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+from tokenizers import AddedToken, Tokenizer
+
+from npu_runner.cli import main as cli
+from tests.batch.scripted import read_rows, row, write_rows
+
+SMALL = ["--platform", "cpu", "--dtype", "float32", "--max-model-len", "512", "--kv-cache-bytes", "16M",
+         "--progress", "off"]  # fmt: skip
+TEMPLATE = r"""\
+{%- if reasoning_effort is defined %}<|im_start|>system
+Effort: {{ reasoning_effort }}<|im_end|>
+{% endif %}{%- if tools %}<|im_start|>system
+You may write <tool_call>: {{ tools | tojson }}<|im_end|>
+{% endif %}{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+ASK = {"role": "user", "content": "what is it?"}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with a token that is a whole call, so that a bias makes it call."""
+    path = shutil.copytree(checkpoint("qwen3", vocab_size=336), tmp_path_factory.mktemp("tools") / "model")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(CALL, special=False, normalized=False)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    return path
+
+
+def good_rows(call_id: int) -> dict[str, dict[str, Any]]:
+    calls = {"logit_bias": {str(call_id): 100}, "stop_token_ids": [call_id], "include_stop_str_in_output": True}
+    cut_off = {"tools": [LOOK], "logit_bias": {str(call_id): 100}, "max_tokens": 2}
+    replayed = [
+        ASK,
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{\"at\": \"it\"}"}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "a circle"},
+    ]  # fmt: skip
+    return {
+        "plain": {},
+        "calls": {"tools": [LOOK], "tool_choice": "auto", **calls},
+        "calls twice": {"tools": [LOOK], **calls, "n": 2},
+        "cut off": cut_off,
+        "first alone": {**cut_off, "parallel_tool_calls": False},
+        "none": {"tools": [LOOK], "tool_choice": "none", **calls},
+        "effort": {"reasoning_effort": "low"},
+        "same effort": {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}},
+        "replayed": {"messages": replayed, "tools": [LOOK]},
+        "continued": {"messages": [ASK, {"role": "assistant", "content": "It is"}], "continue_final_message": True},
+        "ended": {"messages": [ASK, {"role": "assistant", "content": "It is"}], "add_generation_prompt": False},
+    }
+
+
+BAD = {
+    "required": ({"tools": [LOOK], "tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    "named": ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+              "unsupported_parameter", "tool_choice"),
+    "two efforts": ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "invalid_value",
+                    "reasoning_effort"),
+    "strict": ({"tools": [{**LOOK, "function": {"name": "look", "strict": True}}]}, "unsupported_parameter",
+               "tools[0].function.strict"),
+    "continued user": ({"continue_final_message": True}, "invalid_value", "continue_final_message"),
+}  # fmt: skip
+
+
+def run(model: Path, folder: Path, rows: list[dict[str, Any]], *arguments: str) -> dict[str, dict[str, Any]]:
+    write_rows(folder / "in.jsonl", rows)
+    paths = ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "--model", str(model)]
+    cli.main(["batch", *paths, *SMALL, *arguments])
+    return {item["custom_id"]: item for item in read_rows(folder / "out.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    call_id = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(CALL)
+    bodies = {name: {"messages": [ASK], "max_tokens": 3, **body} for name, body in good_rows(call_id).items()}
+    bodies |= {name: body for name, (body, *_) in BAD.items()}
+    return run(model, tmp_path_factory.mktemp("job"), [row(name, **body) for name, body in bodies.items()])
+
+
+@pytest.fixture(scope="module")
+def answers(found: dict[str, dict[str, Any]]) -> dict[str, ChatCompletion]:
+    bodies = {name: item["response"]["body"] for name, item in found.items() if name not in BAD}
+    return {name: ChatCompletion.model_validate_json(json.dumps(body), strict=True) for name, body in bodies.items()}
+
+
+def test_prompts_are_as_long_as_transformers(answers: dict[str, ChatCompletion], model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(model)
+    answered = [ASK, {"role": "assistant", "content": "It is"}]
+    replayed = [
+        ASK, {"role": "assistant", "content": "", "tool_calls": [
+            {"function": {"name": "look", "arguments": {"at": "it"}}}]}, {"role": "tool", "content": "a circle"},
+    ]  # fmt: skip
+    asked: dict[str, tuple[Any, dict[str, Any]]] = {
+        "plain": ([ASK], {}), "none": ([ASK], {}), "calls": ([ASK], {"tools": [LOOK]}),
+        "effort": ([ASK], {"reasoning_effort": "low"}), "same effort": ([ASK], {"reasoning_effort": "low"}),
+        "replayed": (replayed, {"tools": [LOOK]}), "ended": (answered, {"add_generation_prompt": False}),
+        "continued": (answered, {"add_generation_prompt": False, "continue_final_message": True}),
+    }  # fmt: skip
+    for name, (messages, options) in asked.items():
+        wanted = {"add_generation_prompt": True, **options}
+        expected = theirs.apply_chat_template(messages, return_dict=False, **wanted)
+        usage = answers[name].usage
+        assert usage is not None
+        assert usage.prompt_tokens == len(expected), name
+
+
+def test_calls_come_back_as_openais(answers: dict[str, ChatCompletion]) -> None:
+    choices = [*answers["calls"].choices, *answers["calls twice"].choices]
+    assert [(choice.finish_reason, choice.message.content) for choice in choices] == [("tool_calls", None)] * 3
+    calls = [call for choice in choices for call in choice.message.tool_calls or []]
+    assert [(call.function.name, call.function.arguments) for call in calls if call.type == "function"] == [
+        ("look", '{"at": "it"}')] * 3
+    assert len({call.id for call in calls}) == 3
+
+
+def test_an_answer_that_was_cut_off_says_so(answers: dict[str, ChatCompletion]) -> None:
+    (both,), (first,) = answers["cut off"].choices, answers["first alone"].choices
+    assert (both.finish_reason, len(both.message.tool_calls or [])) == ("length", 2)
+    assert (first.finish_reason, len(first.message.tool_calls or [])) == ("length", 1)
+
+
+def test_without_a_choice_there_are_no_tools_and_calls_are_text(answers: dict[str, ChatCompletion]) -> None:
+    (choice,) = answers["none"].choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, None)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_row_fails_alone_and_names_the_field(found: dict[str, dict[str, Any]], name: str) -> None:
+    _, code, param = BAD[name]
+    assert (found[name]["error"]["code"], found[name]["error"]["param"]) == (code, param)
+
+
+def test_calls_stay_text_where_no_parser_is_wanted(model: Path, tmp_path: Path) -> None:
+    call_id = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(CALL)
+    rows = [row("calls", **good_rows(call_id)["calls"], max_tokens=3)]
+    (choice,) = run(model, tmp_path, rows, "--tool-call-parser", "none")["calls"]["response"]["body"]["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", CALL)
+    paths = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "other.jsonl"), "--model", str(model)]
+    assert cli.main(["batch", *paths, *SMALL, "--tool-call-parser", "hermess"]) == 2
