@@ -43,6 +43,7 @@ def test_tokens_equal_the_cpu_platform(mode: str, checkpoint: Any, tmp_path: Pat
             assert_graphs_are_whole(result, [4])
 
 
+@pytest.mark.full("two modes; windows stay in float32 in every mode, bfloat16 with dense models")
 @pytest.mark.parametrize("mode", ["eager", "reduce-overhead"])
 def test_in_bfloat16(mode: str, checkpoint: Any, tmp_path: Path) -> None:
     cases = cases_of(mode, checkpoint, dtype="bfloat16", attention_backend="auto")
@@ -54,6 +55,7 @@ def test_in_bfloat16(mode: str, checkpoint: Any, tmp_path: Path) -> None:
 
 
 @emulated
+@pytest.mark.full("two ranks on two cores; dense models stay with two, windows with one")
 def test_two_ranks(checkpoint: Any, tmp_path: Path) -> None:
     cases = cases_of("reduce-overhead", checkpoint, tensor_parallel_size=2)[1:]
     for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
@@ -61,6 +63,7 @@ def test_two_ranks(checkpoint: Any, tmp_path: Path) -> None:
 
 
 @emulated
+@pytest.mark.full("both settings again, with windows; they stay for models without (test_npu_settings)")
 @pytest.mark.parametrize("changes", [{"capture": "recorded"}, {"decode_attention": "unmasked"}], ids=str)
 def test_the_other_ways(changes: dict[str, str], checkpoint: Any, tmp_path: Path) -> None:
     """Lengths that torch_npu is given call by call, and layers without a window whose decode has no mask."""

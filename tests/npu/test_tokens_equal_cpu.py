@@ -89,8 +89,17 @@ def test_tiny_models(mode: str, checkpoint: Any, tmp_path: Path) -> None:
             assert_graphs_are_whole(result, [4])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_tiny_models_in_bfloat16(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_tiny_models_in_bfloat16(checkpoint: Any, tmp_path: Path) -> None:
+    assert_close_in_bfloat16("reduce-overhead", checkpoint, tmp_path)
+
+
+@pytest.mark.full("eager steps and the graph engine; captured graphs stay in this dtype, all modes in float32")
+@pytest.mark.parametrize("mode", ["eager", "max-autotune"])
+def test_other_modes_in_bfloat16(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    assert_close_in_bfloat16(mode, checkpoint, tmp_path)
+
+
+def assert_close_in_bfloat16(mode: str, checkpoint: Any, tmp_path: Path) -> None:
     settings = {"dtype": "bfloat16", "attention_backend": "auto"}
     cases = [tiny(model_type, checkpoint, mode, **settings) for model_type in TINY]
     for case in cases:
@@ -117,8 +126,18 @@ def assert_close_at_the_first_divergence(ours: dict[str, Any], reference: dict[s
 
 
 @emulated
-@pytest.mark.parametrize("mode", MODES)
-def test_two_ranks(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_two_ranks(checkpoint: Any, tmp_path: Path) -> None:
+    assert_two_ranks_equal_cpu("reduce-overhead", checkpoint, tmp_path)
+
+
+@emulated
+@pytest.mark.full("eager steps and the graph engine; two ranks stay with captured graphs, beside eager prefills")
+@pytest.mark.parametrize("mode", ["eager", "max-autotune"])
+def test_two_ranks_in_other_modes(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    assert_two_ranks_equal_cpu(mode, checkpoint, tmp_path)
+
+
+def assert_two_ranks_equal_cpu(mode: str, checkpoint: Any, tmp_path: Path) -> None:
     cases = [tiny(model_type, checkpoint, mode, tensor_parallel_size=2) for model_type in ("qwen3", "qwen3_vl")]
     for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
         assert result["tokens"] == on_cpu(case)["tokens"]
@@ -147,7 +166,7 @@ def test_torch_npu_without_npugraph_ex_captures_through_torchair(checkpoint: Any
     assert '"reduce-overhead" mode configuration will be deprecated' in result["stderr"], "torchair says which it is"
 
 
-@pytest.mark.full("four ranks on two cores; two ranks stay, in every mode")
+@pytest.mark.full("four ranks on two cores; two ranks stay")
 @emulated
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_four_ranks(mode: str, checkpoint: Any, tmp_path: Path) -> None:
