@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
 
@@ -118,7 +116,8 @@ def _error(name: str, what: str) -> RequestError:
 
 
 def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
+    # One of numpy's is a truth value, too; numpy itself is not loaded for that.
+    if not isinstance(value, bool) and type(value).__module__ + type(value).__name__.rstrip("_") != "numpybool":
         raise _error(name, f"{shown(value)} is neither true nor false")
     return bool(value)
 

@@ -65,6 +65,9 @@ COMPARISONS = {
     "ge_tiling": Comparison(
         question="Do GE graphs wait for the host, which computes attention's tiling?",
         sides=_variable(f"{PREFIX}GE_TILING", "auto", "device", "host"), settings=_AUTOTUNE),
+    "replay": Comparison(
+        question="Can a graph be given new lengths while its last replay runs, and what does that save?",
+        sides=_variable(f"{PREFIX}REPLAY", "waiting", "overlapped"), settings=_GRAPHS),
     "affinity": Comparison(
         question="Is it worth to bind threads to the cores near their device?",
         sides=_variable("CPU_AFFINITY_CONF", None, "0", "1", "mode:2,npu_affine:1"), settings=_GRAPHS),

@@ -10,6 +10,7 @@ import pytest
 
 from npu_runner.batch.files.input_file import InputRow
 from npu_runner.batch.job.serving import ServingLoop
+from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.batch.rows.preprocessing import PreparedRow
 from npu_runner.core.block_manager import BlockManager
@@ -71,7 +72,7 @@ class PreparedRows:
         self._rows = deque(
             Finished(InputRow(n, n + 1, 0, 0, b""), PreparedRow(
                 custom_id=str(n), prompt=PromptInputs([n % 97, 2, 3]), params=SamplingParams(temperature=0.0),
-                model=None, expected=None), 10)
+                form=ChatForm(), expected=None), 10)
             for n in range(count)
         )
 

@@ -64,7 +64,8 @@ print("CLOSED")
 @pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN fails on demand")
 def test_an_engine_whose_device_broke_is_closed_and_says_what_it_could_not_give_back(checkpoint: Any) -> None:
     model: Path = checkpoint("qwen3", num_hidden_layers=1)
-    waits = ("SynchronizeStream", "SynchronizeDevice", "SynchronizeStreamWithTimeout", "SynchronizeDeviceWithTimeout")
+    waits = ("SynchronizeStream", "SynchronizeDevice", "SynchronizeStreamWithTimeout", "SynchronizeDeviceWithTimeout",
+             "SynchronizeEvent")
     done = run_python(["-c", BROKEN, str(model), *waits])
     assert done.returncode == 0, done.stderr[-4000:]
     died, closed = done.stdout.splitlines()[-2:]

@@ -144,6 +144,8 @@ def test_what_was_freed_is_not_read(checkpoint: Any, platform_name: str) -> None
 
         def spoil_and_submit(batch: Any) -> Any:
             nonlocal num_spoiled
+            step = submit(batch)
+            # The next step may have these blocks; this one read them before.
             free = torch.tensor([block for block in range(1, manager.num_blocks) if not manager._ref_counts[block]],
                                 device=runner.device)
             for cache in (runner.k_cache, runner.v_cache):
@@ -152,7 +154,7 @@ def test_what_was_freed_is_not_read(checkpoint: Any, platform_name: str) -> None
                 needed = first_needed_block(int(length), 10, manager.block_size)
                 num_spoiled += needed
                 assert not batch.block_tables_BW[row, :needed].any(), "a block behind the window is still held"
-            return submit(batch)
+            return step
 
         runner.steps.submit = spoil_and_submit  # type: ignore[method-assign]
         with torch.inference_mode():

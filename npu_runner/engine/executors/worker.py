@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,7 @@ OK, REFUSED, FAILED, BROKEN = range(4)
 STOP = 0
 """The number that is no call's: end."""
 _ORPHAN_EXIT = 1
+_MOST_POLLING_SECONDS = 0.05
 _POLL_SECONDS = 0.0002
 """How often a rank that waits for a step, or for a call, looks for the other."""
 
@@ -136,8 +138,11 @@ class _Server:
         """Waits until there is one, or the oldest step has run."""
         if len(self.under_way) == RING_SIZE:
             return False
+        deadline = time.monotonic() + _MOST_POLLING_SECONDS
         while not self._rank.has_call(_POLL_SECONDS):
-            if self.under_way[0].handle.is_done():
+            # A call that has not come by then is not there to be overlapped, and a device that is stuck says so only to
+            # whoever waits for it.
+            if self.under_way[0].handle.is_done() or time.monotonic() > deadline:
                 return False
         return True
 
