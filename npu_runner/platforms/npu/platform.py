@@ -218,7 +218,7 @@ class NpuPlatform(Platform):
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
 
     def download(self, tensor: Tensor) -> Download:
-        return Download.start(tensor, torch.npu.Event(), torch.npu.current_stream().query)
+        return Download.start(tensor, torch.npu.Event(), torch.npu.current_stream())
 
     def describe(self) -> dict[str, str]:
         import torch_npu
