@@ -5,6 +5,7 @@ Knows nothing of who asks, nor of what is done with a prompt.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ class PromptProcessor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptTask:
+class PromptTask(ABC):
     """A prompt to be prepared. `pictures`: each with where it stands, in order."""
 
     pictures: Sequence[tuple[Any, str]] = ()
@@ -46,8 +47,9 @@ class PromptTask:
         """The same, picklable. Raises RequestError for a picture that cannot be."""
         return replace(self, pictures=sendable_pictures(self.pictures, max_source_pixels))
 
+    @abstractmethod
     def prepare(self, processor: PromptProcessor) -> PromptInputs:
-        raise NotImplementedError
+        """What the engine takes. Raises RequestError where the prompt cannot be served."""
 
 
 @dataclass(frozen=True, kw_only=True)
