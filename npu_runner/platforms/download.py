@@ -47,10 +47,10 @@ class Download:
 
     def _wait_with_an_eye_on_the_stream(self) -> None:
         """Not for ever: a stream that has nothing to do has lost the event, and one that takes long may be stuck, which
-        only waiting for it tells."""
+        only waiting for it tells. Asking a stream raises what failed on it."""
         deadline = time.monotonic() + _MOST_POLLING_SECONDS
         while not self._event.query():
-            if self._stream.query():
+            if self._stream.query() and not self._event.query():
                 return
             if time.monotonic() > deadline:
                 self._stream.synchronize()

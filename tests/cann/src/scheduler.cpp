@@ -12,11 +12,17 @@ Scheduler& scheduler() {
 
 namespace {
 
+bool has_stopped(const Stream& stream) { return stream.error != 0 && stream.stops_on_failure; }
+
 void fail(Stream& stream, int code, const std::string& text) {
   log("stream %d: %d %s", stream.id, code, text.c_str());
-  if (stream.error == 0) {
-    stream.error = code;
-    stream.error_text = text;
+  for (auto& [handle, other] : scheduler().streams) {
+    // Where one stops at a failure, those beside it in its context stop, too.
+    bool is_hit = other.get() == &stream ||
+                  (stream.stops_on_failure && other->stops_on_failure && other->device == stream.device);
+    if (!is_hit || other->error != 0) continue;
+    other->error = code;
+    other->error_text = text;
   }
 }
 
@@ -35,7 +41,7 @@ void run_callback(Stream& stream, std::function<void()> run) {
 thread_local uint64_t running_collectives = 0;
 
 void run_work(Stream& stream, const Task& task) {
-  if (stream.error != 0 && stream.stops_on_failure) return;
+  if (has_stopped(stream)) return;
   const Node& node = *task.node;
   if (task.is_replay && node.task_kind == TaskKind::launch) count("replayed", node.name);
   log("run %s on stream %d%s", node.name.c_str(), stream.id, task.is_replay ? " (replay)" : "");
@@ -58,7 +64,7 @@ void record(Event& event, uint64_t ticket) {
 
 bool is_blocked(const Stream& stream) {
   const Task& head = stream.queue.front();
-  if (stream.error != 0 && stream.stops_on_failure) return false;
+  if (has_stopped(stream)) return false;
   if (head.kind == Task::Kind::wait_ticket) return head.event->done < head.ticket;
   if (head.kind != Task::Kind::node) return false;
   if (head.node->kind == Node::Kind::wait_value) return !head.node->is_ready();
@@ -68,6 +74,7 @@ bool is_blocked(const Stream& stream) {
 void run_head(Stream& stream) {
   Task task = std::move(stream.queue.front());
   stream.queue.pop_front();
+  if (has_stopped(stream) && task.kind != Task::Kind::node) return;
   if (task.kind == Task::Kind::record_ticket) return record(*task.event, task.ticket);
   if (task.kind == Task::Kind::wait_ticket) return;
   if (task.kind == Task::Kind::graph) {
@@ -82,7 +89,9 @@ void run_head(Stream& stream) {
   }
   switch (task.node->kind) {
     case Node::Kind::work: return run_work(stream, task);
-    case Node::Kind::record_event: return record(*task.node->event, ++task.node->event->issued);
+    case Node::Kind::record_event:
+      if (has_stopped(stream)) return;
+      return record(*task.node->event, ++task.node->event->issued);
     case Node::Kind::reset_event: task.node->event->is_set = false; return;
     case Node::Kind::wait_event:
     case Node::Kind::wait_value: return;
