@@ -8,11 +8,13 @@ if TYPE_CHECKING:
     from npu_runner.config import RunnerConfig
     from npu_runner.llm import LLM
     from npu_runner.sampling_params import SamplingParams
+    from npu_runner.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RunnerConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RunnerConfig", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
-_HOMES = {"LLM": "npu_runner.llm", "RunnerConfig": "npu_runner.config", "SamplingParams": "npu_runner.sampling_params"}
+_HOMES = {"LLM": "npu_runner.llm", "RunnerConfig": "npu_runner.config", "SamplingParams": "npu_runner.sampling_params",
+          "StructuredOutputsParams": "npu_runner.structured_outputs"}
 
 
 def __getattr__(name: str) -> Any:

@@ -74,6 +74,16 @@ class Limits:
     """Lists and objects inside each other in `tools` and in a call's `arguments`, itself included."""
     max_tools_chars: int = 262_144
     """Characters of `tools`, and of one call's `arguments`, as JSON."""
+    max_schema_chars: int = 262_144
+    """Characters of a JSON schema that an answer must fit."""
+    max_schema_nesting: int = 60
+    """Lists and objects inside each other in such a schema, itself included."""
+    max_regex_chars: int = 16_384
+    """Characters of a regular expression that an answer must match."""
+    max_choices: int = 4096
+    """Entries of `choice`."""
+    max_grammar_chars: int = 262_144
+    """Characters of a grammar, and of all entries of `choice` together."""
     max_logprobs_per_request: int = 262_144
     """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities."""
     worker_memory_bytes: int = 4 * GIB

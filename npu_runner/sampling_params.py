@@ -11,6 +11,7 @@ from typing import Any
 
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
+from npu_runner.structured_outputs import StructuredOutputsParams
 
 MAX_TOP_LOGPROBS = 20
 
@@ -65,6 +66,11 @@ class SamplingParams:
     is not cut but refused."""
     logprobs: int | None = None
     """None: no log probabilities. k: those of each sampled token and of the k most probable ones (0 to 20)."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """What the answer must be: JSON that fits a schema, a regular expression, one of some texts, a grammar. It ends
+    with it; behind the reasoning, where the model thinks."""
+    max_thinking_tokens: int | None = None
+    """In a chat: when the model has thought for so many tokens, its end-of-thinking token comes next. 0: at once."""
 
     def __post_init__(self) -> None:
         self._keep(
@@ -89,6 +95,7 @@ class SamplingParams:
             frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             presence_penalty=_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
         )
+        self._keep_answer_rules()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
         if self.truncate_prompt_tokens is not None:
@@ -97,6 +104,15 @@ class SamplingParams:
                 raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
         if self.top_p == 0.0:
             raise _error("top_p", "must be greater than 0; use temperature 0 for greedy decoding")
+
+    def _keep_answer_rules(self) -> None:
+        if self.max_thinking_tokens is not None:
+            self._keep(max_thinking_tokens=_integer("max_thinking_tokens", self.max_thinking_tokens, 0))
+        if self.structured_outputs is None:
+            return
+        self._keep(structured_outputs=StructuredOutputsParams.of(self.structured_outputs))
+        if self.ignore_eos:
+            raise _error("ignore_eos", "with structured_outputs nothing comes behind the answer's end; leave it out")
 
     def _keep(self, **values: Any) -> None:
         for name, value in values.items():

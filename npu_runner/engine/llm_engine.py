@@ -28,6 +28,7 @@ from npu_runner.engine.logprobs import LogprobsRecord
 from npu_runner.engine.quarantine import Quarantine
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
+from npu_runner.layers.sampler import ALL_BANNED, NO_TOKEN
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.outputs import (
@@ -36,13 +37,15 @@ from npu_runner.outputs import (
     FinishReason,
     RequestOutput,
 )
-from npu_runner.runner.base import NO_TOKEN, ModelRunnerOutput, RunnerInfo
+from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
 from npu_runner.sampling_params import SamplingParams
 from strategies import pick_strategy
 
 logger = logging.getLogger(__name__)
 _NOT_A_NUMBER = ("the model's output is not a number (NaN or infinity): the weights are broken, or too much for the "
                  "dtype; try dtype float32")
+_NOTHING_LEFT = ("no token is left: what structured_outputs, tool_choice or max_thinking_tokens allow next is banned "
+                 "by min_tokens or bad_words, or the grammar has no way to go on")
 
 
 @dataclass(eq=False)
@@ -280,8 +283,9 @@ class LLMEngine:
 
     def _append(self, sequence: Sequence, token: int, output: ModelRunnerOutput, row: int) -> None:
         generation = self._generation_of[sequence.seq_id]
-        if token == NO_TOKEN:
-            self._finish(generation, "error", error=_NOT_A_NUMBER)
+        if token in (NO_TOKEN, ALL_BANNED):
+            problem = output.problems.get(row) or (_NOT_A_NUMBER if token == NO_TOKEN else _NOTHING_LEFT)
+            self._finish(generation, "error", error=problem, code=None if token == NO_TOKEN else "no_token_left")
             return
         sequence.append(token)
         params = sequence.params
@@ -333,6 +337,7 @@ class LLMEngine:
         """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
         params = self.processor.resolve_params(params)
         self.processor.check_length(prompt, params)
+        self.processor.check_thinking(prompt, params)
         length, vocab_size = len(prompt.token_ids), self.model_config.vocab_size
         if length == 0:
             raise RequestError("the prompt is empty", code="empty_prompt")

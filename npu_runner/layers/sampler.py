@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,8 +22,14 @@ from npu_runner.layers import sampling_ops as ops
 from npu_runner.layers.bad_words import Watch
 from npu_runner.layers.sampling_plan import DrawGroup, StepPlan
 from npu_runner.layers.sampling_state import Field, SamplingState
+from npu_runner.layers.steering import SteeredRows, Steering
+from npu_runner.layers.token_masks import TokenMasks
+from npu_runner.multimodal.reasoning import Thinking
 from npu_runner.platforms.download import Download
 from npu_runner.sampling_params import SamplingParams
+
+NO_TOKEN, ALL_BANNED = -1, -2
+"""In the place of a token: the logits are no numbers; no token is left that may come."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +51,21 @@ class LogprobsTensors:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """token_ids_B: int32 on the device; -1 where a row has no token: its logits hold NaN or +inf, or all are banned."""
+    """token_ids_B: int32 on the device; less than 0 where a row has no token: NO_TOKEN, its logits hold NaN or +inf,
+    or ALL_BANNED."""
 
     token_ids_B: Tensor
     next_input_ids_B: Tensor
     """int32 on the device, the same with some valid token where there is none: a step that goes on from here may be
-    under way before anybody on the host has seen the -1."""
+    under way before anybody on the host has seen that."""
     logprobs: LogprobsTensors | None
     """None when no row asked."""
     logprob_rows: np.ndarray
     """The rows that did, on the host."""
     flat: Download
     """int32, one dimension: the tokens, the step's receipts and the records of log probabilities."""
+    problems: dict[int, str] = field(default_factory=dict)
+    """Why rows have no token, where the host knew it before."""
 
     def is_done(self) -> bool:
         """Whether everything is in host memory."""
@@ -89,7 +98,8 @@ class Sampler:
     """Per-slot sampling state on one device. A slot is a row 0..max_num_seqs-1 that a running sequence holds.
 
     Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words), then the
-    argmax for temperature 0, else temperature, top_k, top_p, min_p and one draw by inverse CDF. Where probabilities are
+    argmax for temperature 0, else temperature, top_k, top_p, min_p and one draw by inverse CDF. Masks of grammars and
+    of ended thinking come last of the adjustments. Where probabilities are
     equal the lower token id comes first in the kept sets, and in the argmax where the device's own keeps that order
     (CPU and CUDA; Ascend documents none). The token depends on the row's logits, parameters, seed and history alone,
     not on its slot or its neighbours.
@@ -98,8 +108,11 @@ class Sampler:
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
                  sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values,
                  draw_from_softmax: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-                 download: Callable[[Tensor], Download] = lambda x: Download(x.cpu())):
-        """sort_ascending, draw_from_softmax: the platform's, see Ops; download: likewise, see Platform."""
+                 download: Callable[[Tensor], Download] = lambda x: Download(x.cpu()),
+                 host_buffer: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.int32),
+                 steered: SteeredRows | None = None):
+        """sort_ascending, draw_from_softmax: the platform's, see Ops; download, host_buffer: likewise, see Platform.
+        steered: what follows grammars and ends thinking."""
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=eos_token_ids,
                                     device=device)
         self._sort_ascending = sort_ascending
@@ -107,19 +120,24 @@ class Sampler:
         # The same rows as in the step before have the same temperatures, and their plan is the same object.
         self._temperatures: tuple[StepPlan, Tensor] | None = None
         self._download = download
-        self._untold: list[tuple[SamplerOutput, list[tuple[int, Watch]]]] = []
+        self._steered = steered or SteeredRows(None, None, eos_token_ids)
+        self._masks = TokenMasks(vocab_size, device, host_buffer)
+        self._untold: list[tuple[SamplerOutput, list[tuple[int, Watch | Steering]]]] = []
 
     def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
-            output_token_ids: Sequence[int] = (), *, seed: int) -> None:
-        """Register a sequence, new or back from preemption with its output so far.
+            output_token_ids: Sequence[int] = (), *, seed: int, thinking: Thinking | None = None) -> None:
+        """Register a sequence, new or back from preemption with its output so far. A grammar begins to be built.
 
         Raises RequestError when the parameters cannot be served; the slot is then free.
         """
+        self.remove(slot)
         self._state.add(slot, params, prompt_token_ids, output_token_ids, seed)
+        self._steered.add(slot, params, thinking, output_token_ids)
 
     def remove(self, slot: int) -> None:
         """Free the slot, whether or not anything is registered there."""
         self._state.remove(slot)
+        self._steered.remove(slot)
 
     def host_inputs(self, slots: np.ndarray) -> np.ndarray:
         """float32 (B,): the uniform in [0, 1) that each row's next draw uses. Asking changes nothing."""
@@ -134,10 +152,13 @@ class Sampler:
         that the device ran this step, and that the tokens are not what an earlier one left in its memory.
         """
         self._tell_tokens()
-        plan = self._state.plan(host_slots)
+        steered = self._steered.rows(host_slots)
+        masked = [(row, steering) for row, steering in steered if steering.restricts]
+        plan = self._state.plan(host_slots, [row for row, _ in masked])
+        masks_CV = self._masks_of([steering for _, steering in masked]) if masked else None
         if plan.counted is not None:
             slots_B = slots_B.long()
-        tokens_B1, token_ids_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan)
+        tokens_B1, token_ids_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan, masks_CV)
         logprobs = None
         if plan.logprobs is not None:
             logprobs = _logprobs(plan.logprobs.take(logits_BV).float(), plan.logprobs.take(tokens_B1),
@@ -146,30 +167,40 @@ class Sampler:
         records = [logprobs.records().view(-1)] if logprobs is not None else []
         int32_ids_B = token_ids_B.to(torch.int32)
         output = SamplerOutput(token_ids_B, int32_ids_B.clamp(min=0), logprobs, plan.logprob_rows,
-                               self._download(torch.cat([int32_ids_B, receipts_B, *records])))
+                               self._download(torch.cat([int32_ids_B, receipts_B, *records])),
+                               {row: steering.problem for row, steering in masked if steering.problem is not None})
         # Last: a call that fails for want of memory changes nothing, and can be made again.
         self._state.prepare_advance(plan, slots_B, tokens_B1.squeeze(-1), host_slots)()
-        if watches := self._state.watches(host_slots):
-            self._untold.append((output, watches))
+        listeners: list[tuple[int, Watch | Steering]] = [*self._state.watches(host_slots), *steered]
+        if listeners:
+            self._untold.append((output, listeners))
         return output
 
     def _tell_tokens(self) -> None:
-        """Tell rows with bad words what was chosen last. Whoever ran that step has brought its tokens to the host."""
-        for output, watches in self._untold:
+        """Tell rows with bad words, and those that are steered, what was chosen last: the step before must have run,
+        and the forward of this one is under way."""
+        for output, listeners in self._untold:
             tokens = output.to_host().token_ids_B.tolist()
-            for row, watch in watches:
-                watch.observe(tokens[row])
+            for row, listener in listeners:
+                listener.observe(tokens[row])
         self._untold.clear()
 
-    def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor,
-                plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """(a token per row, in rows without one any; the same with -1 in those), (B, 1) each, the latter int32."""
+    def _masks_of(self, steerings: Sequence[Steering]) -> Tensor:
+        """(C, V) on the device, in one copy."""
+        return self._masks.to_device(len(steerings), lambda words: self._steered.write_masks(steerings, words))
+
+    def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
+                masks_CV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(a token per row, in rows without one any; the same with NO_TOKEN or ALL_BANNED in those), (B, 1) each, the
+        latter int32."""
         if plan.is_plain_draw and (drawn_B1 := self._draw_at_once(logits_BV, slots_B, uniforms_B, plan)) is not None:
             return drawn_B1, drawn_B1
         largest_B1, tokens_B1, is_unusable_B1 = _most_probable(logits_BV)
         adjusted_AV, is_unusable_A1 = logits_BV, is_unusable_B1
         if plan.adjusted is not None:
             adjusted_AV = self._adjust(logits_BV, slots_B, plan)
+            if plan.masked is not None and masks_CV is not None:
+                adjusted_AV = plan.masked.put(adjusted_AV, plan.masked.take(adjusted_AV) + masks_CV)
             largest_A1, tokens_A1, is_unusable_A1 = _most_probable(adjusted_AV)
             largest_B1 = plan.adjusted.put(largest_B1.float(), largest_A1)
             tokens_B1 = plan.adjusted.put(tokens_B1, tokens_A1)
@@ -179,11 +210,11 @@ class Sampler:
                                   group.rows.take(tokens_B1), group.rows.take(slots_B),
                                   group.rows.take(uniforms_B)[:, None])
             tokens_B1 = group.rows.put(tokens_B1, drawn_G1)
-        token_ids_B1 = tokens_B1.to(torch.int32).masked_fill_(is_unusable_B1, -1)
+        token_ids_B1 = tokens_B1.to(torch.int32)
         if plan.adjusted is not None:
-            token_ids_A1 = plan.adjusted.take(token_ids_B1).masked_fill(is_unusable_A1, -1)
+            token_ids_A1 = plan.adjusted.take(token_ids_B1).masked_fill(is_unusable_A1, ALL_BANNED)
             token_ids_B1 = plan.adjusted.put(token_ids_B1, token_ids_A1)
-        return tokens_B1, token_ids_B1
+        return tokens_B1, token_ids_B1.masked_fill_(is_unusable_B1, NO_TOKEN)
 
     def _draw_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan) -> Tensor | None:
         """A draw for every row as the platform does it; None where it leaves that to `_draw`."""

@@ -69,6 +69,8 @@ class StepPlan:
     uses_repetition: bool
     uses_frequency: bool
     additions: Additions | None
+    masked: Rows | None
+    """Among the adjusted, those that a mask leaves only some tokens."""
     groups: list[DrawGroup]
     logprobs: Rows | None
     logprob_rows: np.ndarray
@@ -94,6 +96,7 @@ class RowsOfStep:
     is_biased: np.ndarray
     is_banned: np.ndarray
     """Before min_tokens."""
+    is_masked: np.ndarray
     wants_logprobs: np.ndarray
     uses_min_p: np.ndarray
     draws: np.ndarray
@@ -107,7 +110,7 @@ class RowsOfStep:
 
     @functools.cached_property
     def is_adjusted(self) -> np.ndarray:
-        wanted = self.is_penalised | self.is_biased | self.is_banned
+        wanted = self.is_penalised | self.is_biased | self.is_banned | self.is_masked
         wanted[[row for row, _ in self.hits]] = True
         return wanted
 
@@ -148,6 +151,7 @@ class RowsOfStep:
             "adjusted": (np.flatnonzero(self.is_adjusted), num_rows),
             "penalised": (self.place[self.is_penalised], num_adjusted),
             "counted": (np.flatnonzero(self.is_penalised), num_rows),
+            "masked": (self.place[self.is_masked], num_adjusted),
             "logprobs": (np.flatnonzero(self.wants_logprobs), num_rows),
         }
         for name, rows in self._groups.items():
@@ -163,7 +167,8 @@ class RowsOfStep:
         return StepPlan(
             adjusted=rows.get("adjusted"), penalised=rows.get("penalised"), counted=rows.get("counted"),
             uses_repetition=bool(self.uses_repetition.any()), uses_frequency=bool(self.uses_frequency.any()),
-            additions=additions, groups=[self._group(name, members, rows) for name, members in self._groups.items()],
+            additions=additions, masked=rows.get("masked"),
+            groups=[self._group(name, members, rows) for name, members in self._groups.items()],
             logprobs=rows.get("logprobs"), logprob_rows=np.flatnonzero(self.wants_logprobs), num_logprobs=num_logprobs,
         )
 

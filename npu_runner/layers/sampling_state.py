@@ -135,21 +135,27 @@ class SamplingState:
                                        if slot in self._watches]
         return self._last_watches[1]
 
-    def plan(self, host_slots: np.ndarray) -> StepPlan:
-        """What the next step of these slots must do, with what it needs on the device: newcomers too, in one copy."""
+    def plan(self, host_slots: np.ndarray, masked_rows: Sequence[int] = ()) -> StepPlan:
+        """What the next step of these slots must do, with what it needs on the device: newcomers too, in one copy.
+
+        masked_rows: those that a mask leaves only some tokens.
+        """
         features_B = self._features_S[host_slots]
+        is_masked_B = np.zeros(len(host_slots), dtype=np.bool_)
+        is_masked_B[list(masked_rows)] = True
         rows = RowsOfStep(
             slots=host_slots,
             uses_repetition=(features_B & Feature.REPETITION) != 0,
             uses_frequency=(features_B & Feature.FREQUENCY) != 0,
             is_biased=self._is_biased_S[host_slots],
             is_banned=self._num_generated_S[host_slots] < self._banned_until_S[host_slots],
+            is_masked=is_masked_B,
             wants_logprobs=(features_B & Feature.LOGPROBS) != 0,
             uses_min_p=(features_B & Feature.MIN_P) != 0,
             draws=self._draws_S[host_slots], top_k=self._top_k_S[host_slots],
             hits=[(row, token) for row, watch in self.watches(host_slots) for token in watch.banned],
         )
-        key = host_slots.tobytes() + rows.is_banned.tobytes()
+        key = host_slots.tobytes() + rows.is_banned.tobytes() + is_masked_B.tobytes()
         if self._last_plan is not None and self._last_plan[0] == key and not self._newcomers and not rows.hits:
             return self._last_plan[1]
         self._last_plan = None

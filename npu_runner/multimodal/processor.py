@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from npu_runner.checkpoint_files import model_folder, require_json
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ConfigError, ModelError, RequestError
+from npu_runner.grammars.compile import with_grammar
 from npu_runner.limits import LIMITS, check_logprobs
 from npu_runner.model_config import ModelConfig
 from npu_runner.multimodal.chat_prompt import ChatPrompts
@@ -38,6 +39,7 @@ from npu_runner.multimodal.tokenizer import read_special_tokens, read_tokenizer
 from npu_runner.multimodal.tool_parsers import find_tool_parser
 from npu_runner.multimodal.tools import parse_tools, strings_in
 from npu_runner.sampling_params import SamplingParams
+from npu_runner.structured_outputs import StructuredOutputsParams
 
 
 class ChatProcessor:
@@ -215,6 +217,14 @@ class ChatProcessor:
         if most is not None and len(prompt.token_ids) > most:
             raise _not_cut(len(prompt.token_ids), most, "was prepared without it")
 
+    def check_thinking(self, prompt: PromptInputs, params: SamplingParams) -> None:
+        """Raises RequestError for a thinking budget that nothing would come of."""
+        if params.max_thinking_tokens is not None and prompt.thinking is None:
+            name = "max_thinking_tokens"
+            why = ("a raw prompt does not say where reasoning begins; ask in a chat" if self.reasoning_tokens else
+                   "this model has no end-of-thinking token, or reasoning_parser is none")  # fmt: skip
+            raise RequestError(f"{name}: {params.max_thinking_tokens}, but {why}", "unsupported_parameter", name)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt's tokens, special ones included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -229,16 +239,22 @@ class ChatProcessor:
         return tuple(i for i in ids if i < model_config.vocab_size)  # the model cannot say the others
 
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
-        """`params` as the engine takes them: bad words as token ids. May be called twice.
+        """`params` as the engine takes them: bad words as token ids, structured_outputs as a grammar. May be called
+        twice.
 
-        Raises RequestError for token ids that the model lacks and for more log probabilities than an answer may hold.
+        Raises RequestError for token ids that the model lacks, for more log probabilities than an answer may hold and
+        for a schema, an expression or a grammar that cannot be served.
         """
         check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
 
         def encode(text: str) -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-        return resolve_sampling(params, encode, self.vocab_size)
+        params = resolve_sampling(params, encode, self.vocab_size)
+        structured = params.structured_outputs
+        if not isinstance(structured, StructuredOutputsParams) or structured.compiled:
+            return params
+        return params.replace(structured_outputs=with_grammar(structured))
 
     def largest_image(self) -> ImageInput:
         """A made-up grey picture with the most tokens that any picture can get, for memory profiling."""

@@ -12,8 +12,6 @@ from torch import nn
 
 from npu_runner.core.batch import ScheduledBatch
 
-NO_TOKEN = -1
-
 
 @dataclass(frozen=True)
 class StepLogprobs:
@@ -48,14 +46,16 @@ class StepLogprobs:
 class ModelRunnerOutput:
     """One step's result, row by row of the batch that asked for it.
 
-    `sampled_token_ids[i]` is empty for a chunk that ends before its prompt does, [NO_TOKEN] for a row whose logits
-    were not numbers. A row may bring several tokens.
+    `sampled_token_ids[i]` is empty for a chunk that ends before its prompt does, and the sampler's [NO_TOKEN] or
+    [ALL_BANNED] for a row that has none. A row may bring several tokens. `problems`: why a row has none, where
+    that is known.
     """
 
     req_ids: list[str]
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]
     logprobs: StepLogprobs | None = None
+    problems: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,12 @@ from torch import nn
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import ModelError
+from npu_runner.grammars.matchers import Matchers
 from npu_runner.layers.attention import bind_kv_cache, settle_windows
 from npu_runner.layers.gated_delta import gated_delta_shape, unbind_states
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.sampler import Sampler
+from npu_runner.layers.steering import SteeredRows
 from npu_runner.models.contract import LanguageModel
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
@@ -75,6 +77,8 @@ class ModelRunner(ModelRunnerBase):
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self.processor = self.strategy.processor(self.config)
+        self._eos_token_ids = self.processor.end_token_ids(self.model_config)
+        self._matchers = Matchers(self.processor.tokenizer, self.model_config.vocab_size, self._eos_token_ids)
         self.largest_image = self.processor.largest_image() if self.strategy.is_multimodal else None
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
         self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)
@@ -423,11 +427,13 @@ class ModelRunner(ModelRunnerBase):
         return Sampler(
             vocab_size=self.model_config.vocab_size,
             max_num_seqs=self.settings.max_num_seqs,
-            eos_token_ids=self.processor.end_token_ids(self.model_config),
+            eos_token_ids=self._eos_token_ids,
             device=self.device,
             sort_ascending=self.ops.sort_ascending,
             draw_from_softmax=self.ops.softmax_draw(),
             download=self.platform.download,
+            host_buffer=self.platform.host_buffer,
+            steered=SteeredRows(self._matchers, self.processor.reasoning_tokens, self._eos_token_ids),
         )
 
     @property

@@ -142,7 +142,8 @@ class StepRunner:
         for slot in batch.freed_slots:
             self.sampler.remove(slot)
         for entry in batch.new_sampling:
-            self.sampler.add(entry.slot, entry.params, entry.prompt_token_ids, entry.output_token_ids, seed=entry.seed)
+            self.sampler.add(entry.slot, entry.params, entry.prompt_token_ids, entry.output_token_ids, seed=entry.seed,
+                             thinking=entry.thinking)
         return self.sampler.host_inputs(batch.slots_B[batch.samples_B])
 
     # -- the four phases -------------------------------------------------------------------------------------------
@@ -215,19 +216,21 @@ class StepRunner:
             return None
         batch = step.batch
         tokens: list[list[int]] = [[] for _ in range(batch.batch_size)]
-        logprobs = None
+        logprobs, problems = None, {}
         if sampled is not None:
             on_host = sampled.to_host()
             self._check_receipts(step, on_host)
             rows = np.flatnonzero(batch.samples_B)
             for row, token in zip(rows, on_host.token_ids_B.tolist(), strict=True):
                 tokens[row] = [token]
+            problems = {int(rows[row]): problem for row, problem in sampled.problems.items()}
             if on_host.records_LC is not None:
                 places_B = np.full(batch.batch_size, -1, dtype=np.int32)
                 places_B[rows[on_host.logprob_rows]] = np.arange(len(on_host.logprob_rows), dtype=np.int32)
                 logprobs = StepLogprobs(places_B.tolist(), on_host.records_LC)
         request_ids = batch.request_ids
-        return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs)
+        return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs,
+                                 problems)
 
     def _prefill(self, step: PreparedStep) -> Tensor:
         inputs, batch = step.inputs, step.batch
