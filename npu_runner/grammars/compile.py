@@ -28,6 +28,15 @@ def with_grammar(params: StructuredOutputsParams) -> StructuredOutputsParams:
     return params.replace(compiled=grammar)
 
 
+def followed(lark: str, origin: str) -> StructuredOutputsParams:
+    """A grammar of our own making. Raises RequestError where it is more than a matcher takes."""
+    params = StructuredOutputsParams(grammar=lark, origin=origin, compiled=lark)
+    reason = failure_of(lark)
+    if reason is not None:
+        raise params.error(f"{reason}")
+    return params
+
+
 def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     """llguidance's options for JSON: nothing is approximated, nothing that a schema asks for is ignored."""
     white_space = "" if params.disable_any_whitespace else params.whitespace_pattern or _WHITE_SPACE

@@ -36,7 +36,7 @@ from npu_runner.multimodal.reasoning import find_reasoning_tokens, thinking_afte
 from npu_runner.multimodal.sampling_ids import resolve_sampling
 from npu_runner.multimodal.text_length import TextLength
 from npu_runner.multimodal.tokenizer import read_special_tokens, read_tokenizer
-from npu_runner.multimodal.tool_parsers import find_tool_parser
+from npu_runner.multimodal.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.multimodal.tools import parse_tools, strings_in
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.structured_outputs import StructuredOutputsParams
@@ -142,6 +142,11 @@ class ChatProcessor:
             )  # fmt: skip
         return self._tool_call_parser
 
+    def grammar_of_calls(self, tools: Any, *, name: str | None, is_parallel: bool) -> StructuredOutputsParams:
+        """What an answer is that is nothing but calls of `tools`, as OpenAI has them; of the one called `name` alone,
+        then once. Raises RequestError where this model's calls, or these, cannot be forced."""
+        return forced_calls(self.parser_of_calls(), parse_tools(tools), name=name, is_parallel=is_parallel)
+
     def template_reads(self, name: str) -> bool:
         """Whether `chat_template_kwargs` may have this name."""
         return self._template is not None and name in self._template.variables
@@ -220,10 +225,14 @@ class ChatProcessor:
     def check_thinking(self, prompt: PromptInputs, params: SamplingParams) -> None:
         """Raises RequestError for a thinking budget that nothing would come of."""
         if params.max_thinking_tokens is not None and prompt.thinking is None:
-            name = "max_thinking_tokens"
-            why = ("a raw prompt does not say where reasoning begins; ask in a chat" if self.reasoning_tokens else
-                   "this model has no end-of-thinking token, or reasoning_parser is none")  # fmt: skip
-            raise RequestError(f"{name}: {params.max_thinking_tokens}, but {why}", "unsupported_parameter", name)
+            raise RequestError("max_thinking_tokens: a raw prompt does not say where reasoning begins; ask in a chat",
+                               "unsupported_parameter", "max_thinking_tokens")
+
+    def check_can_think(self) -> None:
+        """Raises RequestError where a thinking budget would limit nothing."""
+        if self.reasoning_tokens is None:
+            raise RequestError("max_thinking_tokens: this model has no end-of-thinking token, or reasoning_parser is "
+                               "none; leave it out", "unsupported_parameter", "max_thinking_tokens")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt's tokens, special ones included."""
@@ -250,6 +259,8 @@ class ChatProcessor:
         def encode(text: str) -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
+        if params.max_thinking_tokens is not None:
+            self.check_can_think()
         params = resolve_sampling(params, encode, self.vocab_size)
         structured = params.structured_outputs
         if not isinstance(structured, StructuredOutputsParams) or structured.compiled:

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, RequestError
+from npu_runner.grammars.compile import followed
+from npu_runner.multimodal.tool_grammars import calls_grammar, hermes_call, qwen3_coder_call
+from npu_runner.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 ENTRY_POINTS = "npu_runner.tool_parsers"
@@ -44,6 +47,14 @@ class ToolParser(ABC):
         Raises ValueError where a call is begun that cannot be read: the whole answer is then text.
         """
 
+    def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str | None:
+        """What an answer of calls alone is, in llguidance's Lark: of these tools, one call or more, whose arguments fit
+        their schemas as `parse` reads them. None: no call can be forced in this format.
+
+        Raises RequestError, with the place, for a schema that it cannot be done for.
+        """
+        return None
+
     def reads(self, template: str) -> bool:
         """Whether a chat template of this source asks for calls to be written so: `auto` takes it then."""
         return False
@@ -54,6 +65,9 @@ class HermesParser(ToolParser):
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
         return _BLOCK.sub("", text), [self._call(match[1]) for match in _BLOCK.finditer(text)]
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str:
+        return calls_grammar(tools, hermes_call, is_single=is_single)
 
     def reads(self, template: str) -> bool:
         return _OPEN in template and "<function=" not in template
@@ -75,6 +89,9 @@ class Qwen3CoderParser(ToolParser):
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
         calls = [call for match in _BLOCK.finditer(text) for call in self._calls(match[1], tools)]
         return _BLOCK.sub("", text), calls
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str:
+        return calls_grammar(tools, qwen3_coder_call, is_single=is_single)
 
     def reads(self, template: str) -> bool:
         return _OPEN in template and "<function=" in template
@@ -128,6 +145,24 @@ def find_tool_parser(setting: str, template: str | None) -> str | None:
         return None if setting == "none" else setting
     names = [*_BUILT_IN, *sorted(point.name for point in entry_points(group=ENTRY_POINTS))]
     return next((name for name in names if template and tool_parser(name).reads(template)), None)
+
+
+def forced_calls(
+    name_of_parser: str | None, tools: Sequence[Mapping[str, Any]], *, name: str | None, is_parallel: bool
+) -> StructuredOutputsParams:
+    """The grammar of calls of `tools`; of the one called `name` alone, once. Raises RequestError where none can be."""
+    field = "tool_choice"
+    wanted = [tool for tool in tools if name in (None, tool["function"]["name"])]
+    if not wanted:
+        raise RequestError(f"{field}: {name!r} is none of the tools", "invalid_value", field)
+    grammar = None
+    if name_of_parser is not None:
+        grammar = tool_parser(name_of_parser).grammar(wanted, is_single=name is not None or not is_parallel)
+    if grammar is None:
+        why = "with tool_call_parser none calls are text" if name_of_parser is None else (
+            f"the parser {name_of_parser!r} has no grammar of calls")
+        raise RequestError(f"{field}: a call cannot be forced: {why}", "unsupported_parameter", field)
+    return followed(grammar, field)
 
 
 def parse_calls(

@@ -61,6 +61,12 @@ class BatchOptions:
     worker_memory_bytes: int = LIMITS.worker_memory_bytes
     """Memory that preparing one row may take in its worker process, beside what the process has at its start; a row
     that needs more fails."""
+    response_schema: Path | None = None
+    """Answers are JSON that fits the schema in this file, but for rows that say themselves what theirs must be
+    (response_format, structured_outputs, guided_*, a forced tool_choice)."""
+    max_thinking_tokens: int | None = None
+    """In chats: a model that has thought for so many tokens ends its thinking; rows may say otherwise. None: when it
+    likes."""
     progress: str = "auto"
     """bar, lines or off; auto: a bar on a terminal and lines elsewhere."""
 
@@ -77,6 +83,8 @@ class BatchOptions:
         if self.max_row_bytes < 1:
             raise ConfigError(f"max_row_bytes: {self.max_row_bytes} is not a positive number")
         self.preprocessing()
+        if self.max_thinking_tokens is not None and self.max_thinking_tokens < 0:
+            raise ConfigError(f"max_thinking_tokens: {self.max_thinking_tokens} is negative; 0 lets nothing be thought")
         if self.report_rows < 1:
             raise ConfigError(f"report_rows: {self.report_rows} is not a positive number")
         if self.progress not in PROGRESS_STYLES:

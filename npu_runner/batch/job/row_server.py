@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import npu_runner
 from npu_runner.batch.files.elsewhere import CarriedRow
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
+from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.serving import ServingLoop
@@ -23,7 +24,7 @@ from npu_runner.batch.rows.input_row import InputRow, RowSource
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.waiting import max_waiting_requests
-from npu_runner.errors import NpuRunnerError
+from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.replicas.base import (
     Begun,
@@ -53,6 +54,8 @@ class ServerPlan:
     media: MediaRules
     limits: PoolLimits
     max_row_bytes: int
+    answer_defaults: dict[str, Any] = field(default_factory=dict)
+    """Fields of SamplingParams that the job sets for rows that leave them open."""
     open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide
     inherited: tuple[int, ...] = ()
     """Descriptors that `source` reads through: of processes of this host that have inherited them."""
@@ -64,7 +67,8 @@ def server_plan(
     config: RunnerConfig, *, options: BatchOptions, source: RowSource, num_workers: int,
     open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide, inherited: tuple[int, ...] = (),
 ) -> ServerPlan:  # fmt: skip
-    """A plan for a replica of a job. `num_workers`: its preprocessing workers."""
+    """A plan for a replica of a job. `num_workers`: its preprocessing workers. Raises ConfigError for a response_schema
+    that cannot be served."""
     folder = options.allowed_media_dir
     return ServerPlan(
         config=config,
@@ -83,6 +87,7 @@ def server_plan(
             max_ready=max_waiting_requests(config.max_num_seqs or 0),
         ),
         max_row_bytes=options.max_row_bytes,
+        answer_defaults=answer_defaults(options),
         open_model=open_model,
         inherited=inherited,
     )
@@ -112,12 +117,17 @@ class RowServer(Replica):
 
     def start(self, wake: Callable[[], None]) -> None:
         self._model = self._plan.open_model(self._plan.config)
+        if self._plan.answer_defaults.get("max_thinking_tokens") is not None:
+            try:
+                self._model.processor.check_can_think()
+            except RequestError as error:  # nobody's request: an option
+                raise ConfigError(error.message) from error
         preprocessor = RowPreprocessor(
             source=self._plan.source,
             processor=self._model.processor,
             media=self._plan.media,
             max_row_bytes=self._plan.max_row_bytes,
-            generation_defaults=dict(self._model.generation_defaults),
+            generation_defaults={**self._model.generation_defaults, **self._plan.answer_defaults},
             seed=self._plan.config.seed,
         )
         # Workers prepare the first rows while the model loads.
@@ -204,6 +214,7 @@ class RowServer(Replica):
             **self._engine.describe(),
             **{f"prompts.{name}": value for name, value in self._model.processor.identity().items()},
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
+            **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},
         }
 
 

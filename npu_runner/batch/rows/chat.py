@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestBody, Strict
+from npu_runner.batch.rows.answer_rules import Strict
+from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestBody
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS, check_count, plain_template_kwargs, shown
+from npu_runner.limits import LIMITS, check_count, plain_template_kwargs
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules, resolve_media
 from npu_runner.multimodal.tool_parsers import parse_calls
@@ -87,6 +88,33 @@ class Message(Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+class FunctionName(Strict):
+    """One of the tools."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _tag_of_choice(value: Any) -> str | None:
+    return "<word>" if value in ("none", "auto", "required") else "<named>" if isinstance(value, dict) else None
+
+
+_ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<named>")],
+    Discriminator(
+        _tag_of_choice,
+        custom_error_type="choice_type",
+        custom_error_message='"none", "auto", "required" or {"type": "function", "function": {"name": ...}} is needed',
+    ),
+]
+
+
 class ChatBody(RequestBody):
     """The chat completion request, as far as it is served. None means: not asked for."""
 
@@ -100,7 +128,6 @@ class ChatBody(RequestBody):
         "prompt_cache_key": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
-        "response_format": ({"type": "text"},),
         "safety_identifier": (),
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),
@@ -121,8 +148,9 @@ class ChatBody(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    max_thinking_tokens: int | None = None
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
@@ -140,7 +168,6 @@ class ChatBody(RequestBody):
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:
         super().refuse_unserved(body)
-        _refuse_forced_calls(body.get("tool_choice"))
         messages = body.get("messages")
         for index, message in enumerate(messages if isinstance(messages, list) else []):
             if isinstance(message, dict):
@@ -183,6 +210,22 @@ class ChatBody(RequestBody):
         )
         return prompt, form
 
+    def with_forced_calls(self, params: SamplingParams, processor: PromptProcessor) -> SamplingParams:
+        choice, rules = self.tool_choice, self.said_rules()
+        is_forced = choice == "required" or isinstance(choice, NamedTool)
+        if is_forced and not self.tools:
+            raise RequestError("tool_choice: a call is forced, and there are no tools", "invalid_value", "tool_choice")
+        if self.tools and choice != "none" and rules and params.structured_outputs is not None:
+            message = f"{rules[0]}: beside tools there are no rules for the answer; leave it out, or tool_choice none"
+            raise RequestError(message, "unsupported_parameter", rules[0])
+        if self.tools and choice != "none" and not is_forced:
+            return params.replace(structured_outputs=None)  # a job's rule is for rows that leave all to the job
+        if not is_forced:
+            return params
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        grammar = processor.grammar_of_calls(self.tools, name=name, is_parallel=self.parallel_tool_calls is not False)
+        return params.replace(structured_outputs=grammar)
+
     def _template_kwargs(self, processor: PromptProcessor) -> dict[str, Any] | None:
         name, effort = "reasoning_effort", self.reasoning_effort
         if effort is None:
@@ -195,13 +238,6 @@ class ChatBody(RequestBody):
             message = f"{name}: {effort!r}, and another one stands in chat_template_kwargs; give one of them"
             raise RequestError(message, "invalid_value", name)
         return {**(self.chat_template_kwargs or {}), name: effort}
-
-
-def _refuse_forced_calls(choice: Any) -> None:
-    if choice == "required" or isinstance(choice, dict):
-        message = (f"tool_choice={shown(choice)} is not supported: nothing forces the model to call; none and auto "
-                   "are, so ask for the call in the prompt")
-        raise RequestError(message, "unsupported_parameter", "tool_choice")
 
 
 def _refuse_message(message: dict[str, Any], where: str) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict, Tag, field_validator
+from pydantic import Tag, field_validator
 
+from npu_runner.batch.rows.answer_rules import AnswerRules
 from npu_runner.batch.rows.logprobs_json import LogprobsJson
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
@@ -20,6 +21,7 @@ from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.outputs import CompletionOutput
 from npu_runner.sampling_params import SamplingParams
+from npu_runner.structured_outputs import StructuredOutputsParams
 
 # What a field can have too much of, when it is of the type that it should be.
 _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
@@ -43,6 +45,7 @@ class PromptProcessor(Protocol):
     ) -> PromptInputs: ...
     def template_reads(self, name: str) -> bool: ...
     def parser_of_calls(self) -> str | None: ...
+    def grammar_of_calls(self, tools: Any, *, name: str | None, is_parallel: bool) -> StructuredOutputsParams: ...
     def from_text(
         self, prompt: str | list[int], *, truncate_prompt_tokens: int | None = None
     ) -> PromptInputs: ...
@@ -70,13 +73,7 @@ class AnswerForm:
         """Append the JSON of one completion. `row_digest`: stands for the row in ids that the answer holds."""
 
 
-class Strict(BaseModel):
-    """No conversions, no unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class RequestBody(Strict):
+class RequestBody(AnswerRules):
     """The fields of sampling, under vLLM's names where OpenAI has none. None means: not asked for."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -157,11 +154,19 @@ class RequestBody(Strict):
         `fallback_seed` stands in for a missing seed, so that a resumed job draws what an undisturbed one would have.
         """
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        # A default that the endpoint has no field for is none of its.
+        defaults = {name: value for name, value in defaults.items() if name in names}
         asked = {name: value for name in names - {"logprobs"} if (value := getattr(self, name)) is not None}
+        if self.said_rules():
+            asked["structured_outputs"] = self.answer_rule()
         asked["max_tokens"] = self.most_tokens(defaults.get("max_tokens"))
         asked["logprobs"] = self.num_logprobs()
         asked.setdefault("seed", fallback_seed)
         return SamplingParams(**{**defaults, **asked})
+
+    def with_forced_calls(self, params: SamplingParams, processor: PromptProcessor) -> SamplingParams:
+        """`params` with a grammar of calls, where the row forces them. Raises RequestError where that cannot be."""
+        return params
 
     def most_tokens(self, default: int | None) -> int | None:
         """max_tokens of the row, or the checkpoint's default, which gives way to what the row asks for."""

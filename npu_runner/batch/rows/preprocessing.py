@@ -74,7 +74,7 @@ class RowPreprocessor:
             raise RequestError(message, "custom_id_not_found", "custom_id")
         # Settings first: a wrong number must not cost the decoding of sixty pictures.
         params = row.body.to_sampling_params(self.generation_defaults, _seed_of(self.seed, custom_id))
-        params = self.processor.resolve_params(params)
+        params = self.processor.resolve_params(row.body.with_forced_calls(params, self.processor))
         prompt, form = row.body.prepare(self.processor, self.media, params)
         return PreparedRow(custom_id=custom_id, form=form, expected=row.body.expected, params=params, prompt=prompt)
 
