@@ -22,7 +22,8 @@ OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 # Ours, after vLLM; OpenAI's types know nothing of them.
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos",
           "chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
-          "add_generation_prompt", "continue_final_message"}
+          "add_generation_prompt", "continue_final_message", "structured_outputs", "guided_json", "guided_regex",
+          "guided_choice", "guided_grammar", "max_thinking_tokens"}
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -61,7 +62,9 @@ BODIES = st.fixed_dictionaries(
         "tool_choice": st.sampled_from(["none", "auto"]),
         "parallel_tool_calls": st.booleans(),
         "reasoning_effort": st.sampled_from(["none", "minimal", "low", "medium", "high", "xhigh", "max", None]),
-        "response_format": st.just({"type": "text"}),
+        "response_format": st.sampled_from([
+            {"type": "text"}, {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}}]),
     },
 )
 
@@ -146,15 +149,18 @@ BAD_BODIES = [
     ({"logprobs": True, "top_logprobs": 21}, "invalid_sampling_parameter", "logprobs"),
     ({"metadata": {"expected": ["a"]}}, "invalid_value", "metadata"),
     ({"tools": {"type": "function"}}, "invalid_type", "tools"),
-    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "unsupported_parameter", "tool_choice"),
     ({"tool_choice": "sometimes"}, "invalid_value", "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {}}}, "missing_required_parameter", "tool_choice.function.name"),
     ({"functions": [{"name": "f"}]}, "unsupported_parameter", "functions"),
     ({"reasoning_effort": "enormous"}, "invalid_value", "reasoning_effort"),
     ({"continue_final_message": 1}, "invalid_type", "continue_final_message"),
     ({"stream": True}, "unsupported_parameter", "stream"),
     ({"stream": 0}, "unsupported_parameter", "stream"),
-    ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+    ({"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "missing_required_parameter", "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "missing_required_parameter",
+     "response_format.json_schema.schema"),
+    ({"guided_choice": "a"}, "invalid_type", "guided_choice"),
     ({"audio": {"voice": "alloy"}}, "unsupported_parameter", "audio"),
     ({"colour": "red"}, "unknown_parameter", "colour"),
     ({"skip_special_tokens": 1}, "invalid_type", "skip_special_tokens"),

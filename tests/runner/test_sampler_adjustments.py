@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.errors import RequestError
+from npu_runner.layers.sampler import ALL_BANNED
 from npu_runner.sampling_params import SamplingParams
 from tests.runner.sampler_steps import (
     EOS,
@@ -166,7 +167,7 @@ def test_a_row_with_everything_banned_has_no_token():
     params = SamplingParams(bad_words=list("abcdef"))
     logits_V = torch.full((VOCAB,), -torch.inf)
     logits_V[10:16] = 1.0
-    assert sample_one(params, logits_V, encode=spell) == -1
+    assert sample_one(params, logits_V, encode=spell) == ALL_BANNED
 
 
 # -- log probabilities ---------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ class BatchOptions:
     """Memory that preparing one row may take in its worker process, beside what the process has at its start; a row
     that needs more fails."""
     response_schema: Path | None = None
-    """Answers are JSON that fits the schema in this file, but for rows that say themselves what theirs must be
-    (response_format, structured_outputs, guided_*, a forced tool_choice)."""
+    """Answers are JSON that fits the schema in this file, but for rows that say themselves what theirs must be, and
+    rows with tools."""
     max_thinking_tokens: int | None = None
     """In chats: a model that has thought for so many tokens ends its thinking; rows may say otherwise. None: when it
     likes."""

@@ -55,7 +55,7 @@ ResponseFormat = Annotated[
     Annotated[SchemaFormat, Tag("<schema>")] | Annotated[PlainFormat, Tag("<plain>")],
     Discriminator(
         _tag_of_format,
-        custom_error_type="format_type",
+        custom_error_type="format_kind",
         custom_error_message='an object is needed whose type is "json_schema", "json_object" or "text"',
     ),
 ]

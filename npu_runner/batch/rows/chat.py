@@ -109,7 +109,7 @@ _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<named>")],
     Discriminator(
         _tag_of_choice,
-        custom_error_type="choice_type",
+        custom_error_type="choice_kind",
         custom_error_message='"none", "auto", "required" or {"type": "function", "function": {"name": ...}} is needed',
     ),
 ]

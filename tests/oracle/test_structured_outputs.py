@@ -1,0 +1,287 @@
+"""Answers that parse: jsonschema says whether they fit, transformers with llguidance's own mask which tokens come."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from npu_runner import LLM, SamplingParams, StructuredOutputsParams
+from npu_runner.errors import RequestError
+from npu_runner.grammars.compile import json_options, with_grammar
+from npu_runner.outputs import RequestOutput
+from tests.oracle import reference
+from tests.oracle.random_schemas import random_schema
+
+SETTINGS: dict[str, Any] = {"platform": "cpu", "dtype": "float32", "max_num_seqs": 16, "max_model_len": 512,
+                            "preprocessing_workers": 0}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=200)
+DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=200)
+WORDS = ["a", "which of the pictures ", "b c", "the picture of a circle " * 3]
+SHAPE = {"type": "object", "properties": {"shape": {"enum": ["circle", "square"]}, "count": {"type": "integer",
+         "minimum": 0, "maximum": 99}}, "required": ["shape", "count"], "additionalProperties": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one step", "two steps"])
+def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(path, async_scheduling=request.param, kv_cache_bytes=64 << 20, **SETTINGS) as llm:
+        yield llm
+
+
+def fits(schema: Any, text: str) -> None:
+    """Raises where the answer is not JSON that fits its schema."""
+    kind = jsonschema.Draft202012Validator
+    kind(schema, format_checker=kind.FORMAT_CHECKER).validate(json.loads(text))
+
+
+def check_random_schemas(llm: LLM, count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    schemas = [random_schema(rng) for _ in range(count)]
+    params = [(DRAWN if index % 2 else GREEDY).replace(structured_outputs={"json": schema}, seed=index)
+              for index, schema in enumerate(schemas)]  # fmt: skip
+    outputs = llm.generate([WORDS[index % len(WORDS)] for index in range(count)], params)
+    stopped = [(schema, output) for schema, output in zip(schemas, outputs, strict=True)
+               if output.finish_reason == "stop"]  # fmt: skip
+    assert {output.finish_reason for output in outputs} <= {"stop", "length"}
+    assert len(stopped) >= count / 2, f"{len(stopped)} of {count} answers have an end"
+    for schema, output in stopped:
+        fits(schema, output.text)
+
+
+def test_every_answer_that_ends_fits_its_schema(llm: LLM) -> None:
+    check_random_schemas(llm, 30, seed=1)
+
+
+@pytest.mark.full("a thousand schemas take minutes; sixty of them stay")
+def test_every_answer_of_a_thousand_schemas_fits(llm: LLM) -> None:
+    check_random_schemas(llm, 1000, seed=2)
+
+
+# -- the oracle --------------------------------------------------------------------------------------------------------
+
+
+class OwnMask:
+    """llguidance's own use of a grammar as a logits processor of transformers, for one sequence."""
+
+    def __init__(self, path: Path, grammar: str, num_prompt_tokens: int):
+        import llguidance.hf
+        from llguidance import LLMatcher
+        from transformers import AutoTokenizer
+
+        model = reference.load_model(path)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._vocab_size = model.config.vocab_size
+        tokens = llguidance.hf.from_tokenizer(AutoTokenizer.from_pretrained(path), n_vocab=self._vocab_size)
+        self._matcher = LLMatcher(tokens, grammar)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        from llguidance import numpy as masks
+
+        if input_ids.shape[1] > self._num_prompt_tokens:
+            assert self._matcher.consume_token(int(input_ids[0, -1])), self._matcher.get_error()
+        bits = masks.allocate_token_bitmask(1, self._vocab_size)
+        masks.fill_next_token_bitmask(self._matcher, bits)
+        logits = scores.numpy().copy()
+        masks.apply_token_bitmask_inplace_kernel(logits, bits)
+        return torch.from_numpy(logits)
+
+
+def theirs(path: Path, prompt: list[int], grammar: str) -> list[int]:
+    """Greedy tokens of transformers, up to the end token and with it."""
+    ids = reference.load_model(path).generate(
+        **reference.model_inputs(path, prompt), max_new_tokens=GREEDY.max_tokens, do_sample=False, pad_token_id=0,
+        logits_processor=[OwnMask(path, grammar, len(prompt))])  # fmt: skip
+    return [int(token) for token in ids[0, len(prompt):]]
+
+
+def own_grammar(rule: StructuredOutputsParams) -> str:
+    """What llguidance makes of the user's words, by its own functions."""
+    from llguidance import LLMatcher
+
+    if rule.json is not None:
+        options = {name: value for name, value in json_options(rule).items() if value is not None}
+        return LLMatcher.grammar_from_json_schema(json.dumps(rule.json), overrides=options)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_regex(str(rule.regex))
+
+
+def test_greedy_equals_transformers_with_llguidances_own_mask(llm: LLM, path: Path) -> None:
+    rng = random.Random(5)
+    rules = [StructuredOutputsParams(json=random_schema(rng)) for _ in range(10)]
+    rules += [StructuredOutputsParams(regex="(ab|cd){2,9}[0-9]"), StructuredOutputsParams(
+        json=SHAPE, disable_any_whitespace=True)]  # fmt: skip
+    prompts = [WORDS[index % len(WORDS)] for index in range(len(rules))]
+    outputs = llm.generate(prompts, [GREEDY.replace(structured_outputs=rule) for rule in rules])
+    for prompt, rule, output in zip(prompts, rules, outputs, strict=True):
+        ids = llm.engine.processor.from_text(prompt).token_ids
+        assert output.token_ids == theirs(path, ids, own_grammar(rule)), rule
+    assert {output.finish_reason for output in outputs} >= {"stop"}
+
+
+# -- neighbours, and everything that a sequence may go through ---------------------------------------------------------
+
+FREE = [
+    GREEDY.replace(max_tokens=30, ignore_eos=True), DRAWN.replace(max_tokens=30),
+    DRAWN.replace(max_tokens=24, top_p=0.8, top_k=20, min_p=0.02, n=2), DRAWN.replace(max_tokens=24, logprobs=3),
+    DRAWN.replace(max_tokens=24, repetition_penalty=1.4, frequency_penalty=0.5), DRAWN.replace(
+        max_tokens=24, bad_words=("a", "of the", "which")), GREEDY.replace(max_tokens=20, logit_bias={7: 6.0}),
+]  # fmt: skip
+RULED = [
+    DRAWN.replace(structured_outputs={"json": SHAPE}, n=3),
+    GREEDY.replace(structured_outputs={"regex": "[a-z]{40,60}"}, logprobs=2),
+    DRAWN.replace(structured_outputs={"json_object": True}, max_tokens=40, repetition_penalty=1.3),
+    DRAWN.replace(structured_outputs={"choice": ["circle", "square, or not", "größe"]}, top_p=0.7, top_k=9),
+    DRAWN.replace(structured_outputs={"grammar": 'root ::= "x" (" y" | " z")+ "."'}, max_tokens=60),
+    GREEDY.replace(structured_outputs={"regex": "[a-z ]{30}"}, bad_words=("e", "of the"), logit_bias={70: 5.0}),
+    DRAWN.replace(structured_outputs={"json": {"type": "string", "maxLength": 40}}, stop=["e", "a"], min_tokens=3),
+]
+
+
+def same(ours: list[RequestOutput], other: list[RequestOutput]) -> None:
+    for one, two in zip(ours, other, strict=True):
+        assert [(c.token_ids, c.text, c.finish_reason, c.logprobs) for c in one.completions] == \
+               [(c.token_ids, c.text, c.finish_reason, c.logprobs) for c in two.completions]  # fmt: skip
+
+
+def test_rows_without_a_rule_keep_their_tokens_beside_rows_with_one(llm: LLM) -> None:
+    alone = llm.generate(["b c"] * len(FREE), FREE)
+    mixed = [params for pair in zip(FREE, RULED, strict=True) for params in pair]
+    same(llm.generate(["b c"] * len(mixed), mixed)[::2], alone)
+
+
+def test_a_rule_is_kept_whatever_happens_to_its_sequence(path: Path, llm: LLM) -> None:
+    """Small steps, few blocks: prompts are cut, sequences preempted and computed again with what they have said."""
+    prompts = [WORDS[index % len(WORDS)] + "a circle, " * 12 for index in range(len(RULED))]
+    ruled = [params.replace(max_tokens=90) for params in RULED]
+    expected = llm.generate(prompts, ruled)
+    is_ahead = llm.engine.info.num_steps_under_way > 1
+    small = {**SETTINGS, "max_num_seqs": 6, "max_model_len": 176, "max_num_batched_tokens": 32, "block_size": 16}
+    with LLM(path, kv_cache_bytes=1 << 20, **small) as one_mib:
+        per_block = (1 << 20) // one_mib.engine.info.num_blocks
+    with LLM(path, async_scheduling=is_ahead, kv_cache_bytes=13 * per_block, **small) as few:
+        again = [few.generate(prompts, ruled), few.generate(prompts, ruled)]
+        for outputs in again:  # log probabilities are rounded otherwise where chunks are cut otherwise
+            assert [[c.token_ids for c in output.completions] for output in outputs] == \
+                   [[c.token_ids for c in output.completions] for output in expected]  # fmt: skip
+        assert few.stats().num_preemptions > 0
+        assert few.stats().prefix_cache_hits > 0
+    lines = [output.text for output in expected]
+    assert lines[3] in ("circle", "square, or not", "größe")
+    assert expected[5].finish_reason == "stop"
+    assert "e" not in lines[5]
+    assert len(lines[5]) == 30
+
+
+def test_an_abort_leaves_the_slot_to_others(llm: LLM) -> None:
+    engine, rule = llm.engine, GREEDY.replace(structured_outputs={"regex": "[a-z]{90}"})
+    free = GREEDY.replace(max_tokens=12, ignore_eos=True)
+    (expected,) = llm.generate(["a"], free)
+    prompt = engine.processor.from_text("a")
+    engine.add_request("ruled", prompt, rule)
+    for _ in range(6):
+        assert engine.step() == []
+    engine.abort_request("ruled")
+    engine.add_request("free", prompt, free)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert outputs["ruled"].finish_reason == "abort"
+    assert outputs["free"].token_ids == expected.token_ids
+
+
+@pytest.mark.full("two ranks start; two ranks without grammars stay, and only the first of them knows of grammars")
+def test_two_ranks_follow_the_grammars_of_the_first(path: Path, llm: LLM) -> None:
+    if llm.engine.info.num_steps_under_way == 1:
+        pytest.skip("ranks are started once, with two steps under way")
+    prompts = [WORDS[index % len(WORDS)] for index in range(len(RULED))]
+    with LLM(path, async_scheduling=True, tensor_parallel_size=2, kv_cache_bytes=32 << 20, **SETTINGS) as ranks:
+        ruled = ranks.generate(prompts, [params.replace(temperature=0.0, logprobs=None) for params in RULED])
+    same(ruled, llm.generate(prompts, [params.replace(temperature=0.0, logprobs=None) for params in RULED]))
+
+
+# -- what cannot be served ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [
+    {"structured_outputs": {"choice": ["yes"]}, "min_tokens": 20},
+    {"structured_outputs": {"regex": "aaa"}, "bad_words": ("a",)},
+])  # fmt: skip
+def test_what_leaves_a_grammar_nothing_is_an_error_of_that_row_by_name(llm: LLM, asked: dict[str, Any]) -> None:
+    free = GREEDY.replace(max_tokens=12, ignore_eos=True)
+    (alone,) = llm.generate(["b c"], free)
+    ruled, beside = llm.generate(["a", "b c"], [GREEDY.replace(**asked), free])
+    completion = ruled.completions[0]
+    assert (completion.finish_reason, completion.error_code) == ("error", "no_token_left")
+    assert completion.error is not None
+    assert "min_tokens or bad_words" in completion.error
+    assert beside.token_ids == alone.token_ids
+
+
+def test_a_grammar_that_has_no_way_to_go_on_says_so(llm: LLM) -> None:
+    (output,) = llm.generate(["a"], GREEDY.replace(structured_outputs={"grammar": 'start: A\nA: /a+/ & /b+/\n'}),
+                             return_errors=True)  # fmt: skip
+    assert output.finish_reason == "error"
+
+
+@pytest.mark.parametrize(("schema", "place", "what"), [
+    ({"properties": {"a": {"items": {"not": {"type": "string"}}}}}, "#/properties/a/items", "not"),
+    ({"anyOf": [{"type": "string"}, {"type": "strin"}]}, "#/anyOf/1", "strin"),
+    ({"$defs": {"x/y": {"uniqueItems": True}}, "properties": {"q": {"$ref": "#/$defs/x~1y"}}}, "#/$defs/x~1y",
+     "uniqueItems"),
+    ({"type": "object", "properties": {"p": {"type": "string", "pattern": "(?=a)b"}}}, "#/properties/p", "look-around"),
+    ({"type": "object", "properties": {"p": {"$ref": "https://example.com/s"}}}, "#/properties/p", "example.com"),
+    ({"type": "object", "properties": {"p": {"minimum": 5, "maximum": 3, "type": "integer"}}, "required": ["p"]},
+     "#/properties/p", "unsatisfiable"),
+])  # fmt: skip
+def test_a_schema_that_cannot_be_served_is_refused_with_the_place(schema: Any, place: str, what: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        with_grammar(StructuredOutputsParams(json=schema))
+    assert f"at {place}:" in refusal.value.message
+    assert what in refusal.value.message
+    assert (refusal.value.code, refusal.value.param) == ("invalid_structured_outputs", "structured_outputs")
+
+
+@pytest.mark.parametrize(("asked", "what"), [
+    ({}, "one of json, regex, choice, grammar, json_object is needed, not none of them"),
+    ({"json": {}, "regex": "a"}, "not json and regex"),
+    ({"regex": "(a"}, "unclosed group"),
+    ({"grammar": "start: nothing_of_that_name"}, "nothing_of_that_name"),
+    ({"grammar": "hello"}, "grammar: "),
+    ({"choice": []}, "is not a list of texts"),
+    ({"choice": ["a", 1]}, "1 is not a non-empty string"),
+    ({"choice": ["a"] * 5000}, "5000 entries, at most 4096 are allowed"),
+    ({"json": "{"}, "not JSON"),
+    ({"json": [1]}, "is no JSON schema"),
+    ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance: unknown keyword"),
+    ({"json": {"enum": ["x" * 300_000]}}, "characters of JSON, at most 262144 are allowed"),
+    ({"regex": "a" * 20_000}, "20000 characters, at most 16384 are allowed"),
+    ({"structural_tag": "x"}, "structural_tag: unknown field"),
+])  # fmt: skip
+def test_what_is_no_rule_is_refused_before_anything_runs(asked: dict[str, Any], what: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        with_grammar(StructuredOutputsParams.of(asked))
+    assert what in refusal.value.message
+
+
+def test_end_tokens_that_end_nothing_go_with_no_rule() -> None:
+    with pytest.raises(RequestError, match="ignore_eos: with structured_outputs nothing comes behind"):
+        GREEDY.replace(structured_outputs={"json_object": True}, ignore_eos=True)
+
+
+def test_masks_leave_out_what_the_model_has_and_the_tokenizer_has_not(checkpoint: Callable[..., Path]) -> None:
+    """A vocabulary that is no multiple of 32, with ids behind the tokenizer's last."""
+    with LLM(checkpoint("qwen3", vocab_size=333), kv_cache_bytes=16 << 20, **SETTINGS) as llm:
+        outputs = llm.generate(WORDS, DRAWN.replace(structured_outputs={"regex": "(.|\\n){20}"}))
+    assert all(max(output.token_ids) < 320 for output in outputs)
+    assert np.all([output.finish_reason == "stop" for output in outputs])
