@@ -10,23 +10,28 @@ import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.grammars.compile import followed
+from npu_runner.limits import shown
 from npu_runner.multimodal.tool_grammars import calls_grammar, hermes_call, qwen3_coder_call
 from npu_runner.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 ENTRY_POINTS = "npu_runner.tool_parsers"
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-# What ends without its closing tag ends with the answer.
-_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_OPEN = "<tool_call>"
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
+# What ends without its closing tag ends with what is around it.
+_END_OF_VALUE = re.compile(r"</parameter>|(?=<parameter=|</function>|</tool_call>)|\Z")
+_END_OF_FUNCTION = re.compile(r"\s*(?:</function>|(?=</tool_call>)|\Z)")
+_END_OF_BLOCK = re.compile(r"\s*(?:</tool_call>|\Z)")
+_SPACE = re.compile(r"\s*")
+_JSON = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class HermesParser(ToolParser):
     """JSON between tags: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; Qwen2.5, Qwen3, Hermes."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-        return _BLOCK.sub("", text), [self._call(match[1]) for match in _BLOCK.finditer(text)]
+        return _blocks(text, self._read)
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str:
         return calls_grammar(tools, hermes_call, is_single=is_single)
@@ -72,14 +77,14 @@ class HermesParser(ToolParser):
     def reads(self, template: str) -> bool:
         return _OPEN in template and "<function=" not in template
 
-    def _call(self, block: str) -> ToolCall:
-        call = json.loads(block)
+    def _read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        call, end = _JSON.raw_decode(text, _skip(_SPACE, text, at))  # a tag within its strings ends nothing
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError("a call has no name")
         arguments = call.get("arguments")
         if not isinstance(arguments, dict):
             raise ValueError("a call's arguments are no object")
-        return ToolCall(call["name"], _as_json(arguments))
+        return [ToolCall(call["name"], _as_json(arguments))], end
 
 
 class Qwen3CoderParser(ToolParser):
@@ -87,8 +92,7 @@ class Qwen3CoderParser(ToolParser):
     Qwen3-Coder, Qwen3.5 and later. Values are text, and become what the tool's schema says."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-        calls = [call for match in _BLOCK.finditer(text) for call in self._calls(match[1], tools)]
-        return _BLOCK.sub("", text), calls
+        return _blocks(text, functools.partial(self._read, tools=tools))
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str:
         return calls_grammar(tools, qwen3_coder_call, is_single=is_single)
@@ -96,21 +100,22 @@ class Qwen3CoderParser(ToolParser):
     def reads(self, template: str) -> bool:
         return _OPEN in template and "<function=" in template
 
-    def _calls(self, block: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        found = list(_FUNCTION.finditer(block))
-        if not found or _FUNCTION.sub("", block).strip():
+    def _read(self, text: str, at: int, tools: Sequence[Mapping[str, Any]]) -> tuple[list[ToolCall], int]:
+        calls = []
+        while (function := _FUNCTION.match(text, at)) is not None:
+            arguments, at = self._arguments(text, function.end(), _types_of(function[1].strip(), tools))
+            calls.append(ToolCall(function[1].strip(), _as_json(arguments)))
+        if not calls:
             raise ValueError("a call names no function")
-        return [self._call(match[1].strip(), match[2], tools) for match in found]
+        return calls, at
 
-    def _call(self, name: str, body: str, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
-        if _PARAMETER.sub("", body).strip():
-            raise ValueError("a call holds text outside its parameters")
-        types = _types_of(name, tools)
-        arguments = {
-            match[1].strip(): _value(_without_line_ends(match[2]), types.get(match[1].strip(), frozenset()))
-            for match in _PARAMETER.finditer(body)
-        }
-        return ToolCall(name, _as_json(arguments))
+    def _arguments(self, text: str, at: int, types: Mapping[str, frozenset[str]]) -> tuple[dict[str, Any], int]:
+        """The arguments that begin at `at`, and the place behind their function."""
+        arguments: dict[str, Any] = {}
+        while (parameter := _PARAMETER.match(text, at)) is not None:
+            name = parameter[1].strip()
+            arguments[name], at = _value_at(text, parameter.end(), types.get(name, frozenset()))
+        return arguments, _skip(_END_OF_FUNCTION, text, at)
 
 
 _BUILT_IN: dict[str, type[ToolParser]] = {"hermes": HermesParser, "qwen3_coder": Qwen3CoderParser}
@@ -178,6 +183,43 @@ def parse_calls(
         logger.warning("tool_call_parser %r failed (%s: %s); the answer is text", name, type(error).__name__, error)
         return text, []
     return (content, calls if is_parallel else calls[:1]) if calls else (text, [])
+
+
+def _blocks(
+    text: str, read: Callable[[str, int], tuple[list[ToolCall], int]]
+) -> tuple[str, list[ToolCall]]:
+    """What stands around the blocks between tags, and the calls in them. read(text, place behind an opening tag): the
+    calls of that block, and where they end."""
+    content, calls, at = "", [], 0
+    while (start := text.find(_OPEN, at)) >= 0:
+        content += text[at:start]
+        found, at = read(text, start + len(_OPEN))
+        calls += found
+        at = _skip(_END_OF_BLOCK, text, at)
+    return content + text[at:], calls
+
+
+def _skip(what: re.Pattern[str], text: str, at: int) -> int:
+    """The place behind `what`. Raises ValueError where something else stands there."""
+    match = what.match(text, at)
+    if match is None:
+        raise ValueError(f"a call holds text outside of its parts: {shown(text[at : at + 40])}")
+    return match.end()
+
+
+def _value_at(text: str, at: int, types: frozenset[str]) -> tuple[Any, int]:
+    """A parameter's value, and the place behind its tag. JSON is read as it is: a tag within a string ends nothing."""
+    if types and "string" not in types:
+        try:
+            value, end = _JSON.raw_decode(text, _skip(_SPACE, text, at))
+        except (ValueError, RecursionError):
+            value, end = None, -1
+        match = _END_OF_VALUE.match(text, _skip(_SPACE, text, end)) if end >= 0 else None
+        if match is not None:
+            return value, match.end()
+    match = _END_OF_VALUE.search(text, at)
+    assert match is not None, "the text's end is one"
+    return _value(_without_line_ends(text[at : match.start()]), types), match.end()
 
 
 def _types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[str]]:
