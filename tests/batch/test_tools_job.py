@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from openai.types.chat import ChatCompletion
 from tokenizers import AddedToken, Tokenizer
@@ -67,9 +68,12 @@ def good_rows(call_id: int) -> dict[str, dict[str, Any]]:
 
 
 BAD = {
-    "required": ({"tools": [LOOK], "tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
-    "named": ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "look"}}},
-              "unsupported_parameter", "tool_choice"),
+    "required of nothing": ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    "another name": ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "draw"}}},
+                     "invalid_value", "tool_choice"),
+    "two rules": ({"tools": [LOOK], "tool_choice": "required", "response_format": {"type": "json_object"}},
+                  "unsupported_parameter", "response_format"),
+    "a rule beside tools": ({"tools": [LOOK], "guided_regex": "a"}, "unsupported_parameter", "guided_regex"),
     "two efforts": ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "invalid_value",
                     "reasoning_effort"),
     "strict": ({"tools": [{**LOOK, "function": {"name": "look", "strict": True}}]}, "unsupported_parameter",
@@ -146,6 +150,45 @@ def test_without_a_choice_there_are_no_tools_and_calls_are_text(answers: dict[st
 def test_a_wrong_row_fails_alone_and_names_the_field(found: dict[str, dict[str, Any]], name: str) -> None:
     _, code, param = BAD[name]
     assert (found[name]["error"]["code"], found[name]["error"]["param"]) == (code, param)
+
+
+POINT = {"type": "function", "function": {"name": "point", "parameters": {
+    "type": "object", "properties": {"at": {"enum": ["circle", "square"]}, "times": {"type": "integer", "minimum": 1,
+    "maximum": 99}}, "required": ["at", "times"], "additionalProperties": False}}}  # fmt: skip
+STOP = {"type": "function", "function": {"name": "stop", "parameters": {
+    "type": "object", "properties": {"now": {"type": "boolean"}}, "required": ["now"], "additionalProperties": False}}}
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+def test_forced_calls_are_calls_and_nothing_else(model: Path, tmp_path: Path, parser: str) -> None:
+    tools = {"tools": [POINT, STOP], "temperature": 1, "max_tokens": 400, "messages": [ASK]}
+    named = {"tool_choice": {"type": "function", "function": {"name": "stop"}}}
+    rows = [row("required", tool_choice="required", n=4, **tools), row("named", **named, n=3, **tools),
+            row("one", tool_choice="required", parallel_tool_calls=False, n=4, **tools),
+            row("cut off", **{**tools, "max_tokens": 8}, tool_choice="required")]  # fmt: skip
+    found = run(model, tmp_path, rows, "--tool-call-parser", parser, "--max-model-len", "1536")
+    answers = {name: ChatCompletion.model_validate_json(json.dumps(item["response"]["body"]), strict=True)
+               for name, item in found.items()}  # fmt: skip
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (POINT, STOP)}
+    whole = [(name, choice) for name, answer in answers.items() for choice in answer.choices
+             if choice.finish_reason != "length"]  # fmt: skip
+    assert len(whole) >= 6
+    for name, choice in whole:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        calls = choice.message.tool_calls or []
+        assert len(calls) == 1 or (name == "required" and calls)
+        for call in calls:
+            assert call.type == "function"
+            assert name != "named" or call.function.name == "stop"
+            jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+    (cut,) = answers["cut off"].choices
+    assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
+
+
+def test_a_call_cannot_be_forced_where_calls_are_text(model: Path, tmp_path: Path) -> None:
+    found = run(model, tmp_path, [row("required", tools=[LOOK], tool_choice="required")], "--tool-call-parser", "none")
+    error = found["required"]["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "tool_choice")
 
 
 def test_calls_stay_text_where_no_parser_is_wanted(model: Path, tmp_path: Path) -> None:
