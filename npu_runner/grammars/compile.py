@@ -15,16 +15,27 @@ from npu_runner.structured_outputs import StructuredOutputsParams
 # Indents are far below it, and whoever can add white space for ever does.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,40}"
 _OWN_OPTIONS = "x-guidance"
+_MOST_KNOWN = 256
+_KNOWN: dict[str, str] = {}
+"""Grammars by what was asked for, the oldest first."""
 
 
 def with_grammar(params: StructuredOutputsParams) -> StructuredOutputsParams:
-    """`params` with `compiled`, a grammar that was checked. May be called twice.
+    """`params` with `compiled`, a grammar that was checked. May be called twice; of many requests that ask for the same
+    the first one alone pays.
 
     Raises RequestError with the place in the schema, or what is wrong with the expression or grammar.
     """
     if params.compiled:
         return params
-    grammar = _schema_grammar(params) if params.kind in ("json", "json_object") else _text_grammar(params)
+    white_space = "" if params.disable_any_whitespace else params.whitespace_pattern
+    asked = json.dumps([params.kind, getattr(params, params.kind), white_space])
+    grammar = _KNOWN.get(asked)
+    if grammar is None:
+        grammar = _schema_grammar(params) if params.kind in ("json", "json_object") else _text_grammar(params)
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.pop(next(iter(_KNOWN)), None)
+        _KNOWN[asked] = grammar
     return params.replace(compiled=grammar)
 
 
