@@ -26,6 +26,7 @@ from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.chunks import chunk_length
 from npu_runner.core.sequence import Sequence, SequenceStatus
 from npu_runner.core.steps_under_way import StepsUnderWay
+from npu_runner.outputs import FinishReason
 
 # With sequences decoding, this share of max_num_seqs must be able to join before a prefill interrupts them ...
 _JOIN_SHARE = 8
@@ -97,12 +98,17 @@ class Scheduler:
         """Steps planned and neither completed nor abandoned."""
         return len(self.under_way)
 
-    def finish(self, seq: Sequence) -> None:
-        """Take a finished sequence (stopped or aborted, wherever it is) out and free what it holds."""
-        for queue in (self.running, self.waiting, self._held, self._ending):
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """Take a sequence that has ended (stopped or aborted, wherever it is) out and free what it holds.
+
+        The queue is looked through for those that wait in it only: it may be long.
+        """
+        is_waiting = seq.status is SequenceStatus.WAITING
+        for queue in (self.waiting, self._held) if is_waiting else (self.running, self._ending):
             if seq in queue:
                 queue.remove(seq)
         self._release(seq)
+        seq.finish(reason)
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, which is under way from now on.

@@ -267,8 +267,7 @@ class LLMEngine:
 
     def _finish(self, generation: Generation, end: End) -> None:
         sequence = generation.sequence
-        sequence.finish(end.reason)
-        self.scheduler.finish(sequence)
+        self.scheduler.finish(sequence, end.reason)
         token_ids, record = sequence.output_token_ids, generation.logprobs
         answer = self._split(generation.finish_text(), sequence)
         generation.finished = CompletionOutput(

@@ -225,8 +225,7 @@ class World:
             self.sampler[entry.slot] = sequence.seq_id
 
     def _end(self, sequence: Sequence) -> None:
-        sequence.finish("stop")
-        self.scheduler.finish(sequence)
+        self.scheduler.finish(sequence, "stop")
         del self.live[sequence.seq_id]
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
