@@ -97,12 +97,11 @@ class HostSample:
 class Sampler:
     """Per-slot sampling state on one device. A slot is a row 0..max_num_seqs-1 that a running sequence holds.
 
-    Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words), then the
-    argmax for temperature 0, else temperature, top_k, top_p, min_p and one draw by inverse CDF. Masks of grammars and
-    of ended thinking come last of the adjustments. Where probabilities are
-    equal the lower token id comes first in the kept sets, and in the argmax where the device's own keeps that order
-    (CPU and CUDA; Ascend documents none). The token depends on the row's logits, parameters, seed and history alone,
-    not on its slot or its neighbours.
+    Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words),
+    the masks of grammars and of spent thinking, then the argmax for temperature 0, else temperature, top_k, top_p,
+    min_p and one draw by inverse CDF. Where probabilities are equal the lower token id comes first in the kept sets,
+    and in the argmax where the device's own keeps that order (CPU and CUDA; Ascend documents none). The token depends
+    on the row's logits, parameters, seed and history alone, not on its slot or its neighbours.
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
@@ -158,16 +157,15 @@ class Sampler:
         masks_CV = self._masks_of([steering for _, steering in masked]) if masked else None
         if plan.counted is not None:
             slots_B = slots_B.long()
-        tokens_B1, token_ids_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan, masks_CV)
+        tokens_B1, token_ids_B1, next_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan, masks_CV)
         logprobs = None
         if plan.logprobs is not None:
             logprobs = _logprobs(plan.logprobs.take(logits_BV).float(), plan.logprobs.take(tokens_B1),
                                  plan.num_logprobs)
         token_ids_B = token_ids_B1.squeeze(-1)
         records = [logprobs.records().view(-1)] if logprobs is not None else []
-        int32_ids_B = token_ids_B.to(torch.int32)
-        output = SamplerOutput(token_ids_B, int32_ids_B.clamp(min=0), logprobs, plan.logprob_rows,
-                               self._download(torch.cat([int32_ids_B, receipts_B, *records])),
+        output = SamplerOutput(token_ids_B, next_B1.squeeze(-1), logprobs, plan.logprob_rows,
+                               self._download(torch.cat([token_ids_B, receipts_B, *records])),
                                {row: steering.problem for row, steering in masked if steering.problem is not None})
         # Last: a call that fails for want of memory changes nothing, and can be made again.
         self._state.prepare_advance(plan, slots_B, tokens_B1.squeeze(-1), host_slots)()
@@ -190,11 +188,12 @@ class Sampler:
         return self._masks.to_device(len(steerings), lambda words: self._steered.write_masks(steerings, words))
 
     def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
-                masks_CV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(a token per row, in rows without one any; the same with NO_TOKEN or ALL_BANNED in those), (B, 1) each, the
-        latter int32."""
+                masks_CV: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, 1) each: a token per row, any or less than 0 where there is none; int32, there NO_TOKEN or ALL_BANNED;
+        int32, there a valid one."""
         if plan.is_plain_draw and (drawn_B1 := self._draw_at_once(logits_BV, slots_B, uniforms_B, plan)) is not None:
-            return drawn_B1, drawn_B1
+            int32_ids_B1 = drawn_B1.to(torch.int32)
+            return drawn_B1, int32_ids_B1, int32_ids_B1.clamp(min=0)
         largest_B1, tokens_B1, is_unusable_B1 = _most_probable(logits_BV)
         adjusted_AV, is_unusable_A1 = logits_BV, is_unusable_B1
         if plan.adjusted is not None:
@@ -210,11 +209,11 @@ class Sampler:
                                   group.rows.take(tokens_B1), group.rows.take(slots_B),
                                   group.rows.take(uniforms_B)[:, None])
             tokens_B1 = group.rows.put(tokens_B1, drawn_G1)
-        token_ids_B1 = tokens_B1.to(torch.int32)
+        next_B1 = token_ids_B1 = tokens_B1.to(torch.int32)
         if plan.adjusted is not None:
-            token_ids_A1 = plan.adjusted.take(token_ids_B1).masked_fill(is_unusable_A1, ALL_BANNED)
+            token_ids_A1 = plan.adjusted.take(next_B1).masked_fill(is_unusable_A1, ALL_BANNED)
             token_ids_B1 = plan.adjusted.put(token_ids_B1, token_ids_A1)
-        return tokens_B1, token_ids_B1.masked_fill_(is_unusable_B1, NO_TOKEN)
+        return tokens_B1, token_ids_B1.masked_fill(is_unusable_B1, NO_TOKEN), next_B1
 
     def _draw_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan) -> Tensor | None:
         """A draw for every row as the platform does it; None where it leaves that to `_draw`."""

@@ -51,8 +51,6 @@ class ModelRunnerOutput:
     that is known.
     """
 
-    req_ids: list[str]
-    req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]
     logprobs: StepLogprobs | None = None
     problems: dict[int, str] = field(default_factory=dict)
