@@ -19,6 +19,7 @@ from npu_runner.grammars.compile import json_options, with_grammar
 from npu_runner.outputs import RequestOutput
 from tests.oracle import reference
 from tests.oracle.random_schemas import random_schema
+from tests.runner.test_culprits import failing
 
 SETTINGS: dict[str, Any] = {"platform": "cpu", "dtype": "float32", "max_num_seqs": 16, "max_model_len": 512,
                             "preprocessing_workers": 0}  # fmt: skip
@@ -181,6 +182,26 @@ def test_a_rule_is_kept_whatever_happens_to_its_sequence(path: Path, llm: LLM) -
     assert expected[5].finish_reason == "stop"
     assert "e" not in lines[5]
     assert len(lines[5]) == 30
+
+
+def test_steps_that_fail_are_made_again_with_grammars_where_they_were(llm: LLM) -> None:
+    """The culprit is looked for in halves: everybody begins anew several times, in the middle of his answer."""
+    prompts = [WORDS[index % len(WORDS)] for index in range(len(RULED))]
+    expected = llm.generate(prompts, RULED)
+    num_steps, failures = 0, []
+
+    def fault(ids: torch.Tensor) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps in (9, 14, 40):
+            failures.append(len(ids))
+            raise ValueError("for once")
+
+    with failing(llm, fault):
+        again = llm.generate(prompts, RULED)
+    assert len(failures) == 3
+    assert [[(c.token_ids, c.finish_reason) for c in output.completions] for output in again] == \
+           [[(c.token_ids, c.finish_reason) for c in output.completions] for output in expected]  # fmt: skip
 
 
 def test_an_abort_leaves_the_slot_to_others(llm: LLM) -> None:

@@ -6,32 +6,67 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
+from npu_runner.grammars.compile import with_grammar
+from npu_runner.grammars.matchers import Matchers
+from npu_runner.layers.steering import SteeredRows
 from npu_runner.sampling_params import SamplingParams
+from tests.cann.environment import has_real_cann
+from tests.oracle.tiny_checkpoints import write_tokenizer
 from tests.runner.sampler_steps import Conversation, make_sampler
 from tests.runner.test_sampler_state import SEVERAL, VOCAB, conversation, spell
 
 NUM_STEPS = 8
+_RULED_VOCAB = 333
 
 
 PLAIN = [SamplingParams(temperature=temperature, seed=number)
          for number, temperature in enumerate((0.3, 0.7, 1.0, 1.0, 1.6, 3.0))]
 
 
+RULED = [SamplingParams(temperature=0.0, structured_outputs={"regex": "[a-z]{40}"}), SamplingParams(temperature=1.0),
+         SamplingParams(temperature=1.0, structured_outputs={"json_object": True}, repetition_penalty=1.3, top_k=9),
+         SamplingParams(temperature=0.0), SamplingParams(temperature=1.5, structured_outputs={"choice": ["circle"]})]
+
+
 def draw(device: torch.device, draw_from_softmax: Any = None) -> list[list[int]]:
-    """The tokens of all of SEVERAL together, then of rows that only draw, which a platform may do at once."""
+    """The tokens of all of SEVERAL together, then of rows that only draw, which a platform may do at once, then of
+    rows with grammars and without."""
     everyone = [conversation(number) for number in range(len(SEVERAL))]
     plain = [Conversation(params, [number + 3, 7], number) for number, params in enumerate(PLAIN)]
-    return [tokens for batch in (everyone, plain) for tokens in draw_together(batch, device, draw_from_softmax)]
+    return [tokens for batch in (everyone, plain) for tokens in draw_together(batch, device, draw_from_softmax)
+            ] + draw_ruled(device, draw_from_softmax)
 
 
-def draw_together(everyone: list[Conversation], device: torch.device, draw_from_softmax: Any) -> list[list[int]]:
-    table_VV = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
-    sampler = make_sampler(VOCAB, len(everyone), spell, device, draw_from_softmax)
+def draw_ruled(device: torch.device, draw_from_softmax: Any) -> list[list[int]]:
+    """A vocabulary that is no multiple of 32; a row with a grammar alone, then beside others."""
+    with tempfile.TemporaryDirectory() as folder:
+        eos = write_tokenizer(Path(folder))["<|im_end|>"]
+        tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    found = []
+    for number in (1, len(RULED)):
+        steered = SteeredRows(Matchers(tokenizer, _RULED_VOCAB, [eos]), None, [eos])
+        ruled = [Conversation(_resolved(params), [row + 3, 7], row) for row, params in enumerate(RULED[:number])]
+        found += draw_together(ruled, device, draw_from_softmax, _RULED_VOCAB, steered=steered)
+    return found
+
+
+def _resolved(params: SamplingParams) -> SamplingParams:
+    rule = params.structured_outputs
+    return params.replace(structured_outputs=with_grammar(rule)) if rule else params
+
+
+def draw_together(everyone: list[Conversation], device: torch.device, draw_from_softmax: Any,
+                  vocab_size: int = VOCAB, **settings: Any) -> list[list[int]]:
+    table_VV = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(11)) * 2
+    sampler = make_sampler(vocab_size, len(everyone), spell, device, draw_from_softmax, **settings)
     slots = np.arange(len(everyone), dtype=np.int32)
     for slot, one in enumerate(everyone):
         sampler.add(slot, one.params, one.prompt, seed=one.seed)
@@ -51,7 +86,15 @@ def main() -> None:
 
     platform = pick_platform("npu")
     platform.prepare_process(0, 1)
-    print(json.dumps(draw(platform.set_device(0), platform.make_ops().softmax_draw())))
+    device, draw_from_softmax = platform.set_device(0), platform.make_ops().softmax_draw()
+    tokens = draw(device, draw_from_softmax)
+    if not has_real_cann():
+        from tests.cann.programs.emulation import calls, reset_counters
+
+        reset_counters()
+        draw_ruled(device, draw_from_softmax)
+        assert calls("ai_cpu") == {}, "masks stay on the AI core"
+    print(json.dumps(tokens))
 
 
 if __name__ == "__main__":
