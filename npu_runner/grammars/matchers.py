@@ -19,7 +19,7 @@ from npu_runner.errors import RequestError
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_MOST_KEPT = 512
+_MOST_KEPT = 256
 _NUM_THREADS = 2  # what compiles lets go of the interpreter's lock
 
 
@@ -62,6 +62,11 @@ class Matchers:
         assert masks_CW.flags["C_CONTIGUOUS"], "masks lie one behind the other"
         num_rows, num_words = masks_CW.shape
         self._executor.unsafe_compute_mask_ptr(list(matchers), masks_CW.ctypes.data, 4 * num_words, num_rows)
+
+    def close(self) -> None:
+        """End the threads, with what they have not begun. May be called twice; nothing is prepared any more."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _make_tokens(self) -> LLTokenizer:
         from llguidance import LLTokenizer

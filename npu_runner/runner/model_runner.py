@@ -352,6 +352,7 @@ class ModelRunner(ModelRunnerBase):
             return
         self._is_ready = False
         self.vision_cache.release()
+        self._matchers.close()
         if self.steps.buckets is not None:
             self.steps.buckets.compiler.release()
         del self.steps, self.model, self.k_cache, self.v_cache, self.states, self.attention
