@@ -6,10 +6,12 @@ nothing: where the complaint goes away lies the cause, and the smallest such par
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_MOST_TRIES = 400  # each is a compilation; what is not found by then is named less closely
+# Each try is a compilation; what is not found by then is named less closely.
+_LEAST_TRIES, _MOST_TRIES, _MOST_CHARS = 20, 400, 4_000_000
 _Path = tuple[str | int, ...]
 
 
@@ -17,12 +19,12 @@ def place_of(schema: Any, failure: Callable[[Any], str | None]) -> str:
     """Where in `schema` the failure lies, as a JSON pointer of a URI: #/properties/size. `failure` of a schema that
     can be served is None."""
     reason = failure(schema)
-    num_tries = 0
+    num_tries, most_tries = 0, max(_LEAST_TRIES, min(_MOST_TRIES, _MOST_CHARS // len(json.dumps(schema))))
     place: _Path = ()
     while True:
         for step in _steps(_at(schema, place)):
             num_tries += 1
-            if num_tries > _MOST_TRIES:
+            if num_tries > most_tries:
                 return _pointer(place)
             if failure(_replaced(schema, (*place, *step))) != reason:
                 place = (*place, *step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import io
 import json
@@ -243,3 +244,17 @@ def test_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:
     text = report(tmp_path, [row("a"), row("b")], [answer("b", "x")])
     assert names(text) == ["b"]
     assert json.dumps("Shown: 1 of 2 rows")[1:-1] in text
+
+
+def test_the_fields_of_an_answer_that_is_a_json_object_are_a_table(tmp_path: Path) -> None:
+    """With all completions; what only begins like one, or was cut off, is text."""
+    value = {"shape": "<b>circle</b>", "sides": 0, "of": [1, {"a": "ä"}], "none": None}
+    texts = {"object": json.dumps(value), "cut": '{"shape": "cir', "list": "[1]", "empty": "{}", "text": "{circle}"}
+    page = report(tmp_path, [row(name) for name in texts], [answer(name, text) for name, text in texts.items()])
+    rows = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", page)
+    fields = [(name, html.unescape(text)) for name, text in rows if name in value]
+    assert fields == [("shape", "<b>circle</b>"), ("sides", "0"), ("of", '[1, {"a": "ä"}]'), ("none", "null")]
+    assert page.count('<table class="fields">') == 1
+    assert "<b>circle</b>" not in page
+    for text in ("cut", "list", "empty", "text"):
+        assert html.escape(texts[text], quote=False) in html.unescape(page).replace("&#34;", '"')

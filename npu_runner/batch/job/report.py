@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from npu_runner.batch.files.durable import late_file_errors, replacing
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.output_file import read_row, rows_in_order, scan_output
+from npu_runner.batch.job.answer_fields import fields_of
 from npu_runner.batch.job.tally import is_as_expected
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.input_row import InputRow
@@ -44,8 +45,8 @@ class Card:
     turns: list[tuple[str, str]] = field(default_factory=list)
     pictures: list[str | None] = field(default_factory=list)
     num_more_pictures: int = 0
-    answers: list[tuple[str, str]] = field(default_factory=list)
-    """(reasoning, content) of each completion."""
+    answers: list[tuple[str, str, list[tuple[str, str]]]] = field(default_factory=list)
+    """(reasoning, content, its fields where it is a JSON object) of each completion."""
     expected: str | None = None
     error: str | None = None
     note: str = ""
@@ -239,7 +240,7 @@ def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[s
     else:
         body = answer["response"]["body"]
         pairs = zip(_reasonings(answer), _texts(answer), strict=True)
-        card.answers = [(reasoning[:_MAX_TEXT], text[:_MAX_TEXT]) for reasoning, text in pairs]
+        card.answers = [(reasoning[:_MAX_TEXT], text[:_MAX_TEXT], fields_of(text)) for reasoning, text in pairs]
         is_cut = any(choice["finish_reason"] == "length" for choice in body["choices"])
         card.note = f"{body['usage']['completion_tokens']} tokens" + (", cut off at the limit" if is_cut else "")
     body = request.get("body")
