@@ -12,7 +12,8 @@ def packages(reports: str) -> None:
     import json
 
     names = ["torch", "torch_npu", "packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy",
-             "huggingface_hub", "safetensors", "pillow", "pydantic", "tqdm", "jinja2", "tokenizers"]
+             "huggingface_hub", "safetensors", "pillow", "pydantic", "tqdm", "jinja2", "tokenizers",
+             "llguidance"]
     found: dict[str, str | None] = dict.fromkeys(names)
     for name in names:
         try:

@@ -23,7 +23,7 @@ from npu_runner.platforms.npu.versions import (
 # torchair imports these; torch_npu does not declare all of them.
 TORCHAIR_NEEDS = ("packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy")
 RUNNER_NEEDS = ("torch", "numpy", "huggingface_hub", "safetensors", "pillow", "pydantic", "tqdm", "jinja2",
-                "tokenizers")
+                "tokenizers", "llguidance")
 LIBRARIES = ("libascendcl.so", "libhccl.so", "libatb.so")
 _OLDEST_DRIVER = (24,)
 _IMAGE = "use an image in which they belong together, and upgrade nothing in it (docs/ascend.md, Versions)"
