@@ -136,14 +136,22 @@ def test_where_the_template_leaves_the_tags_to_the_model_it_may_think_first(unsa
     assert output.token_ids == unsaid.thoughts, "nobody said that it thinks"
 
 
-def test_tags_do_not_occur_in_a_ruled_answer(thinker: Thinker) -> None:
-    """They are texts for the tokenizer, and a string of JSON may hold any text."""
-    bias = {thinker.start_id: 90.0, thinker.end_id: 90.0}
-    rule = RULED.replace(structured_outputs={"json": {"type": "string", "maxLength": 12}}, logit_bias=bias,
-                         max_thinking_tokens=0)  # fmt: skip
-    (output,) = thinker.llm.chat(CHAT, rule)
-    assert output.token_ids[0] == thinker.end_id
-    assert not {thinker.start_id, thinker.end_id} & set(output.token_ids[1:])
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+def test_tags_do_not_occur_in_a_ruled_answer(
+    checkpoint: Callable[..., Path], tmp_path: Path, tags: tuple[str, str]
+) -> None:
+    """A string of JSON may hold any text, and what ends the reasoning would split it."""
+    path = make_thinking(checkpoint, tmp_path / "model", OPENS, tags)
+    with LLM(path, **SETTINGS) as llm:
+        tokens = llm.engine.processor.reasoning_tokens
+        assert tokens is not None
+        bias = {tokens.start_id: 90.0, tokens.end_id: 90.0}
+        rule = RULED.replace(structured_outputs={"json": {"type": "string", "maxLength": 12}}, logit_bias=bias)
+        (output,) = llm.chat(CHAT, rule.replace(max_thinking_tokens=0))
+    assert output.token_ids[0] == tokens.end_id
+    assert not {tokens.start_id, tokens.end_id} & set(output.token_ids[1:])
+    assert output.finish_reason == "stop"
+    assert isinstance(json.loads(output.text), str)
 
 
 def test_a_budget_that_would_limit_nothing_is_refused(thinker: Thinker, checkpoint: Callable[..., Path]) -> None:

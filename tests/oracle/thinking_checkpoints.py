@@ -23,11 +23,13 @@ LEAVES_IT = _TURNS + "{% endif %}{% endif %}"
 """Leaves both tags to the model."""
 
 
-def make_thinking(checkpoint: Callable[..., Path], folder: Path, template: str = OPENS) -> Path:
-    """A random qwen3 checkpoint in `folder` whose tokenizer has <think> and </think>, as its last tokens."""
+def make_thinking(checkpoint: Callable[..., Path], folder: Path, template: str = OPENS,
+                  tags: tuple[str, str] = ("<think>", "</think>")) -> Path:
+    """A random qwen3 checkpoint in `folder` whose tokenizer has the tags as its last tokens."""
+    template = template.replace("</think>", tags[1]).replace("<think>", tags[0])
     path = shutil.copytree(checkpoint("qwen3", vocab_size=VOCAB_SIZE), folder)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     tokenizer.save(str(path / "tokenizer.json"))
     settings = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
