@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from npu_runner.config import RunnerConfig
     from npu_runner.llm import LLM
+    from npu_runner.pooling_params import PoolingParams
     from npu_runner.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RunnerConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "PoolingParams", "RunnerConfig", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "npu_runner.llm", "RunnerConfig": "npu_runner.config", "SamplingParams": "npu_runner.sampling_params"}
+_HOMES = {"LLM": "npu_runner.llm", "PoolingParams": "npu_runner.pooling_params", "RunnerConfig": "npu_runner.config",
+          "SamplingParams": "npu_runner.sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

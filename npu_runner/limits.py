@@ -74,6 +74,8 @@ class Limits:
     """Lists and objects inside each other in `tools` and in a call's `arguments`, itself included."""
     max_tools_chars: int = 262_144
     """Characters of `tools`, and of one call's `arguments`, as JSON."""
+    max_embedding_inputs: int = 2048  # OpenAI's
+    """Prompts of the `input` of a row for vectors."""
     max_logprobs_per_request: int = 262_144
     """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities."""
     worker_memory_bytes: int = 4 * GIB

@@ -25,7 +25,8 @@ from npu_runner.limits import plain_template_kwargs
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.multimodal.prompt_forms import prompt_and_images
-from npu_runner.outputs import EngineStats, RequestOutput
+from npu_runner.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.prompt_feed import PromptFeed, Request
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.options import PreprocessingOptions
@@ -37,7 +38,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url."""
 Params = SamplingParams | Iterable[SamplingParams] | None
+PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
+EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
+_AnyParams = SamplingParams | PoolingParams
 _Parse = Callable[[Any], PromptTask | PromptInputs]
 _IDLE_SECONDS = 0.2
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
@@ -126,6 +130,29 @@ class LLM:
         items: Iterable[Any] = [conversations] if _is_one_conversation(conversations) else conversations
         return self._run(items, sampling_params, parse, use_tqdm, stream_results, return_errors)
 
+    @overload
+    def embed(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+              use_tqdm: bool = False, stream_results: Literal[False] = False,
+              return_errors: bool = False) -> list[EmbeddingRequestOutput]: ...
+    @overload
+    def embed(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+              use_tqdm: bool = False, stream_results: Literal[True],
+              return_errors: bool = False) -> EmbeddingResults: ...
+    def embed(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+              use_tqdm: bool = False, stream_results: bool = False,
+              return_errors: bool = False) -> list[EmbeddingRequestOutput] | EmbeddingResults:
+        """A vector of each raw prompt, of a model that was loaded for that (setting `runner`).
+
+        Prompts are those of `generate`, instructions and template included; everything else is as in `chat`.
+        """
+        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
+        self.engine.processor.check_runner("pooling")
+        given = PoolingParams() if pooling_params is None else pooling_params
+        results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
+        if isinstance(results, list):
+            return [EmbeddingRequestOutput.of(output) for output in results]
+        return ((index, EmbeddingRequestOutput.of(output)) for index, output in results)
+
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
@@ -146,8 +173,8 @@ class LLM:
 
     # -- one call --------------------------------------------------------------------------------------------------
 
-    def _run(self, items: Iterable[Any], sampling_params: Params, parse: _Parse, use_tqdm: bool, stream_results: bool,
-             return_errors: bool) -> list[RequestOutput] | Results:
+    def _run(self, items: Iterable[Any], sampling_params: _AnyParams | Iterable[_AnyParams] | None, parse: _Parse,
+             use_tqdm: bool, stream_results: bool, return_errors: bool) -> list[RequestOutput] | Results:
         if not isinstance(items, Iterable):
             raise RequestError(f"prompts: a list or an iterator is needed, not {type(items).__name__}", "invalid_type")
         total = len(items) if isinstance(items, Sized) else None
@@ -163,19 +190,20 @@ class LLM:
         finished = dict(results)
         return [finished[index] for index in range(len(finished))]
 
-    def _params(self, given: Params, count: int | None) -> SamplingParams | Iterable[SamplingParams]:
+    def _params(self, given: _AnyParams | Iterable[_AnyParams] | None,
+                count: int | None) -> _AnyParams | Iterable[_AnyParams]:
         if given is None:
             return SamplingParams(**self.engine.generation_defaults)
         if count is not None and isinstance(given, Sized) and len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
-        if count is None or isinstance(given, (SamplingParams, Sequence)):
+        if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
             return given
         return list(islice(given, count))  # an iterator can be read only once
 
-    def _requests(self, items: Iterable[Any], params: SamplingParams | Iterable[SamplingParams],
+    def _requests(self, items: Iterable[Any], params: _AnyParams | Iterable[_AnyParams],
                   parse: _Parse) -> Iterator[Request]:
         """Each item with its settings, the errors among them as such."""
-        wanted = repeat(params) if isinstance(params, SamplingParams) else iter(params)
+        wanted = repeat(params) if isinstance(params, (SamplingParams, PoolingParams)) else iter(params)
         last = resolved = None
         for index, item in enumerate(items):
             one = next(wanted, None)

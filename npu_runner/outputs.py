@@ -94,15 +94,18 @@ class CompletionOutput:
     """What the model thought first; None: it did not, or nobody split it off (`reasoning_parser`)."""
     num_reasoning_tokens: int = 0
     """Tokens of it, without the tags around it."""
+    embedding: np.ndarray | None = None
+    """float32 (D,), where the request was for a vector: then there is no text."""
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request with all its completions, in index order."""
+    """One finished request with all its completions, in index order; where it was for vectors, one for each prompt."""
 
     request_id: str
     completions: list[CompletionOutput] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    """Of all its prompts together."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache (of the first completion)."""
 
@@ -145,6 +148,46 @@ class RequestOutput:
     @property
     def error_code(self) -> str | None:
         return self.completions[0].error_code
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """`embedding`: float32 (D,), as long as `dimensions` asked for."""
+
+    embedding: np.ndarray
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """One prompt's vector, under vLLM's names. `outputs` is None where there is an `error`."""
+
+    request_id: str
+    outputs: EmbeddingOutput | None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""
+    error: str | None = None
+    error_code: str | None = None
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
+        """Of a request for one vector."""
+        (vector,) = output.completions
+        outputs = None if vector.embedding is None else EmbeddingOutput(vector.embedding)
+        return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, vector.error,
+                   vector.error_code)
+
+    @property
+    def embedding(self) -> np.ndarray:
+        """float32 (D,). Raises RequestError with the reason where there is none."""
+        if self.outputs is None:
+            raise RequestError(self.error or "there is no vector", self.error_code or "no_vector")
+        return self.outputs.embedding
 
 
 @dataclass

@@ -10,6 +10,7 @@ import numpy as np
 
 from npu_runner.core.sequence import Sequence
 from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 
 # B sequences in the step, T tokens in the step, W blocks of the longest sequence in the step
@@ -26,6 +27,8 @@ class SamplingEntry:
     seed: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+    pooling: PoolingParams | None = None
+    """Of a row that wants a vector and no token."""
 
 
 @dataclass(frozen=True)
@@ -258,4 +261,5 @@ def _image_slices(seq: Sequence, num: int, token_row: int) -> list[tuple[ImageIn
 def _sampling_entry(seq: Sequence) -> SamplingEntry:
     assert seq.slot is not None, f"sequence {seq.seq_id} samples without a slot"
     return SamplingEntry(slot=seq.slot, params=seq.params, seed=seq.seed,
-                         prompt_token_ids=seq.prompt.token_ids, output_token_ids=list(seq.output_token_ids))
+                         prompt_token_ids=seq.prompt.token_ids, output_token_ids=list(seq.output_token_ids),
+                         pooling=seq.pooling)

@@ -12,8 +12,12 @@ import hashlib
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
+from typing import overload
+
+import numpy as np
 
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
@@ -27,6 +31,7 @@ from npu_runner.engine.executors import make_executor
 from npu_runner.engine.logprobs import LogprobsRecord
 from npu_runner.engine.quarantine import Quarantine
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
+from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
@@ -36,6 +41,7 @@ from npu_runner.outputs import (
     FinishReason,
     RequestOutput,
 )
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.runner.base import NO_TOKEN, ModelRunnerOutput, RunnerInfo
 from npu_runner.sampling_params import SamplingParams
 from strategies import pick_strategy
@@ -73,6 +79,7 @@ def _make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> Blo
 @dataclass(eq=False)
 class _Request:
     request_id: str
+    num_prompt_tokens: int
     generations: list[_Generation] = field(default_factory=list)
     num_cached_tokens: int | None = None
 
@@ -85,7 +92,7 @@ class LLMEngine:
         self.model_path = resolve_checkpoint(config.model, config.revision)
         strategy = pick_strategy(self.model_path)
         self.config = config = strategy.settle(config)
-        self.model_config = strategy.read_config()
+        self.model_config = strategy.model_config_for(config)
         self.processor = processor or strategy.processor(config)
         self._eos_token_ids = self.processor.end_token_ids(self.model_config)
         self.generation_defaults = dict(self.model_config.generation_defaults)
@@ -120,29 +127,54 @@ class LLMEngine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
-        """Queue a prompt. Raises RequestError, and queues nothing, when it cannot be served."""
+    def add_request(self, request_id: str, prompt: PromptInputs | SequenceOf[PromptInputs],
+                    params: SamplingParams | PoolingParams) -> None:
+        """Queue a prompt, or with PoolingParams one or several. Raises RequestError, and queues nothing, when it cannot
+        be served."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
-        params = self.check_request(prompt, params)
+        prompts = [prompt] if isinstance(prompt, PromptInputs) else list(prompt)
+        if isinstance(params, PoolingParams):
+            for each in prompts:
+                self.check_request(each, params)
+            self._add_poolings(request_id, prompts, params)
+            return
+        (only,) = prompts
+        self._add_generations(request_id, only, self.check_request(only, params))
+
+    def _add_generations(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
         room = self.max_model_len - len(prompt.token_ids)
         eos_tokens = () if params.ignore_eos else self._eos_token_ids
         end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
-        request = self._requests[request_id] = _Request(request_id)
+        request = self._requests[request_id] = _Request(request_id, len(prompt.token_ids))
         for index in range(params.n):
             sequence = Sequence(
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
                 prompt=prompt, params=params, seed=self._seed(request_id, params, index),
                 max_num_tokens=len(prompt.token_ids) + min(room, params.max_tokens or room),
             )
-            self._next_seq_id += 1
-            generation = _Generation(
+            self._queue(request, _Generation(
                 sequence, detokenizer_for(params, self.processor.tokenizer), end_tokens,
                 None if params.logprobs is None else LogprobsRecord(params.logprobs),
+            ))
+
+    def _add_poolings(self, request_id: str, prompts: list[PromptInputs], params: PoolingParams) -> None:
+        """A sequence for each prompt, which ends with what stands where its first token would."""
+        plain = SamplingParams(temperature=0.0, max_tokens=1)
+        request = self._requests[request_id] = _Request(request_id, sum(len(prompt.token_ids) for prompt in prompts))
+        for index, prompt in enumerate(prompts):
+            sequence = Sequence(
+                seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
+                prompt=prompt, params=plain, seed=0, pooling=params, max_num_tokens=len(prompt.token_ids) + 1,
             )
-            request.generations.append(generation)
-            self._generation_of[sequence.seq_id] = generation
-            self.scheduler.add(sequence)
+            self._queue(request, _Generation(sequence, detokenizer_for(plain, self.processor.tokenizer), frozenset(),
+                                             None))
+
+    def _queue(self, request: _Request, generation: _Generation) -> None:
+        self._next_seq_id += 1
+        request.generations.append(generation)
+        self._generation_of[generation.sequence.seq_id] = generation
+        self.scheduler.add(generation.sequence)
 
     def abort_request(self, request_id: str) -> None:
         """End a request now; its unfinished completions get finish_reason `abort` in the next step's outputs.
@@ -216,6 +248,10 @@ class LLMEngine:
             self._collect()
 
     def _book(self, batch: ScheduledBatch, row: int, sequence: Sequence, output: ModelRunnerOutput) -> None:
+        if output.vectors is not None:
+            if row in output.vectors:
+                self._take_vector(sequence, output.vectors[row])
+            return
         tokens = output.sampled_token_ids[row]
         if batch.is_prefill and tokens:
             self._note_cached_tokens(sequence)
@@ -225,6 +261,14 @@ class LLMEngine:
             if index == 1:
                 sequence.outrun()
             self._append(sequence, token, output, row)
+
+    def _take_vector(self, sequence: Sequence, vector_D: np.ndarray) -> None:
+        request, generation = self._requests[sequence.request_id], self._generation_of[sequence.seq_id]
+        request.num_cached_tokens = (request.num_cached_tokens or 0) + sequence.num_cached_tokens
+        if np.isfinite(vector_D).all():
+            self._finish(generation, "stop", embedding=vector_D)
+        else:
+            self._finish(generation, "error", error=_NOT_A_NUMBER)
 
     # -- steps that fail -------------------------------------------------------------------------------------------
 
@@ -297,7 +341,7 @@ class LLMEngine:
             self._finish(generation, "length")
 
     def _finish(self, generation: _Generation, reason: FinishReason, *, stop_reason: str | int | None = None,
-                error: str | None = None, code: str | None = None) -> None:
+                error: str | None = None, code: str | None = None, embedding: np.ndarray | None = None) -> None:
         sequence = generation.sequence
         sequence.finish(reason)
         self.scheduler.finish(sequence)
@@ -306,7 +350,7 @@ class LLMEngine:
         generation.finished = CompletionOutput(
             index=sequence.index, text=answer.content, token_ids=token_ids, finish_reason=reason,
             stop_reason=stop_reason, error=error, error_code=code, reasoning_content=answer.reasoning,
-            num_reasoning_tokens=answer.num_reasoning_tokens,
+            num_reasoning_tokens=answer.num_reasoning_tokens, embedding=embedding,
             logprobs=None if record is None else record.finish(token_ids, self._token_text),
         )
         del self._generation_of[sequence.seq_id]
@@ -315,7 +359,7 @@ class LLMEngine:
         if len(completions) == len(request.generations):
             del self._requests[request.request_id]
             self._ready.append(RequestOutput(
-                request.request_id, completions, sequence.num_prompt_tokens, request.num_cached_tokens or 0
+                request.request_id, completions, request.num_prompt_tokens, request.num_cached_tokens or 0
             ))
 
     def _split(self, text: str, sequence: Sequence) -> SplitAnswer:
@@ -329,26 +373,18 @@ class LLMEngine:
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
 
-    def check_request(self, prompt: PromptInputs, params: SamplingParams) -> SamplingParams:
+    @overload
+    def check_request(self, prompt: PromptInputs, params: SamplingParams) -> SamplingParams: ...
+    @overload
+    def check_request(self, prompt: PromptInputs, params: PoolingParams) -> PoolingParams: ...
+    def check_request(self, prompt: PromptInputs,
+                      params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
         """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
         params = self.processor.resolve_params(params)
         self.processor.check_length(prompt, params)
-        length, vocab_size = len(prompt.token_ids), self.model_config.vocab_size
-        if length == 0:
-            raise RequestError("the prompt is empty", code="empty_prompt")
-        if length >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {length} tokens, the model takes {self.max_model_len} with at least one generated; "
-                f"shorten it, send smaller pictures or raise max_model_len", code="prompt_too_long",
-            )
-        if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= vocab_size:
-            raise RequestError(f"a token id is outside 0 to {vocab_size - 1}", code="invalid_token_id")
-        if prompt.images and self.model_config.vision is None:
-            raise RequestError("the model has no vision tower; send text only", code="model_has_no_vision")
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            if any(i >= vocab_size for i in ids):
-                raise RequestError(f"{name}: a token id is outside 0 to {vocab_size - 1}",
-                                   code="invalid_sampling_parameter", param=name)
+        check_prompt(prompt, self.model_config, self.max_model_len)
+        if isinstance(params, SamplingParams):
+            check_token_ids(params, self.model_config.vocab_size)
         return params
 
     def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:

@@ -56,6 +56,9 @@ class ModelRunnerOutput:
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]
     logprobs: StepLogprobs | None = None
+    vectors: dict[int, np.ndarray] | None = None
+    """Where vectors are pooled: those of the rows that have one, float32, in the place of tokens. NaN where the model's
+    output is no number."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ B sequences in the step, T tokens in the step, S slots, padding's included, V vo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.parallel import TensorParallel
-from npu_runner.layers.sampler import HostSample, Sampler, SamplerOutput
+from npu_runner.layers.sampler import Sampler, SamplerOutput
 from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.base import AttentionBackend, Platform
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
@@ -52,12 +52,19 @@ class PreparedStep:
     state_plan: Any = None
 
 
+class StepResult(Protocol):
+    """What a step makes, on its way to the host."""
+
+    def is_done(self) -> bool: ...
+    def to_host(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class StepUnderWay:
     """A step that was handed to the device. `sampled` is None where this rank, or the step, samples nothing."""
 
     step: PreparedStep
-    sampled: SamplerOutput | None
+    sampled: StepResult | None
 
     def is_done(self) -> bool:
         """Whether nothing has to be waited for any more."""
@@ -218,7 +225,7 @@ class StepRunner:
         logprobs = None
         if sampled is not None:
             on_host = sampled.to_host()
-            self._check_receipts(step, on_host)
+            self.check_receipts(step, on_host.receipts_B)
             rows = np.flatnonzero(batch.samples_B)
             for row, token in zip(rows, on_host.token_ids_B.tolist(), strict=True):
                 tokens[row] = [token]
@@ -241,10 +248,15 @@ class StepRunner:
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]
-        return self.model.compute_logits(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0]
+        return self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0]
 
-    def _check_receipts(self, step: PreparedStep, sampled: HostSample) -> None:
-        if (sampled.receipts_B != step.number).any():
+    def read_out(self, hidden_BD: Tensor) -> Tensor:
+        """What is made of the final hidden states of rows whose prompt has ended: logits (B, V)."""
+        return self.model.compute_logits(hidden_BD)
+
+    def check_receipts(self, step: PreparedStep, receipts_B: np.ndarray) -> None:
+        """Raises EngineDeadError for what is not this step's."""
+        if (receipts_B != step.number).any():
             raise EngineDeadError(f"the device did not run the {step.batch.describe()}: it takes no work since an "
                                   f"operation before failed, and the error of that got lost; "
                                   f"{self.platform.lost_error_remedy}")

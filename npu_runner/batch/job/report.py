@@ -23,7 +23,7 @@ from npu_runner.batch.job.tally import is_as_expected
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_format import read_json
-from npu_runner.batch.rows.openai_response import text_of
+from npu_runner.batch.rows.openai_response import texts_of
 from npu_runner.errors import JobError, RequestError
 from npu_runner.workers.pool import PoolLimits, WorkerPool
 
@@ -205,7 +205,7 @@ def _outcome(request: dict[str, Any], answer: dict[str, Any]) -> str:
     if answer["error"] is not None:
         return FAILED
     expected = _metadata(request).get("expected")
-    if expected is None:
+    if expected is None or "choices" not in answer["response"]["body"]:
         return ANSWERED
     return EXPECTED if is_as_expected(_texts(answer)[0], str(expected)) else UNEXPECTED
 
@@ -217,12 +217,12 @@ def _metadata(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(answer: dict[str, Any]) -> list[str]:
-    return [text_of(choice) for choice in answer["response"]["body"]["choices"]]
+    return texts_of(answer["response"]["body"])
 
 
 def _reasonings(answer: dict[str, Any]) -> list[str]:
-    choices = answer["response"]["body"]["choices"]
-    return [choice.get("message", {}).get("reasoning_content") or "" for choice in choices]
+    body = answer["response"]["body"]
+    return [item.get("message", {}).get("reasoning_content") or "" for item in body.get("choices", body.get("data"))]
 
 
 def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[str]]:
@@ -240,11 +240,12 @@ def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[s
         body = answer["response"]["body"]
         pairs = zip(_reasonings(answer), _texts(answer), strict=True)
         card.answers = [(reasoning[:_MAX_TEXT], text[:_MAX_TEXT]) for reasoning, text in pairs]
-        is_cut = any(choice["finish_reason"] == "length" for choice in body["choices"])
-        card.note = f"{body['usage']['completion_tokens']} tokens" + (", cut off at the limit" if is_cut else "")
+        is_cut = any(choice["finish_reason"] == "length" for choice in body.get("choices", []))
+        num_tokens = body["usage"].get("completion_tokens", body["usage"]["prompt_tokens"])
+        card.note = f"{num_tokens} tokens" + (", cut off at the limit" if is_cut else "")
     body = request.get("body")
     asked = body if isinstance(body, dict) else {}
-    messages = asked.get("messages", [{"role": "prompt", "content": asked.get("prompt")}])
+    messages = asked.get("messages", [{"role": "prompt", "content": asked.get("prompt", asked.get("input"))}])
     urls: list[str] = []
     for message in messages if isinstance(messages, list) else []:
         _add_message(card, message, urls)

@@ -127,24 +127,15 @@ class ChatBody(RequestBody):
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
         super().check_counts(body)
-        if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
-            plain_template_kwargs(kwargs)
+        check_messages(body)
         if isinstance(tools := body.get("tools"), list):
             check_count("tools", "tools", tools, LIMITS.max_tools)
-        if isinstance(messages := body.get("messages"), list):
-            check_count("messages", "messages", messages, LIMITS.max_messages)
-            contents = [message.get("content") for message in messages if isinstance(message, dict)]
-            num_parts = sum(len(content) for content in contents if isinstance(content, list))
-            check_count("messages", "parts", num_parts, LIMITS.max_parts)
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:
         super().refuse_unserved(body)
         _refuse_forced_calls(body.get("tool_choice"))
-        messages = body.get("messages")
-        for index, message in enumerate(messages if isinstance(messages, list) else []):
-            if isinstance(message, dict):
-                _refuse_message(message, f"messages[{index}]")
+        refuse_messages(body)
 
     def most_tokens(self, default: int | None) -> int | None:
         """As for every endpoint, under the field's old name or its new one."""
@@ -195,6 +186,25 @@ class ChatBody(RequestBody):
             message = f"{name}: {effort!r}, and another one stands in chat_template_kwargs; give one of them"
             raise RequestError(message, "invalid_value", name)
         return {**(self.chat_template_kwargs or {}), name: effort}
+
+
+def check_messages(body: Mapping[str, Any]) -> None:
+    """Raises RequestError for more than a conversation may have, before an object is made of every entry."""
+    if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
+        plain_template_kwargs(kwargs)
+    if isinstance(messages := body.get("messages"), list):
+        check_count("messages", "messages", messages, LIMITS.max_messages)
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        check_count("messages", "parts", num_parts, LIMITS.max_parts)
+
+
+def refuse_messages(body: Mapping[str, Any]) -> None:
+    """Raises RequestError for messages that OpenAI's may be and ours may not."""
+    messages = body.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict):
+            _refuse_message(message, f"messages[{index}]")
 
 
 def _refuse_forced_calls(choice: Any) -> None:

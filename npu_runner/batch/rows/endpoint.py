@@ -9,7 +9,7 @@ import io
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, overload
 
 from pydantic import BaseModel, ConfigDict, Tag, field_validator
 
@@ -19,7 +19,12 @@ from npu_runner.limits import LIMITS, check_count, shown
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.outputs import CompletionOutput
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
+
+RequestParams = SamplingParams | PoolingParams
+Prompts = PromptInputs | tuple[PromptInputs, ...]
+"""One prompt, or of a row for vectors one or several."""
 
 # What a field can have too much of, when it is of the type that it should be.
 _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
@@ -46,9 +51,13 @@ class PromptProcessor(Protocol):
     def from_text(
         self, prompt: str | list[int], *, truncate_prompt_tokens: int | None = None
     ) -> PromptInputs: ...
-    def most_prompt_tokens(self, params: SamplingParams) -> int | None: ...
+    def most_prompt_tokens(self, params: RequestParams) -> int | None: ...
     def decode(self, token_ids: list[int]) -> str: ...
+    def check_runner(self, runner: str) -> None: ...
+    @overload
     def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
+    @overload
+    def resolve_params(self, params: PoolingParams) -> PoolingParams: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +66,11 @@ class AnswerForm:
 
     id_prefix: ClassVar[str]
     object: ClassVar[str]
+    list_name: ClassVar[str] = "choices"
+    """What the completions are called."""
     counts_reasoning: ClassVar[bool] = False
+    has_text: ClassVar[bool] = True
+    """False: they are vectors; then there is no id, no time and no fingerprint in the answer, as OpenAI has it."""
 
     model: str | None = None
     """What the row calls the model."""
@@ -76,33 +89,17 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class RequestBody(Strict):
-    """The fields of sampling, under vLLM's names where OpenAI has none. None means: not asked for."""
+class RowBody(Strict):
+    """What bodies of all endpoints have. None means: not asked for."""
 
+    runner: ClassVar[str] = "generate"
+    """What the model has to be loaded for."""
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are known and not served, with the values that ask for nothing and are let through."""
     instead: ClassVar[Mapping[str, str]] = {}
     """What to do instead, for some of them."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<parts>")] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -113,14 +110,6 @@ class RequestBody(Strict):
         for key, item in (value or {}).items():
             if not isinstance(item, (str, int, float, bool, type(None))):
                 raise ValueError(f"the value of {key[:40]!r} is not a string, number, boolean or null")
-        return value
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _keys_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
-            if not (key.isascii() and key.isdigit() and len(key) < 12):
-                raise ValueError(f"the key {key[:40]!r} is not a token id")
         return value
 
     @classmethod
@@ -151,11 +140,53 @@ class RequestBody(Strict):
         value = (self.metadata or {}).get("expected")
         return None if value is None else str(value)
 
-    def to_sampling_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
-        """What the row asks for, over `defaults` (the checkpoint's) for fields it leaves out.
+    @abstractmethod
+    def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> RequestParams:
+        """What the row asks for, over `defaults` (the checkpoint's SamplingParams) for fields it leaves out.
 
         `fallback_seed` stands in for a missing seed, so that a resumed job draws what an undisturbed one would have.
         """
+
+    @abstractmethod
+    def prepare(self, processor: PromptProcessor, media: MediaRules, params: Any) -> tuple[Prompts, AnswerForm]:
+        """The row's prompts, and how its answer is to be written. `params`: what `to_params` made, resolved."""
+
+
+class RequestBody(RowBody):
+    """The fields of sampling, under vLLM's names where OpenAI has none. None means: not asked for."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<parts>")] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not (key.isascii() and key.isdigit() and len(key) < 12):
+                raise ValueError(f"the key {key[:40]!r} is not a token id")
+        return value
+
+    def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
+        return self.to_sampling_params(defaults, fallback_seed)
+
+    def to_sampling_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
+        """See `to_params`."""
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         asked = {name: value for name in names - {"logprobs"} if (value := getattr(self, name)) is not None}
         asked["max_tokens"] = self.most_tokens(defaults.get("max_tokens"))
@@ -172,12 +203,6 @@ class RequestBody(Strict):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """SamplingParams' logprobs."""
-
-    @abstractmethod
-    def prepare(
-        self, processor: PromptProcessor, media: MediaRules, params: SamplingParams
-    ) -> tuple[PromptInputs, AnswerForm]:
-        """The row's prompt, and how its answer is to be written."""
 
 
 def _is_same(value: Any, item: Any) -> bool:
