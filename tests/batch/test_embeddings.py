@@ -22,8 +22,8 @@ from npu_runner.limits import LIMITS
 from tests.batch.scripted import completion_row, read_rows, row, write_rows
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
-PICTURE = ("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFElEQVR4nGO8IyfHgA0wYRUdtBIA4FYBKCgCg6AA"
-           "AAAASUVORK5CYII=")
+PICTURE = ("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFElEQVR4nGO8IyfHgA0wYRUdtBIA4FYBKCgC"
+           "g6AAAAAASUVORK5CYII=")
 MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}},
                                          {"type": "text", "text": "a red circle"}]}]
 EXTRAS = {"messages", "metadata", "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message",

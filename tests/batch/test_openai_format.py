@@ -173,7 +173,7 @@ def test_a_wrong_body_is_refused_and_the_field_named(change: dict[str, Any], cod
 
 BAD_ROWS = [
     ({"method": "GET"}, "invalid_value", "method"),
-    ({"url": "/v1/embeddings"}, "invalid_value", "url"),
+    ({"url": "/v1/responses"}, "invalid_value", "url"),
     ({"custom_id": 5}, "invalid_type", "custom_id"),
     ({"custom_id": ""}, "invalid_value", "custom_id"),
     ({"body": []}, "invalid_type", "body"),

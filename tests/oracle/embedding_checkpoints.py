@@ -24,8 +24,8 @@ def write_modules(path: Path, *, is_normalised: bool = True, **mode: Any) -> Pat
                for index, (kind, folder) in enumerate(kinds)]
     (path / "modules.json").write_text(json.dumps(modules))
     (path / "1_Pooling").mkdir(exist_ok=True)
-    config = mode or {"word_embedding_dimension": 64, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False,
-                      "pooling_mode_lasttoken": True, "include_prompt": True}
+    config = mode or {"word_embedding_dimension": 64, "pooling_mode_cls_token": False, "include_prompt": True,
+                      "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
     (path / "1_Pooling" / "config.json").write_text(json.dumps(config))
     return path
 

@@ -1,4 +1,4 @@
-"""Vectors equal transformers' last hidden state, pooled and normalised, however steps are cut, mixed, cached or shared."""
+"""Vectors are transformers' last hidden state, pooled and normalised, however steps are cut, mixed or shared."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_what_a_model_was_not_loaded_for_is_refused_before_any_work(
         llm.chat([{"role": "user", "content": "hello"}])
     assert llm.stats().num_prefill_steps == steps
     with LLM(checkpoint("qwen3"), platform=platform_name, **SMALL) as generating:
-        with pytest.raises(RequestError, match="generates text .* .--runner pooling") as refused:
+        with pytest.raises(RequestError, match=r"generates text .*--runner pooling") as refused:
             generating.embed("hello")
         assert refused.value.code == "wrong_endpoint"
     with pytest.raises(ConfigError, match="no graph has a use"):
@@ -172,7 +172,7 @@ def test_what_a_model_was_not_loaded_for_is_refused_before_any_work(
 def test_modules_that_are_not_served_are_named(checkpoint: Make, tmp_path: Path) -> None:
     path = save_bare(checkpoint("qwen3"), tmp_path)
     write_modules(path, pooling_mode_mean_tokens=True, pooling_mode_lasttoken=False)
-    with pytest.raises(ModelError, match="pooling by mean_tokens is not served; .* runner generate"):
+    with pytest.raises(ModelError, match=r"pooling by mean_tokens is not served; .* runner generate"):
         LLM(path, platform="cpu", **SMALL)
     write_modules(path)
     modules = (path / "modules.json").read_text()

@@ -13,6 +13,7 @@ from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestB
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, plain_template_kwargs, shown
+from npu_runner.multimodal.effort import Effort, kwargs_with_effort
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules, resolve_media
 from npu_runner.multimodal.tool_parsers import parse_calls
@@ -20,7 +21,6 @@ from npu_runner.outputs import CompletionOutput
 from npu_runner.sampling_params import SamplingParams
 
 _UNSERVED_ROLES = ("function",)
-_EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TextPart(Strict):
@@ -117,7 +117,7 @@ class ChatBody(RequestBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: _EFFORTS | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -162,8 +162,9 @@ class ChatBody(RequestBody):
         conversation = resolve_media(self.to_conversation(), media)
         tools = None if self.tool_choice == "none" else self.tools
         parser = processor.parser_of_calls() if tools else None
+        kwargs = kwargs_with_effort(self.chat_template_kwargs, self.reasoning_effort, processor.template_reads)
         prompt = processor(
-            conversation, self._template_kwargs(processor), tools=tools,
+            conversation, kwargs, tools=tools,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             truncate_prompt_tokens=processor.most_prompt_tokens(params),
@@ -173,19 +174,6 @@ class ChatBody(RequestBody):
             parallel_tool_calls=self.parallel_tool_calls is not False,
         )
         return prompt, form
-
-    def _template_kwargs(self, processor: PromptProcessor) -> dict[str, Any] | None:
-        name, effort = "reasoning_effort", self.reasoning_effort
-        if effort is None:
-            return self.chat_template_kwargs
-        if not processor.template_reads(name):
-            message = (f"{name}: {effort!r} would do nothing, the model's chat template reads none; what it does read "
-                       "goes into chat_template_kwargs")
-            raise RequestError(message, "unsupported_parameter", name)
-        if (self.chat_template_kwargs or {}).get(name, effort) != effort:
-            message = f"{name}: {effort!r}, and another one stands in chat_template_kwargs; give one of them"
-            raise RequestError(message, "invalid_value", name)
-        return {**(self.chat_template_kwargs or {}), name: effort}
 
 
 def check_messages(body: Mapping[str, Any]) -> None:
