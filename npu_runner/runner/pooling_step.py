@@ -94,8 +94,7 @@ class PoolingStepRunner(StepRunner):
             receipts_B, on_host = vectors.to_host()
             self.check_receipts(step, receipts_B)
             found = dict(zip(np.flatnonzero(batch.samples_B).tolist(), on_host, strict=True))
-        names = batch.request_ids
-        return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [[] for _ in names], vectors=found)
+        return ModelRunnerOutput([[] for _ in range(batch.batch_size)], vectors=found)
 
 
 def cut(x_BD: Tensor, dimensions_B: Tensor) -> Tensor:

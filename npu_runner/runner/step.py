@@ -19,7 +19,7 @@ from torch import Tensor
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.parallel import TensorParallel
-from npu_runner.layers.sampler import Sampler, SamplerOutput
+from npu_runner.layers.sampler import HostSample, Sampler, SamplerOutput
 from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.base import AttentionBackend, Platform
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
@@ -221,20 +221,24 @@ class StepRunner:
         if self.sampler is None:
             return None
         batch = step.batch
-        tokens: list[list[int]] = [[] for _ in range(batch.batch_size)]
-        logprobs = None
-        if sampled is not None:
-            on_host = sampled.to_host()
-            self.check_receipts(step, on_host.receipts_B)
-            rows = np.flatnonzero(batch.samples_B)
-            for row, token in zip(rows, on_host.token_ids_B.tolist(), strict=True):
-                tokens[row] = [token]
-            if on_host.records_LC is not None:
-                places_B = np.full(batch.batch_size, -1, dtype=np.int32)
-                places_B[rows[on_host.logprob_rows]] = np.arange(len(on_host.logprob_rows), dtype=np.int32)
-                logprobs = StepLogprobs(places_B.tolist(), on_host.records_LC)
-        request_ids = batch.request_ids
-        return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs)
+        if sampled is None:
+            return ModelRunnerOutput([[] for _ in range(batch.batch_size)])
+        on_host = sampled.to_host()
+        self.check_receipts(step, on_host.receipts_B)
+        tokens = [[token] for token in on_host.token_ids_B.tolist()]
+        if len(tokens) < batch.batch_size:
+            of_rows = iter(tokens)
+            tokens = [next(of_rows) if samples else [] for samples in batch.samples_B.tolist()]
+        return ModelRunnerOutput(tokens, self._logprobs(batch, on_host))
+
+    @staticmethod
+    def _logprobs(batch: ScheduledBatch, on_host: HostSample) -> StepLogprobs | None:
+        if on_host.records_LC is None:
+            return None
+        rows = np.flatnonzero(batch.samples_B)
+        places_B = np.full(batch.batch_size, -1, dtype=np.int32)
+        places_B[rows[on_host.logprob_rows]] = np.arange(len(on_host.logprob_rows), dtype=np.int32)
+        return StepLogprobs(places_B.tolist(), on_host.records_LC)
 
     def _prefill(self, step: PreparedStep) -> Tensor:
         inputs, batch = step.inputs, step.batch

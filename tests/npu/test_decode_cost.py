@@ -56,9 +56,20 @@ def launches_of(cost: dict[str, Any]) -> dict[str, float]:
     return {name: count for name, count in cost["per_layer"].items() if name not in VIEWS}
 
 
+@pytest.mark.parametrize(("name", "mode"), [*(("dense", mode) for mode in MODES), ("experts", "reduce-overhead"),
+                                            ("gated delta, fused", "reduce-overhead")])
+def test_launches_of_a_layer_and_one_copy_each_way(name: str, mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    assert_cost(KINDS[name], mode, checkpoint, tmp_path)
+
+
+@pytest.mark.full("two processes for each kind and mode; dense layers stay in every mode, two other kinds with one")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_launches_of_a_layer_and_one_copy_each_way(kind: LayerKind, mode: str, checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "dense"])
+def test_launches_of_layers_of_other_kinds(name: str, mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    assert_cost(KINDS[name], mode, checkpoint, tmp_path)
+
+
+def assert_cost(kind: LayerKind, mode: str, checkpoint: Any, tmp_path: Path) -> None:
     cost = measured(kind, mode, checkpoint, tmp_path)
     launches = launches_of(cost)
     assert sum(launches.values()) == kind.launches[mode], launches
