@@ -76,7 +76,8 @@ class RunnerConfig:
     max_images_per_prompt: int = LIMITS.max_images_per_prompt
     """A prompt with more pictures is refused."""
     max_logprobs_per_request: int = LIMITS.max_logprobs_per_request
-    """A request for more log probabilities is refused: n x max_tokens x (top_logprobs + 1)."""
+    """A request for more log probabilities is refused: n x max_tokens x (top_logprobs + 1), and prompt tokens x
+    (prompt_logprobs + 1)."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """What the chat template reads beside the conversation, a JSON object as {"enable_thinking": false}. A request's
     own chat_template_kwargs win, name by name."""

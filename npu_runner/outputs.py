@@ -73,6 +73,50 @@ class CompactLogprobs(Sequence[PositionLogprobs]):
 
 
 @dataclass(frozen=True)
+class PromptTokenLogprobs:
+    """One token of a prompt: what the model gave it before it was read, and the most probable ones in its place."""
+
+    token: TokenLogprob
+    rank: int
+    """1: the most probable one."""
+    top: tuple[TokenLogprob, ...]
+
+
+class PromptLogprobs(Sequence[PromptTokenLogprobs | None]):
+    """One entry for each token of a prompt, None for the first, which nothing stands before. Kept as numbers, and read
+    as CompactLogprobs are.
+
+    token_ids: of the whole prompt (T); ranks: int32 (T - 1); the rest as there, the prompt's own token first (T - 1).
+    """
+
+    def __init__(self, token_ids: Sequence[int], ranks: np.ndarray, positions: CompactLogprobs):
+        self.token_ids = token_ids
+        self.ranks = ranks
+        self.positions = positions
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptTokenLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptTokenLogprobs | None]: ...
+    def __getitem__(self, index: int | slice) -> PromptTokenLogprobs | list[PromptTokenLogprobs | None] | None:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        if place == 0:
+            return None
+        position = self.positions[place - 1]
+        return PromptTokenLogprobs(position.sampled, int(self.ranks[place - 1]), position.top)
+
+    def first_token(self) -> TokenLogprob:
+        """The one without a log probability, which is NaN here."""
+        text, raw = self.positions.describe(self.token_ids[0])
+        return TokenLogprob(token_id=self.token_ids[0], token=text, logprob=float("nan"), token_bytes=raw)
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One finished completion. `text` ends before a matched stop string; `token_ids` holds every sampled token.
 
@@ -108,6 +152,8 @@ class RequestOutput:
     """Of all its prompts together."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache (of the first completion)."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Where SamplingParams ask for them."""
 
     @classmethod
     def failed(cls, request_id: str, error: RequestError) -> RequestOutput:

@@ -35,6 +35,8 @@ class Sequence:
     seed: int
     pooling: PoolingParams | None = None
     """The prompt is for a vector, which comes in the place of its first token."""
+    scores_prompt: bool = False
+    """The log probabilities of its prompt are wanted and have not all arrived: the prompt is computed whole."""
     max_num_tokens: int | None = None
     """Of prompt and output: no step is made for a sequence that will have so many. None: whoever ends it says so."""
     status: SequenceStatus = SequenceStatus.WAITING

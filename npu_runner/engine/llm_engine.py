@@ -30,13 +30,14 @@ from npu_runner.core.state_snapshots import SnapshotCounters, StateSnapshots, st
 from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.generation import End, Generation
+from npu_runner.engine.logprobs import PromptLogprobsRecord
 from npu_runner.engine.quarantine import Quarantine
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
-from npu_runner.outputs import CompletionOutput, EngineStats, RequestOutput
+from npu_runner.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
 from npu_runner.pooling_params import PoolingParams
 from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
 from npu_runner.sampling_params import SamplingParams
@@ -65,6 +66,7 @@ class _Request:
     num_prompt_tokens: int
     generations: list[Generation] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    prompt_logprobs: PromptLogprobsRecord | None = None
 
 
 class LLMEngine:
@@ -130,11 +132,14 @@ class LLMEngine:
         eos_tokens = () if params.ignore_eos else self._eos_token_ids
         end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
         request = self._requests[request_id] = _Request(request_id, len(prompt.token_ids))
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = PromptLogprobsRecord(prompt.token_ids, params.prompt_logprobs)
         for index in range(params.n):
             sequence = Sequence(
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
                 prompt=prompt, params=params, seed=self._seed(request_id, params, index),
                 max_num_tokens=len(prompt.token_ids) + min(room, params.max_tokens or room),
+                scores_prompt=index == 0 and params.prompt_logprobs is not None,
             )
             self._queue(request, Generation(sequence, self.processor.tokenizer, end_tokens))
 
@@ -227,6 +232,8 @@ class LLMEngine:
         if output.vectors is not None:
             self._book_vectors(sequences, output.vectors)
             return
+        if output.prompt_scores:
+            self._book_prompt_scores(sequences, output)
         generations, logprobs = self._generation_of, output.logprobs
         for row, (sequence, tokens) in enumerate(zip(sequences, output.sampled_token_ids, strict=True)):
             if sequence is None or not tokens:
@@ -246,6 +253,15 @@ class LLMEngine:
         self.scheduler.outrun(generation.sequence)
         ends = (generation.append(token, output.logprobs, row) for token in tokens)
         return next((end for end in ends if end is not None), None)
+
+    def _book_prompt_scores(self, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
+        for row, place, records in output.prompt_scores:
+            sequence = sequences[row]
+            if sequence is not None:
+                record = self._requests[sequence.request_id].prompt_logprobs
+                assert record is not None, "nobody asked for the log probabilities of this prompt"
+                record.put(place, records)
+                sequence.scores_prompt = not record.is_whole
 
     def _book_vectors(self, sequences: list[Sequence | None], vectors: Mapping[int, np.ndarray]) -> None:
         for row, vector_D in vectors.items():
@@ -325,8 +341,14 @@ class LLMEngine:
         if len(completions) == len(request.generations):
             del self._requests[request.request_id]
             self._ready.append(RequestOutput(
-                request.request_id, completions, request.num_prompt_tokens, request.num_cached_tokens or 0
+                request.request_id, completions, request.num_prompt_tokens, request.num_cached_tokens or 0,
+                self._prompt_logprobs(request),
             ))
+
+    def _prompt_logprobs(self, request: _Request) -> PromptLogprobs | None:
+        """None where nobody asked, or the request ended before its prompt did."""
+        record = request.prompt_logprobs
+        return record.finish(self._token_text) if record is not None and record.is_whole else None
 
     def _split(self, text: str, sequence: Sequence) -> SplitAnswer:
         thinking, tokens = sequence.prompt.thinking, self.processor.reasoning_tokens

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from npu_runner.checkpoint_files import model_folder, require_json
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ConfigError, ModelError, RequestError
-from npu_runner.limits import LIMITS, check_logprobs
+from npu_runner.limits import LIMITS, check_logprobs, check_prompt_logprobs
 from npu_runner.model_config import ModelConfig, PoolingConfig
 from npu_runner.multimodal.chat_prompt import ChatPrompts
 from npu_runner.multimodal.chat_template import read_chat_template
@@ -216,7 +216,10 @@ class ChatProcessor:
         return most if asked == -1 else asked
 
     def check_length(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
-        """Raises RequestError for a prompt that was prepared without the truncation that is asked for."""
+        """Raises RequestError for a prompt that was prepared without the truncation that is asked for, or has more
+        tokens than log probabilities of them may be given."""
+        if isinstance(params, SamplingParams):
+            check_prompt_logprobs(len(prompt.token_ids), params.prompt_logprobs, self.max_logprobs)
         most = self.most_prompt_tokens(params)
         if most is not None and len(prompt.token_ids) > most:
             raise _not_cut(len(prompt.token_ids), most, "was prepared without it")

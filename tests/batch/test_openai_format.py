@@ -20,7 +20,7 @@ from tests.batch.scripted import row
 
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 # Ours, after vLLM; OpenAI's types know nothing of them.
-EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos",
+EXTRAS = {"prompt_logprobs", "top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos",
           "chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
           "add_generation_prompt", "continue_final_message"}
 

@@ -17,7 +17,7 @@ from npu_runner.multimodal.effort import Effort, kwargs_with_effort
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules, resolve_media
 from npu_runner.multimodal.tool_parsers import parse_calls
-from npu_runner.outputs import CompletionOutput
+from npu_runner.outputs import CompletionOutput, PromptLogprobs
 from npu_runner.sampling_params import SamplingParams
 
 _UNSERVED_ROLES = ("function",)
@@ -225,6 +225,7 @@ class ChatForm(AnswerForm):
     id_prefix: ClassVar[str] = "chatcmpl-"
     object: ClassVar[str] = "chat.completion"
     counts_reasoning: ClassVar[bool] = True
+    prompt_logprobs_in_body: ClassVar[bool] = True
 
     tool_call_parser: str | None = None
     """What reads calls out of the answer; None: it is text."""
@@ -233,7 +234,7 @@ class ChatForm(AnswerForm):
 
     def write_choice(
         self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str,
+        row_digest: str, prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         content, calls = self._calls(completion, row_digest)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

@@ -20,7 +20,7 @@ from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count
 from npu_runner.multimodal.media import MediaRules, resolve_media
-from npu_runner.outputs import CompletionOutput
+from npu_runner.outputs import CompletionOutput, PromptLogprobs
 from npu_runner.pooling_params import PoolingParams
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -135,7 +135,7 @@ class EmbeddingForm(AnswerForm):
 
     def write_choice(
         self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str,
+        row_digest: str, prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         assert completion.embedding is not None, "a request for vectors that ended well has them"
         row.write(encoded(opened({"object": "embedding", "index": completion.index}, "embedding")))

@@ -18,7 +18,7 @@ from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
-from npu_runner.outputs import CompletionOutput
+from npu_runner.outputs import CompletionOutput, PromptLogprobs
 from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 
@@ -69,6 +69,8 @@ class AnswerForm:
     list_name: ClassVar[str] = "choices"
     """What the completions are called."""
     counts_reasoning: ClassVar[bool] = False
+    prompt_logprobs_in_body: ClassVar[bool] = False
+    """True: log probabilities of the prompt stand beside the completions; False: `write_choice` writes them."""
     has_text: ClassVar[bool] = True
     """False: they are vectors; then there is no id, no time and no fingerprint in the answer, as OpenAI has it."""
 
@@ -78,9 +80,10 @@ class AnswerForm:
     @abstractmethod
     def write_choice(
         self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str,
+        row_digest: str, prompt_logprobs: PromptLogprobs | None,
     ) -> None:
-        """Append the JSON of one completion. `row_digest`: stands for the row in ids that the answer holds."""
+        """Append the JSON of one completion. `row_digest`: stands for the row in ids that the answer holds.
+        `prompt_logprobs`: the request's, where it asked for them."""
 
 
 class Strict(BaseModel):
@@ -173,6 +176,7 @@ class RequestBody(RowBody):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -191,6 +195,7 @@ class RequestBody(RowBody):
         asked = {name: value for name in names - {"logprobs"} if (value := getattr(self, name)) is not None}
         asked["max_tokens"] = self.most_tokens(defaults.get("max_tokens"))
         asked["logprobs"] = self.num_logprobs()
+        asked["prompt_logprobs"] = self.num_prompt_logprobs()
         asked.setdefault("seed", fallback_seed)
         return SamplingParams(**{**defaults, **asked})
 
@@ -199,6 +204,10 @@ class RequestBody(RowBody):
         if self.max_tokens is None and default is not None:
             return max(default, self.min_tokens or 0)
         return self.max_tokens
+
+    def num_prompt_logprobs(self) -> int | None:
+        """SamplingParams' prompt_logprobs."""
+        return self.prompt_logprobs
 
     @abstractmethod
     def num_logprobs(self) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json
+from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
 from npu_runner.outputs import RequestOutput
 
 _SERVED_FINISH_REASONS = ("stop", "length")
@@ -75,8 +75,15 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     logprobs_json = LogprobsJson()
     for number, completion in enumerate(output.completions):
         row.write(b"," if number else b"")
-        form.write_choice(completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning, row_digest=digest)
-    row.write(encoded("]," + to_json(end).removeprefix("{") + '},"error":null}\n'))
+        form.write_choice(
+            completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning, row_digest=digest,
+            prompt_logprobs=output.prompt_logprobs,
+        )  # fmt: skip
+    row.write(b"],")
+    if form.prompt_logprobs_in_body and output.prompt_logprobs is not None:
+        write_prompt_logprobs(output.prompt_logprobs, row)
+        row.write(b",")
+    row.write(encoded(to_json(end).removeprefix("{") + '},"error":null}\n'))
     return row.getvalue()
 
 
