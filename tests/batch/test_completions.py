@@ -30,8 +30,8 @@ from tests.batch.scripted import ScriptedProcessor, completion_row, prepared, re
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="shapes-vl", splits_reasoning=True)
 # Ours, after vLLM, and metadata, which OpenAI has for chats alone.
-EXTRAS = {"prompt_logprobs", "top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos", "metadata",
-          "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens"}
+EXTRAS = {"prompt_logprobs", "top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words",
+          "ignore_eos", "metadata", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens"}
 SMALL = ["--platform", "cpu", "--max-model-len", "1024", "--kv-cache-bytes", "64M", "--progress", "off"]
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
