@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def write_report(
     rows: InputScan,
     output: Path,
     *,
+    errors: Path | None = None,
     thumbnails: ThumbnailMaker,
     worker: PoolLimits,
     max_rows: int,
@@ -84,12 +86,14 @@ def write_report(
 ) -> None:
     """Write the page. Of a huge job it shows `max_rows` rows, failed and unexpected ones first, and says so.
 
-    `worker` bounds what decodes pictures; of rows above `max_row_bytes` the answer alone is shown. Raises JobError,
-    whatever goes wrong: the answers are all there by now.
+    `errors`: the file of failed rows, if there is one beside the `output`. `worker` bounds what decodes pictures; of
+    rows above `max_row_bytes` the answer alone is shown. Raises JobError, whatever goes wrong: the answers are all
+    there by now.
     """
     try:
         with late_file_errors(f"report {target}"):
-            cards, counts = _cards(_Joined(file, output, rows, max_row_bytes), thumbnails, worker, max_rows)
+            outputs = [output] if errors is None else [output, errors]
+            cards, counts = _cards(_Joined(file, outputs, rows, max_row_bytes), thumbnails, worker, max_rows)
             page = _page(cards, counts, rows.num_rows, output.name)
             with replacing(target) as page_file:
                 # "replace": it shows rows that were refused for half a surrogate pair, which no file can hold.
@@ -160,24 +164,29 @@ class _OfPicture:
 class _Joined:
     """The rows of the input beside their answers in the output, read where they stand."""
 
-    def __init__(self, file: InputFile, output: Path, rows: InputScan, max_row_bytes: int):
+    def __init__(self, file: InputFile, outputs: Sequence[Path], rows: InputScan, max_row_bytes: int):
         self._file = file
-        self._output = output
+        self._outputs = outputs
         self._max_row_bytes = max_row_bytes
-        scan = scan_output(output)
-        found = rows_in_order(scan, rows.keys)
-        self.places = np.flatnonzero(found >= 0)
-        """Numbers of the rows that have an answer."""
         self._starts = np.zeros(rows.num_rows, dtype=np.int64)
-        self._starts[self.places] = scan.starts[found[self.places]]
+        self._output_of = np.full(rows.num_rows, -1, dtype=np.int8)
+        for number, output in enumerate(outputs):
+            scan = scan_output(output)
+            found = rows_in_order(scan, rows.keys)
+            here = np.flatnonzero(found >= 0)
+            self._starts[here] = scan.starts[found[here]]
+            self._output_of[here] = number
+        self.places = np.flatnonzero(self._output_of >= 0)
+        """Numbers of the rows that have an answer."""
 
     def pairs(self, places: np.ndarray) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Request and result of these rows, in order; an unreadable request is empty."""
         wanted = np.zeros(len(self._starts), dtype=bool)
         wanted[places] = True
-        with open(self._output, "rb") as answers:
+        with ExitStack() as opened:
+            answers = [opened.enter_context(open(output, "rb")) for output in self._outputs]
             for place, row in zip(places, self._file.rows(wanted), strict=True):
-                yield self._request(row), read_row(answers, int(self._starts[place]))
+                yield self._request(row), read_row(answers[self._output_of[place]], int(self._starts[place]))
 
     def _request(self, row: InputRow) -> dict[str, Any]:
         if row.num_bytes > self._max_row_bytes:
