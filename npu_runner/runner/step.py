@@ -105,6 +105,8 @@ class StepRunner:
         self.clock = StepClock()
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
         self.last_tokens_S = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
+        # Slots of the last step that sampled, and the same on the device as its indices want them.
+        self._kept_rows: tuple[np.ndarray, Tensor] | None = None
         self._last_number = 0
         self._newest: StepUnderWay | None = None
         self._prompt_scores: PromptScores | None = None
@@ -213,7 +215,10 @@ class StepRunner:
         if not len(slots_B):
             return
         tokens_B = torch.empty_like(slots_B) if sampled is None else sampled.next_input_ids_B
-        self.last_tokens_S.index_copy_(0, slots_B.long(), self.tp.broadcast(tokens_B))
+        host_slots_B = step.batch.slots_B[step.batch.samples_B]
+        if self._kept_rows is None or not np.array_equal(self._kept_rows[0], host_slots_B):
+            self._kept_rows = host_slots_B, slots_B.long()
+        self.last_tokens_S.index_copy_(0, self._kept_rows[1], self.tp.broadcast(tokens_B))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
