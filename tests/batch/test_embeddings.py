@@ -79,6 +79,7 @@ def test_every_answer_is_one_of_openais(answers: dict[str, dict[str, Any]]) -> N
             assert parsed.model_extra == {}
         assert [item["index"] for item in body["data"]] == list(range(len(body["data"])))
         assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"]
+        assert "completion_tokens" not in body["usage"], "nothing was completed"
     assert served["text"]["response"]["body"]["model"] == "mine"
     assert served["lists"]["response"]["body"]["usage"]["prompt_tokens"] == 4
 
