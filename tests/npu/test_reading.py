@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.npu, pytest.mark.slow]
 @pytest.mark.skipif(has_real_cann(), reason="a device's attention takes no float32: compared in bfloat16 elsewhere")
 def test_vectors_and_scores_of_prompts_equal_the_cpus(checkpoint: Any, tmp_path: Path) -> None:
     cases = [{"model": str(checkpoint(model_type)), "count": 5,
-              "settings": {**SMALL, **FLOAT32, "platform": "npu", "max_num_batched_tokens": 64}}
+              "settings": {**SMALL, **FLOAT32, "platform": "npu", "max_num_batched_tokens": 128}}
              for model_type in ("qwen3", "qwen3_vl", "qwen3_5_text")]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     done = run_python(["-m", "tests.npu.programs.reading", str(tmp_path / "cases.json"), str(tmp_path / "found.json")],
                       timeout=900, memory_bytes=DEVICE_MEMORY, allow_fp32_attention=True)
     assert done.returncode == 0, done.stderr[-8000:]
     for case, found in zip(cases, json.loads((tmp_path / "found.json").read_text()), strict=True):
-        settings = {**SMALL, "dtype": "float32", "platform": "cpu", "max_num_batched_tokens": 64}
+        settings = {**SMALL, "dtype": "float32", "platform": "cpu", "max_num_batched_tokens": 128}
         expected = read({**case, "settings": settings})
         assert found["decode_steps"] == 0
         assert found["fallbacks"] == {}, "nothing leaves the AI core, nor sorts indices"
