@@ -20,6 +20,7 @@ GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
 DEFAULT_MAX_MODEL_LEN = 32768
 LOAD_FORMATS = ("safetensors", "dummy")
 REASONING_PARSERS = ("auto", "none")
+RUNNERS = ("auto", "generate", "pooling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class RunnerConfig:
     """Folder of a checkpoint, a hub id, or the name of an embedded model (shapes-vl)."""
     revision: str | None = None
     """Branch, tag or commit when `model` is a hub id."""
+    runner: str = "auto"
+    """generate answers with text, pooling with vectors (/v1/embeddings, LLM.embed); auto: pooling where the
+    checkpoint's modules.json (sentence-transformers) says so, else generate."""
     platform: str = "auto"
     """npu, cuda or cpu; auto takes the first that is usable, in that order."""
     dtype: str = "auto"
@@ -72,7 +76,8 @@ class RunnerConfig:
     max_images_per_prompt: int = LIMITS.max_images_per_prompt
     """A prompt with more pictures is refused."""
     max_logprobs_per_request: int = LIMITS.max_logprobs_per_request
-    """A request for more log probabilities is refused: n x max_tokens x (top_logprobs + 1)."""
+    """A request for more log probabilities is refused: n x max_tokens x (top_logprobs + 1), and prompt tokens x
+    (prompt_logprobs + 1)."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """What the chat template reads beside the conversation, a JSON object as {"enable_thinking": false}. A request's
     own chat_template_kwargs win, name by name."""
@@ -102,6 +107,7 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model: a checkpoint folder or a hub id is needed")
+        _one_of("runner", self.runner, RUNNERS)
         _one_of("platform", self.platform, PLATFORMS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)

@@ -84,8 +84,11 @@ class Limits:
     """Entries of `choice`."""
     max_grammar_chars: int = 262_144
     """Characters of a grammar, and of all entries of `choice` together."""
+    max_embedding_inputs: int = 2048  # OpenAI's
+    """Prompts of the `input` of a row for vectors."""
     max_logprobs_per_request: int = 262_144
-    """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities."""
+    """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities; and of its prompt, where it wants
+    those, tokens x (prompt_logprobs + 1)."""
     worker_memory_bytes: int = 4 * GIB
     """Memory that preparing one row may take in its worker process."""
 
@@ -111,6 +114,17 @@ def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> 
         "too_many_logprobs",
         "logprobs",
     )
+
+
+def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> None:
+    """Refuse more log probabilities of a prompt of `num_tokens` than one answer may hold. `num_top`: as above."""
+    if num_top is None or num_tokens * (num_top + 1) <= limit:
+        return
+    raise RequestError(
+        f"prompt_logprobs: {num_tokens} prompt tokens x ({num_top} most probable + 1) is {num_tokens * (num_top + 1)} "
+        f"log probabilities, at most {limit} are allowed (max_logprobs_per_request); shorten the prompt or ask for "
+        "fewer", "too_many_logprobs", "prompt_logprobs",
+    )  # fmt: skip
 
 
 def plain_template_kwargs(value: Any) -> dict[str, Any]:

@@ -22,10 +22,13 @@ from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.engine.waiting import WaitingRoom, max_waiting_requests
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.limits import plain_template_kwargs
+from npu_runner.multimodal.effort import kwargs_with_effort
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.multimodal.prompt_forms import prompt_and_images
-from npu_runner.outputs import EngineStats, RequestOutput
+from npu_runner.multimodal.tools import parse_tools
+from npu_runner.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.prompt_feed import PromptFeed, Request
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.options import PreprocessingOptions
@@ -36,8 +39,13 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 "prompt_token_ids", "multi_modal_data": {"image": ...}}, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url."""
+Tools = Sequence[Mapping[str, Any]]
+"""OpenAI's functions: {"type": "function", "function": {"name", "description", "parameters"}}."""
 Params = SamplingParams | Iterable[SamplingParams] | None
+PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
+EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
+_AnyParams = SamplingParams | PoolingParams
 _Parse = Callable[[Any], PromptTask | PromptInputs]
 _IDLE_SECONDS = 0.2
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
@@ -87,22 +95,31 @@ class LLM:
     @overload
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
-             chat_template_kwargs: Mapping[str, Any] | None = None, stream_results: Literal[False] = False,
+             add_generation_prompt: bool | None = None, continue_final_message: bool = False,
+             tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+             reasoning_effort: str | None = None, stream_results: Literal[False] = False,
              return_errors: bool = False) -> list[RequestOutput]: ...
     @overload
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
-             chat_template_kwargs: Mapping[str, Any] | None = None, stream_results: Literal[True],
+             add_generation_prompt: bool | None = None, continue_final_message: bool = False,
+             tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+             reasoning_effort: str | None = None, stream_results: Literal[True],
              return_errors: bool = False) -> Results: ...
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
-             chat_template_kwargs: Mapping[str, Any] | None = None, stream_results: bool = False,
+             add_generation_prompt: bool | None = None, continue_final_message: bool = False,
+             tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+             reasoning_effort: str | None = None, stream_results: bool = False,
              return_errors: bool = False) -> list[RequestOutput] | Results:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
         An image_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is downloaded.
-        `chat_template_kwargs` go into the template, as {"enable_thinking": False}; a name that it does not read is a
-        RequestError. What a model thinks first is a result's `reasoning_content`, its `text` is what comes behind.
+        `chat_template_kwargs` go into the template, as {"enable_thinking": False}, and so does OpenAI's
+        `reasoning_effort`; a name that it does not read is a RequestError. What a model thinks first is a result's
+        `reasoning_content`, its `text` is what comes behind. `tools` are OpenAI's, for all conversations; calls stay in
+        the text as the model writes them. With `continue_final_message` the answer goes on with the last message, the
+        assistant's; with `add_generation_prompt` False the prompt ends behind it.
 
         `conversations` may be an iterator of any length, and so may `sampling_params`: it is read in this thread, a few
         hundred ahead of the results at most. `stream_results` gives an iterator of (index of the conversation, result)
@@ -118,13 +135,42 @@ class LLM:
             allowed_dir=allowed_media_dir, max_images=self.engine.config.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes,
         )
+        processor = self.engine.processor
         kwargs = None if chat_template_kwargs is None else plain_template_kwargs(dict(chat_template_kwargs))
+        kwargs_and_effort = kwargs_with_effort(kwargs, reasoning_effort, processor.template_reads)
+        checked_tools = None if tools is None else parse_tools(tools)
 
         def parse(messages: Any) -> PromptTask:
-            return chat_task(messages, kwargs, rules, has_vision=self.engine.processor.has_vision)
+            return chat_task(
+                messages, kwargs_and_effort, rules, has_vision=processor.has_vision, tools=checked_tools,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            )  # fmt: skip
 
         items: Iterable[Any] = [conversations] if _is_one_conversation(conversations) else conversations
         return self._run(items, sampling_params, parse, use_tqdm, stream_results, return_errors)
+
+    @overload
+    def embed(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+              use_tqdm: bool = False, stream_results: Literal[False] = False,
+              return_errors: bool = False) -> list[EmbeddingRequestOutput]: ...
+    @overload
+    def embed(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+              use_tqdm: bool = False, stream_results: Literal[True],
+              return_errors: bool = False) -> EmbeddingResults: ...
+    def embed(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+              use_tqdm: bool = False, stream_results: bool = False,
+              return_errors: bool = False) -> list[EmbeddingRequestOutput] | EmbeddingResults:
+        """A vector of each raw prompt, of a model that was loaded for that (setting `runner`).
+
+        Prompts are those of `generate`, instructions and template included; everything else is as in `chat`.
+        """
+        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
+        self.engine.processor.check_runner("pooling")
+        given = PoolingParams() if pooling_params is None else pooling_params
+        results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
+        if isinstance(results, list):
+            return [EmbeddingRequestOutput.of(output) for output in results]
+        return ((index, EmbeddingRequestOutput.of(output)) for index, output in results)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -146,8 +192,8 @@ class LLM:
 
     # -- one call --------------------------------------------------------------------------------------------------
 
-    def _run(self, items: Iterable[Any], sampling_params: Params, parse: _Parse, use_tqdm: bool, stream_results: bool,
-             return_errors: bool) -> list[RequestOutput] | Results:
+    def _run(self, items: Iterable[Any], sampling_params: _AnyParams | Iterable[_AnyParams] | None, parse: _Parse,
+             use_tqdm: bool, stream_results: bool, return_errors: bool) -> list[RequestOutput] | Results:
         if not isinstance(items, Iterable):
             raise RequestError(f"prompts: a list or an iterator is needed, not {type(items).__name__}", "invalid_type")
         total = len(items) if isinstance(items, Sized) else None
@@ -163,19 +209,20 @@ class LLM:
         finished = dict(results)
         return [finished[index] for index in range(len(finished))]
 
-    def _params(self, given: Params, count: int | None) -> SamplingParams | Iterable[SamplingParams]:
+    def _params(self, given: _AnyParams | Iterable[_AnyParams] | None,
+                count: int | None) -> _AnyParams | Iterable[_AnyParams]:
         if given is None:
             return SamplingParams(**self.engine.generation_defaults)
         if count is not None and isinstance(given, Sized) and len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
-        if count is None or isinstance(given, (SamplingParams, Sequence)):
+        if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
             return given
         return list(islice(given, count))  # an iterator can be read only once
 
-    def _requests(self, items: Iterable[Any], params: SamplingParams | Iterable[SamplingParams],
+    def _requests(self, items: Iterable[Any], params: _AnyParams | Iterable[_AnyParams],
                   parse: _Parse) -> Iterator[Request]:
         """Each item with its settings, the errors among them as such."""
-        wanted = repeat(params) if isinstance(params, SamplingParams) else iter(params)
+        wanted = repeat(params) if isinstance(params, (SamplingParams, PoolingParams)) else iter(params)
         last = resolved = None
         for index, item in enumerate(items):
             one = next(wanted, None)

@@ -103,6 +103,19 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolingConfig:
+    """How one vector is made of a prompt: the last token's final hidden state, in float32."""
+
+    is_normalised: bool
+    """To length 1 (L2)."""
+    dimensions: tuple[int, ...] | None = None
+    """The lengths that a vector may be cut to; None: any."""
+
+    def describe(self) -> str:
+        return "last token, normalised" if self.is_normalised else "last token, not normalised"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What a decoder-only checkpoint is, plus its vision tower if it has one.
 
@@ -131,6 +144,8 @@ class ModelConfig:
     """What else it asks for, and is not done."""
     vision: VisionConfig | None = None
     image_token_id: int | None = None
+    pooling: PoolingConfig | None = None
+    """None: it generates text. Else it gives vectors, and has no output head."""
 
     @property
     def num_layers(self) -> int:

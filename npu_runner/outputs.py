@@ -73,6 +73,50 @@ class CompactLogprobs(Sequence[PositionLogprobs]):
 
 
 @dataclass(frozen=True)
+class PromptTokenLogprobs:
+    """One token of a prompt: what the model gave it before it was read, and the most probable ones in its place."""
+
+    token: TokenLogprob
+    rank: int
+    """1: the most probable one."""
+    top: tuple[TokenLogprob, ...]
+
+
+class PromptLogprobs(Sequence[PromptTokenLogprobs | None]):
+    """One entry for each token of a prompt, None for the first, which nothing stands before. Kept as numbers, and read
+    as CompactLogprobs are.
+
+    token_ids: of the whole prompt (T); ranks: int32 (T - 1); the rest as there, the prompt's own token first (T - 1).
+    """
+
+    def __init__(self, token_ids: Sequence[int], ranks: np.ndarray, positions: CompactLogprobs):
+        self.token_ids = token_ids
+        self.ranks = ranks
+        self.positions = positions
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptTokenLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptTokenLogprobs | None]: ...
+    def __getitem__(self, index: int | slice) -> PromptTokenLogprobs | list[PromptTokenLogprobs | None] | None:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        if place == 0:
+            return None
+        position = self.positions[place - 1]
+        return PromptTokenLogprobs(position.sampled, int(self.ranks[place - 1]), position.top)
+
+    def first_token(self) -> TokenLogprob:
+        """The one without a log probability, which is NaN here."""
+        text, raw = self.positions.describe(self.token_ids[0])
+        return TokenLogprob(token_id=self.token_ids[0], token=text, logprob=float("nan"), token_bytes=raw)
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One finished completion. `text` ends before a matched stop string; `token_ids` holds every sampled token.
 
@@ -94,17 +138,22 @@ class CompletionOutput:
     """What the model thought first; None: it did not, or nobody split it off (`reasoning_parser`)."""
     num_reasoning_tokens: int = 0
     """Tokens of it, without the tags around it."""
+    embedding: np.ndarray | None = None
+    """float32 (D,), where the request was for a vector: then there is no text."""
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request with all its completions, in index order."""
+    """One finished request with all its completions, in index order; where it was for vectors, one for each prompt."""
 
     request_id: str
     completions: list[CompletionOutput] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    """Of all its prompts together."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache (of the first completion)."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Where SamplingParams ask for them."""
 
     @classmethod
     def failed(cls, request_id: str, error: RequestError) -> RequestOutput:
@@ -145,6 +194,46 @@ class RequestOutput:
     @property
     def error_code(self) -> str | None:
         return self.completions[0].error_code
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """`embedding`: float32 (D,), as long as `dimensions` asked for."""
+
+    embedding: np.ndarray
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """One prompt's vector, under vLLM's names. `outputs` is None where there is an `error`."""
+
+    request_id: str
+    outputs: EmbeddingOutput | None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""
+    error: str | None = None
+    error_code: str | None = None
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
+        """Of a request for one vector."""
+        (vector,) = output.completions
+        outputs = None if vector.embedding is None else EmbeddingOutput(vector.embedding)
+        return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, vector.error,
+                   vector.error_code)
+
+    @property
+    def embedding(self) -> np.ndarray:
+        """float32 (D,). Raises RequestError with the reason where there is none."""
+        if self.outputs is None:
+            raise RequestError(self.error or "there is no vector", self.error_code or "no_vector")
+        return self.outputs.embedding
 
 
 @dataclass

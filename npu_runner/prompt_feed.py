@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.prompts import Prepared, PromptProcessor, PromptTask, PromptWorkers
 
@@ -23,7 +24,7 @@ MAX_AHEAD_BYTES = 1 << 29
 class Request:
     """What a caller asked for: a prompt that has to be prepared, one that is, or the error that it has shown to be."""
 
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     prompt: PromptTask | PromptInputs | RequestError
 
 
@@ -32,7 +33,7 @@ class ReadyRequest:
     """`index`: the how manyth of its call, from 0. `num_bytes`: what its prompt takes where workers made it, else 0."""
 
     index: int
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     prompt: PromptInputs | RequestError
     num_bytes: int
 
@@ -53,7 +54,7 @@ class PromptFeed:
         self.read_seconds = read_seconds
         self._num_read = 0
         self._is_read = False
-        self._params: dict[int, SamplingParams] = {}
+        self._params: dict[int, SamplingParams | PoolingParams] = {}
         """Of those that were read and not fetched."""
         self._here: deque[tuple[int, PromptTask | PromptInputs | RequestError]] = deque()
 

@@ -71,6 +71,8 @@ class SamplingParams:
     with it; behind the reasoning, where the model thinks."""
     max_thinking_tokens: int | None = None
     """In a chat: when the model has thought for so many tokens, its end-of-thinking token comes next. 0: at once."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt, but its first. Such a prompt is computed whole, whatever is cached."""
 
     def __post_init__(self) -> None:
         self._keep(
@@ -87,7 +89,8 @@ class SamplingParams:
             ignore_eos=_boolean("ignore_eos", self.ignore_eos),
             include_stop_str_in_output=_boolean("include_stop_str_in_output", self.include_stop_str_in_output),
             skip_special_tokens=_boolean("skip_special_tokens", self.skip_special_tokens),
-            logprobs=None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS),
+            logprobs=_num_top("logprobs", self.logprobs),
+            prompt_logprobs=_num_top("prompt_logprobs", self.prompt_logprobs),
             temperature=_number("temperature", self.temperature, 0.0, 100.0),
             top_p=_number("top_p", self.top_p, 0.0, 1.0),
             min_p=_number("min_p", self.min_p, 0.0, 1.0),
@@ -145,6 +148,10 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     if number < low or (high is not None and number > high):
         raise _error(name, f"{shown(number)} is outside {low} to {'unlimited' if high is None else high}")
     return number
+
+
+def _num_top(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value, 0, MAX_TOP_LOGPROBS)
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:

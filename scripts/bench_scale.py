@@ -33,6 +33,7 @@ from bench_common import commit, versions
 
 import npu_runner
 from npu_runner.batch.files.answer_writer import AnswerWriter
+from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.input_file import InputFile, RowFile
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
@@ -159,7 +160,7 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, profiler: cPro
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
             fleet.begin(None)
-            with Delivery(AnswerWriter(descriptor, str(output), path=output), tally) as delivery:
+            with Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery:
                 driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
                                 should_stop=lambda: False)
                 if profiler is None:

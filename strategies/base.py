@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import ModelConfig
+from npu_runner.model_config import ModelConfig, PoolingConfig
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.pooling_config import read_pooling
 from npu_runner.weights.reader import CheckpointReader
 
 # M picture tokens, D hidden size of the decoder
@@ -53,6 +55,15 @@ class LoadStrategy(ABC):
     def read_config(self) -> ModelConfig:
         """What config.json says. Raises ModelError for what it lacks, and for what the family would get wrong."""
 
+    def pooling(self, config: RunnerConfig) -> PoolingConfig | None:
+        """How vectors are made of prompts; None: the checkpoint generates text. Raises ModelError for a way that is not
+        served."""
+        return read_pooling(self.path, config.runner)
+
+    def model_config_for(self, config: RunnerConfig) -> ModelConfig:
+        """What `read_config` says, and how vectors are made of it where `config` or the checkpoint asks for them."""
+        return dataclasses.replace(self.read_config(), pooling=self.pooling(config))
+
     def processor(self, config: RunnerConfig) -> ChatProcessor:
         """Chat messages and pictures to prompts; picklable, for worker processes."""
         return ChatProcessor(
@@ -67,6 +78,7 @@ class LoadStrategy(ABC):
             chat_template_kwargs=config.chat_template_kwargs,
             reasoning_parser=config.reasoning_parser,
             tool_call_parser=config.tool_call_parser,
+            pooling=self.pooling(config),
         )
 
     @abstractmethod

@@ -6,6 +6,7 @@ Knows no family, nothing of pictures.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Set
 from typing import ClassVar
 
 from torch import nn
@@ -35,6 +36,12 @@ class CausalLMStrategy(LoadStrategy):
         return CausalLM(model_config, num_positions, context)
 
     def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
-        # A tied checkpoint may store the head once more.
-        ignored = ("lm_head.weight",) if model_config.tie_word_embeddings else ()
-        return load_weights(model, reader, ignored=ignored, ignored_prefixes=self.left_out_prefixes)
+        # A tied checkpoint may store the head once more; one that vectors are pooled from may have one nobody needs.
+        ignored = ("lm_head.weight",) if model_config.tie_word_embeddings or model_config.pooling else ()
+        return load_weights(model, reader, ignored=ignored, ignored_prefixes=self.left_out_prefixes,
+                            renamed=self.renamed(reader.names))
+
+    def renamed(self, names: Set[str]) -> Mapping[str, str]:
+        """How the checkpoint's `names` begin, by how ours do: a base model saved alone, as embedding models are, has
+        them without the "model." in front."""
+        return {} if any(name.startswith("model.") for name in names) else {"model.": ""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
 from torch import nn
@@ -11,8 +12,6 @@ from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.model_config import ModelConfig, VisionConfig
 from npu_runner.models.vision.qwen2_5_vl import WindowedVisionTower
-from npu_runner.weights.loader import load_weights
-from npu_runner.weights.reader import CheckpointReader
 from strategies.qwen2 import qwen2_layers
 from strategies.qwen3_vl import Qwen3VLStrategy
 
@@ -35,10 +34,10 @@ class Qwen25VLStrategy(Qwen3VLStrategy):
     def tower(self, vision: VisionConfig, context: LayerContext) -> nn.Module:
         return WindowedVisionTower(vision, context)
 
-    def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
-        is_published = any(name.startswith("visual.") for name in reader.names)
-        ignored = ("lm_head.weight",) if model_config.tie_word_embeddings else ()
-        return load_weights(model, reader, ignored=ignored, renamed=_PUBLISHED_NAMES if is_published else {})
+    def renamed(self, names: Set[str]) -> Mapping[str, str]:
+        is_published = any(name.startswith("visual.") for name in names) and any(
+            name.startswith("model.") for name in names)
+        return _PUBLISHED_NAMES if is_published else super().renamed(names)
 
 
 def _read_vision(raw: dict[str, Any]) -> VisionConfig:

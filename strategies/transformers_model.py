@@ -59,6 +59,9 @@ class TransformersStrategy(LoadStrategy):
             raise ConfigError(f"graph_mode {config.graph_mode!r}: {served}, which runs eagerly; leave it at auto")
         if config.load_format == "dummy":
             raise ConfigError(f"load_format 'dummy': {served}, with the checkpoint's own weights; leave it at auto")
+        if self.pooling(config) is not None:
+            raise ConfigError(f"runner {config.runner!r}: {served}, which generates text only; set runner to generate, "
+                              "or take a checkpoint of a family with a strategy of its own")
         rope = growing_rope(self._config)
         if rope and (config.max_model_len or 0) > rope[1]:
             raise ConfigError(f"max_model_len {config.max_model_len}: rope {rope[0]!r} depends on the longest position "

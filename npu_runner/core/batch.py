@@ -11,6 +11,7 @@ import numpy as np
 from npu_runner.core.sequence import Sequence
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.reasoning import Thinking
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 
 # B sequences in the step, T tokens in the step, W blocks of the longest sequence in the step
@@ -29,6 +30,8 @@ class SamplingEntry:
     output_token_ids: list[int]
     thinking: Thinking | None = None
     """Where the prompt ends, in a chat with a model that thinks."""
+    pooling: PoolingParams | None = None
+    """Of a row that wants a vector and no token."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,21 @@ class ImageSlice:
     token_row: int
     is_last: bool
     """No later chunk of this sequence needs the picture."""
+
+
+@dataclass(frozen=True)
+class PromptScore:
+    """Tokens of a row's chunk whose successors in the prompt are to be given log probabilities.
+
+    [first_token, first_token + len(targets)) in the step; `targets` are int32 ids; `place` is the first one's in the
+    prompt; `num_top`: most probable ones beside each.
+    """
+
+    row: int
+    first_token: int
+    place: int
+    targets: np.ndarray
+    num_top: int
 
 
 @dataclass
@@ -67,6 +85,7 @@ class ScheduledBatch:
     images: list[ImageInput] = field(default_factory=list)
     """Distinct pictures that this step's tokens touch."""
     image_slices: list[ImageSlice] = field(default_factory=list)
+    prompt_scores: list[PromptScore] = field(default_factory=list)
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     """(snapshot slot, slot) of the state pool: copied before the step's forward."""
     state_saves: list[tuple[int, int, int]] = field(default_factory=list)
@@ -217,8 +236,11 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
     block_tables_BW = np.zeros((len(chunks), width), dtype=np.int32)
     images: dict[bytes, ImageInput] = {}
     slices: list[ImageSlice] = []
+    scores: list[PromptScore] = []
     token_row = 0
     for row, (seq, num) in enumerate(chunks):
+        if seq.scores_prompt:
+            scores.append(_prompt_score(seq, num, row, token_row))
         block_tables_BW[row, : len(seq.block_table)] = seq.block_table
         for image, image_slice in _image_slices(seq, num, token_row):
             images.setdefault(image.content_hash, image)
@@ -239,9 +261,18 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         freed_slots=table.take_freed_slots(),
         images=list(images.values()),
         image_slices=slices,
+        prompt_scores=[score for score in scores if len(score.targets)],
         state_loads=[_state_load(seq) for seq, _ in chunks if seq.state_source is not None and seq.is_at_its_start],
         state_saves=state_saves,
     )
+
+
+def _prompt_score(seq: Sequence, num: int, row: int, token_row: int) -> PromptScore:
+    place = seq.num_computed_tokens + 1
+    targets = seq.prompt.token_ids[place : place + num]
+    num_top = seq.params.prompt_logprobs
+    assert num_top is not None, f"sequence {seq.seq_id} wants no log probabilities of its prompt"
+    return PromptScore(row, token_row, place, np.asarray(targets, dtype=np.int32), num_top)
 
 
 def _state_load(seq: Sequence) -> tuple[int, int]:
@@ -299,4 +330,4 @@ def _image_slices(seq: Sequence, num: int, token_row: int) -> list[tuple[ImageIn
 def _sampling_entry(seq: Sequence) -> SamplingEntry:
     assert seq.slot is not None, f"sequence {seq.seq_id} samples without a slot"
     return SamplingEntry(slot=seq.slot, params=seq.params, seed=seq.seed, prompt_token_ids=seq.prompt.token_ids,
-                         output_token_ids=list(seq.output_token_ids), thinking=seq.prompt.thinking)
+                         output_token_ids=list(seq.output_token_ids), thinking=seq.prompt.thinking, pooling=seq.pooling)

@@ -92,7 +92,8 @@ class BlockManager:
         """
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         seq.num_computed_tokens = seq.num_cached_tokens = 0
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.scores_prompt:
+            seq.state_source, seq.snapshot_positions = None, ()
             return
         blocks = self._cached_blocks(seq)
         if self.snapshots is not None:

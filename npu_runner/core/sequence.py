@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.outputs import FinishReason
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 
 
@@ -32,6 +33,10 @@ class Sequence:
     prompt: PromptInputs
     params: SamplingParams
     seed: int
+    pooling: PoolingParams | None = None
+    """The prompt is for a vector, which comes in the place of its first token."""
+    scores_prompt: bool = False
+    """The log probabilities of its prompt are wanted and have not all arrived: the prompt is computed whole."""
     max_num_tokens: int | None = None
     """Of prompt and output: no step is made for a sequence that will have so many. None: whoever ends it says so."""
     status: SequenceStatus = SequenceStatus.WAITING

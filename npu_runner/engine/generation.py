@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from npu_runner.core.sequence import Sequence
@@ -43,6 +44,7 @@ class Generation:
         params = sequence.params
         self.sequence = sequence
         self.logprobs = None if params.logprobs is None else LogprobsRecord(params.logprobs)
+        self.embedding: np.ndarray | None = None
         self.finished: CompletionOutput | None = None
         self._detokenizer = detokenizer_for(params, tokenizer)
         self._end_tokens = end_tokens
@@ -68,6 +70,13 @@ class Generation:
             if stop is not None:
                 return End("stop", stop)
         return _LENGTH if num_tokens >= self._most_tokens else None
+
+    def take_vector(self, vector_D: np.ndarray) -> End:
+        """What came in the place of a token, where that was asked for."""
+        if not np.isfinite(vector_D).all():
+            return _NOT_A_NUMBER
+        self.embedding = vector_D
+        return End("stop")
 
     def finish_text(self) -> str:
         """End the text, and return all of it."""

@@ -12,8 +12,13 @@ import hashlib
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
+from typing import overload
+
+import numpy as np
 
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
@@ -25,12 +30,15 @@ from npu_runner.core.state_snapshots import SnapshotCounters, StateSnapshots, st
 from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.generation import End, Generation, nothing_left
+from npu_runner.engine.logprobs import PromptLogprobsRecord
 from npu_runner.engine.quarantine import Quarantine
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
+from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
-from npu_runner.outputs import CompletionOutput, EngineStats, RequestOutput
+from npu_runner.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
 from npu_runner.sampling_params import SamplingParams
 from strategies import pick_strategy
@@ -55,8 +63,10 @@ def _make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> Blo
 @dataclass(eq=False)
 class _Request:
     request_id: str
+    num_prompt_tokens: int
     generations: list[Generation] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    prompt_logprobs: PromptLogprobsRecord | None = None
 
 
 class LLMEngine:
@@ -67,7 +77,7 @@ class LLMEngine:
         self.model_path = resolve_checkpoint(config.model, config.revision)
         strategy = pick_strategy(self.model_path)
         self.config = config = strategy.settle(config)
-        self.model_config = strategy.read_config()
+        self.model_config = strategy.model_config_for(config)
         self.processor = processor or strategy.processor(config)
         self._eos_token_ids = self.processor.end_token_ids(self.model_config)
         self.generation_defaults = dict(self.model_config.generation_defaults)
@@ -102,26 +112,53 @@ class LLMEngine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
-        """Queue a prompt. Raises RequestError, and queues nothing, when it cannot be served."""
+    def add_request(self, request_id: str, prompt: PromptInputs | SequenceOf[PromptInputs],
+                    params: SamplingParams | PoolingParams) -> None:
+        """Queue a prompt, or with PoolingParams one or several. Raises RequestError, and queues nothing, when it cannot
+        be served."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
-        params = self.check_request(prompt, params)
+        prompts = [prompt] if isinstance(prompt, PromptInputs) else list(prompt)
+        if isinstance(params, PoolingParams):
+            for each in prompts:
+                self.check_request(each, params)
+            self._add_poolings(request_id, prompts, params)
+            return
+        (only,) = prompts
+        self._add_generations(request_id, only, self.check_request(only, params))
+
+    def _add_generations(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
         room = self.max_model_len - len(prompt.token_ids)
         eos_tokens = () if params.ignore_eos else self._eos_token_ids
         end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
-        request = self._requests[request_id] = _Request(request_id)
+        request = self._requests[request_id] = _Request(request_id, len(prompt.token_ids))
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = PromptLogprobsRecord(prompt.token_ids, params.prompt_logprobs)
         for index in range(params.n):
             sequence = Sequence(
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
                 prompt=prompt, params=params, seed=self._seed(request_id, params, index),
                 max_num_tokens=len(prompt.token_ids) + min(room, params.max_tokens or room),
+                scores_prompt=index == 0 and params.prompt_logprobs is not None,
             )
-            self._next_seq_id += 1
-            generation = Generation(sequence, self.processor.tokenizer, end_tokens)
-            request.generations.append(generation)
-            self._generation_of[sequence.seq_id] = generation
-            self.scheduler.add(sequence)
+            self._queue(request, Generation(sequence, self.processor.tokenizer, end_tokens))
+
+    def _add_poolings(self, request_id: str, prompts: list[PromptInputs], params: PoolingParams) -> None:
+        """A sequence for each prompt, which ends with what stands where its first token would."""
+        plain = SamplingParams(temperature=0.0, max_tokens=1)
+        request = self._requests[request_id] = _Request(request_id, sum(len(prompt.token_ids) for prompt in prompts))
+        for index, prompt in enumerate(prompts):
+            sequence = Sequence(
+                seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
+                prompt=prompt, params=plain, seed=0, pooling=params, max_num_tokens=len(prompt.token_ids) + 1,
+            )
+            self._queue(request, Generation(sequence, self.processor.tokenizer, frozenset()))
+
+    def _queue(self, request: _Request, generation: Generation) -> None:
+        self._next_seq_id += 1
+        request.generations.append(generation)
+        self._generation_of[generation.sequence.seq_id] = generation
+        self.scheduler.add(generation.sequence)
 
     def abort_request(self, request_id: str) -> None:
         """End a request now; its unfinished completions get finish_reason `abort` in the next step's outputs.
@@ -192,6 +229,11 @@ class LLMEngine:
 
     def _book(self, batch: ScheduledBatch, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
         """What a step brings to those that still wait for it; in short, since it is done for every generated token."""
+        if output.vectors is not None:
+            self._book_vectors(sequences, output.vectors)
+            return
+        if output.prompt_scores:
+            self._book_prompt_scores(sequences, output)
         generations, logprobs = self._generation_of, output.logprobs
         for row, (sequence, tokens) in enumerate(zip(sequences, output.sampled_token_ids, strict=True)):
             if sequence is None or not tokens:
@@ -211,6 +253,23 @@ class LLMEngine:
         self.scheduler.outrun(generation.sequence)
         ends = (generation.append(token, output.logprobs, row) for token in tokens)
         return next((end for end in ends if end is not None), None)
+
+    def _book_prompt_scores(self, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
+        for row, place, records in output.prompt_scores:
+            sequence = sequences[row]
+            if sequence is not None:
+                record = self._requests[sequence.request_id].prompt_logprobs
+                assert record is not None, "nobody asked for the log probabilities of this prompt"
+                record.put(place, records)
+                sequence.scores_prompt = not record.is_whole
+
+    def _book_vectors(self, sequences: list[Sequence | None], vectors: Mapping[int, np.ndarray]) -> None:
+        for row, vector_D in vectors.items():
+            sequence = sequences[row]
+            if sequence is not None:
+                request, generation = self._requests[sequence.request_id], self._generation_of[sequence.seq_id]
+                request.num_cached_tokens = (request.num_cached_tokens or 0) + sequence.num_cached_tokens
+                self._finish(generation, generation.take_vector(vector_D))
 
     # -- steps that fail -------------------------------------------------------------------------------------------
 
@@ -273,7 +332,7 @@ class LLMEngine:
         generation.finished = CompletionOutput(
             index=sequence.index, text=answer.content, token_ids=token_ids, finish_reason=end.reason,
             stop_reason=end.stop_reason, error=end.error, error_code=end.code, reasoning_content=answer.reasoning,
-            num_reasoning_tokens=answer.num_reasoning_tokens,
+            num_reasoning_tokens=answer.num_reasoning_tokens, embedding=generation.embedding,
             logprobs=None if record is None else record.finish(token_ids, self._token_text),
         )
         del self._generation_of[sequence.seq_id]
@@ -282,8 +341,14 @@ class LLMEngine:
         if len(completions) == len(request.generations):
             del self._requests[request.request_id]
             self._ready.append(RequestOutput(
-                request.request_id, completions, sequence.num_prompt_tokens, request.num_cached_tokens or 0
+                request.request_id, completions, request.num_prompt_tokens, request.num_cached_tokens or 0,
+                self._prompt_logprobs(request),
             ))
+
+    def _prompt_logprobs(self, request: _Request) -> PromptLogprobs | None:
+        """None where nobody asked, or the request ended before its prompt did."""
+        record = request.prompt_logprobs
+        return record.finish(self._token_text) if record is not None and record.is_whole else None
 
     def _split(self, text: str, sequence: Sequence) -> SplitAnswer:
         thinking, tokens = sequence.prompt.thinking, self.processor.reasoning_tokens
@@ -296,27 +361,19 @@ class LLMEngine:
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
 
-    def check_request(self, prompt: PromptInputs, params: SamplingParams) -> SamplingParams:
+    @overload
+    def check_request(self, prompt: PromptInputs, params: SamplingParams) -> SamplingParams: ...
+    @overload
+    def check_request(self, prompt: PromptInputs, params: PoolingParams) -> PoolingParams: ...
+    def check_request(self, prompt: PromptInputs,
+                      params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
         """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
         params = self.processor.resolve_params(params)
         self.processor.check_length(prompt, params)
-        self.processor.check_thinking(prompt, params)
-        length, vocab_size = len(prompt.token_ids), self.model_config.vocab_size
-        if length == 0:
-            raise RequestError("the prompt is empty", code="empty_prompt")
-        if length >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {length} tokens, the model takes {self.max_model_len} with at least one generated; "
-                f"shorten it, send smaller pictures or raise max_model_len", code="prompt_too_long",
-            )
-        if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= vocab_size:
-            raise RequestError(f"a token id is outside 0 to {vocab_size - 1}", code="invalid_token_id")
-        if prompt.images and self.model_config.vision is None:
-            raise RequestError("the model has no vision tower; send text only", code="model_has_no_vision")
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            if any(i >= vocab_size for i in ids):
-                raise RequestError(f"{name}: a token id is outside 0 to {vocab_size - 1}",
-                                   code="invalid_sampling_parameter", param=name)
+        check_prompt(prompt, self.model_config, self.max_model_len)
+        if isinstance(params, SamplingParams):
+            self.processor.check_thinking(prompt, params)
+            check_token_ids(params, self.model_config.vocab_size)
         return params
 
     def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:

@@ -1,4 +1,7 @@
-"""Collects one completion's log probabilities while it grows, as bytes. Knows nothing of requests or text."""
+"""Collects log probabilities, of a completion while it grows and of a prompt chunk by chunk, as numbers.
+
+Knows nothing of requests or text.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from npu_runner.outputs import CompactLogprobs
+from npu_runner.outputs import CompactLogprobs, PromptLogprobs
 from npu_runner.runner.base import StepLogprobs
 
 
@@ -31,3 +34,33 @@ class LogprobsRecord:
         floats[:, 1:] = records[:, 1 + self._num_top:].view(np.float32)
         self._packed = bytearray()
         return CompactLogprobs(ids, floats, describe)
+
+
+class PromptLogprobsRecord:
+    """Those of the tokens of a prompt but its first, with `num_top` most probable ones beside each."""
+
+    def __init__(self, token_ids: Sequence[int], num_top: int):
+        self._token_ids = token_ids
+        self._num_top = num_top
+        self._records = np.zeros((max(0, len(token_ids) - 1), 2 + 2 * num_top), dtype=np.int32)
+        self._num_known = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self._num_known == len(self._records)
+
+    def put(self, place: int, records: np.ndarray) -> None:
+        """Those of the tokens from `place` on. A prompt that begins anew brings them again, from its start."""
+        self._records[place - 1 : place - 1 + len(records)] = records
+        self._num_known = place - 1 + len(records)
+
+    def finish(self, describe: Callable[[int], tuple[str, bytes]]) -> PromptLogprobs:
+        """All of it. describe: (text, bytes) of a token id."""
+        records, num_top = self._records, self._num_top
+        ids = np.empty((len(records), 1 + num_top), dtype=np.int32)
+        ids[:, 0] = self._token_ids[1:]
+        ids[:, 1:] = records[:, 2 : 2 + num_top]
+        floats = np.empty((len(records), 1 + num_top), dtype=np.float32)
+        floats[:, 0] = records[:, 0].view(np.float32)
+        floats[:, 1:] = records[:, 2 + num_top :].view(np.float32)
+        return PromptLogprobs(self._token_ids, records[:, 1].copy(), CompactLogprobs(ids, floats, describe))

@@ -80,7 +80,8 @@ class SamplerOutput:
         num_rows, num_records = len(self.token_ids_B), len(self.logprob_rows)
         flat = self.flat.wait()
         records_LC = flat[2 * num_rows:].reshape(num_records, -1) if num_records else None
-        return HostSample(flat[:num_rows], flat[num_rows: 2 * num_rows], self.logprob_rows, records_LC)
+        return HostSample(flat[:num_rows], flat[num_rows: 2 * num_rows], self.logprob_rows, records_LC,
+                          self.problems)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class HostSample:
     receipts_B: np.ndarray
     logprob_rows: np.ndarray
     records_LC: np.ndarray | None
+    problems: dict[int, str] = field(default_factory=dict)
 
 
 class Sampler:

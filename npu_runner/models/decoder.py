@@ -93,16 +93,21 @@ class Decoder(nn.Module):
         return self.norm.add_forward(x_TD, residual_TD)[0]
 
 
+def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext) -> OutputHead | None:
+    """None where vectors are pooled: nobody asks for logits, and such checkpoints come without their weights."""
+    if config.pooling is not None:
+        return None
+    return OutputHead("lm_head", config.vocab_size, config.hidden_size, context,
+                      tied_to=decoder.embed_tokens if config.tie_word_embeddings else None)
+
+
 class CausalLM(nn.Module):
     """A text-only checkpoint: decoder and output head."""
 
     def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext):
         super().__init__()
         self.model = Decoder(config, num_positions, context)
-        self.lm_head = OutputHead(
-            "lm_head", config.vocab_size, config.hidden_size, context,
-            tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
-        )
+        self.lm_head = output_head(config, self.model, context)
 
     @property
     def decoder(self) -> Decoder:
@@ -117,4 +122,5 @@ class CausalLM(nn.Module):
         return self.decoder(x_TD, positions, metadata, deepstack)
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
+        assert self.lm_head is not None, "a model that pools vectors has no logits"
         return self.lm_head(hidden_BD)

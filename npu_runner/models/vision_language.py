@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from npu_runner.layers.embedding import OutputHead
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.model_config import ModelConfig
-from npu_runner.models.decoder import CausalLM, Decoder
+from npu_runner.models.decoder import CausalLM, Decoder, output_head
 
 
 class _Body(nn.Module):
@@ -23,10 +22,7 @@ class VisionLanguageModel(CausalLM):
     def __init__(self, config: ModelConfig, tower: nn.Module, num_positions: int, context: LayerContext):
         nn.Module.__init__(self)
         self.model = _Body(config, tower, num_positions, context)
-        self.lm_head = OutputHead(
-            "lm_head", config.vocab_size, config.hidden_size, context,
-            tied_to=self.decoder.embed_tokens if config.tie_word_embeddings else None,
-        )
+        self.lm_head = output_head(config, self.decoder, context)
 
     @property
     def decoder(self) -> Decoder:

@@ -47,8 +47,8 @@ class Conversation:
         return found
 
 
-def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conversation:
-    """A checked conversation. Raises RequestError naming the field.
+def parse_messages(messages: Any, *, has_vision: bool, max_images: int, needs_text: bool = True) -> Conversation:
+    """A checked conversation. Raises RequestError naming the field. `needs_text`: a picture alone says nothing.
 
     Without vision every content is one string (text parts joined by newlines), which is what such templates expect.
     """
@@ -70,7 +70,8 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conve
             content = _joined(content, separator="\n")
         conversation.messages.append({"role": role, "content": content, **others})
     _check_images(conversation, has_vision, max_images)
-    if not any(message["role"] == "user" and _joined(message["content"]).strip() for message in conversation.messages):
+    has_text = any(m["role"] == "user" and _joined(m["content"]).strip() for m in conversation.messages)
+    if not has_text and (needs_text or not conversation.images):
         raise RequestError("messages: no user message has any text; ask a question", "no_user_text", "messages")
     return conversation
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import PIL
@@ -21,8 +21,8 @@ from npu_runner.checkpoint_files import model_folder, require_json
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import with_grammar
-from npu_runner.limits import LIMITS, check_logprobs
-from npu_runner.model_config import ModelConfig
+from npu_runner.limits import LIMITS, check_logprobs, check_prompt_logprobs
+from npu_runner.model_config import ModelConfig, PoolingConfig
 from npu_runner.multimodal.chat_prompt import ChatPrompts
 from npu_runner.multimodal.chat_template import read_chat_template
 from npu_runner.multimodal.control_tokens import ControlTokens
@@ -38,6 +38,7 @@ from npu_runner.multimodal.text_length import TextLength
 from npu_runner.multimodal.tokenizer import read_special_tokens, read_tokenizer
 from npu_runner.multimodal.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.multimodal.tools import parse_tools, strings_in
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.structured_outputs import StructuredOutputsParams
 
@@ -62,11 +63,12 @@ class ChatProcessor:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_parser: str = "auto",
         tool_call_parser: str = "auto",
+        pooling: PoolingConfig | None = None,
     ):
         """`image_*_pixels` bound the resized picture (None: as the checkpoint says), `max_source_pixels` the file.
 
         A prompt that cannot be shorter than `max_model_len` is refused before it is tokenized. `chat_template_kwargs`
-        count for conversations that do not set the same name themselves.
+        count for conversations that do not set the same name themselves. With `pooling` prompts are for vectors.
         """
         self._settings = {
             "image_min_pixels": image_min_pixels,
@@ -79,7 +81,9 @@ class ChatProcessor:
             "chat_template_kwargs": chat_template_kwargs,
             "reasoning_parser": reasoning_parser,
             "tool_call_parser": tool_call_parser,
+            "pooling": pooling,
         }
+        self.pooling = pooling
         self.model_path = str(model_path)
         self.max_images_per_prompt = max_images_per_prompt
         self.max_source_pixels = max_source_pixels
@@ -89,6 +93,7 @@ class ChatProcessor:
         self.tokenizer: Tokenizer = read_tokenizer(folder)
         self._eos_token = read_special_tokens(folder).get("eos_token")
         text_config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        self.hidden_size: int | None = text_config.get("hidden_size")
         self.vocab_size: int | None = text_config.get("vocab_size", config.get("vocab_size"))
         num_positions = text_config.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)
         self.max_model_len: int = max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN)
@@ -166,7 +171,8 @@ class ChatProcessor:
         tokens, as `most_prompt_tokens` says.
         """
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
-        conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt)
+        conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt,
+                                      needs_text=self.pooling is None)
         check_ending(conversation, add_generation_prompt, continue_final_message)
         checked_tools = None if tools is None else parse_tools(tools)
         texts = [text for _, text in conversation.texts()] + strings_in(checked_tools)
@@ -202,7 +208,7 @@ class ChatProcessor:
         located = [(image, f"images[{number}]") for number, image in enumerate(images)]
         return self._prompt(token_ids, located, truncate_prompt_tokens)
 
-    def most_prompt_tokens(self, params: SamplingParams) -> int | None:
+    def most_prompt_tokens(self, params: SamplingParams | PoolingParams) -> int | None:
         """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
         more than the model takes."""
         name, asked = "truncate_prompt_tokens", params.truncate_prompt_tokens
@@ -216,8 +222,11 @@ class ChatProcessor:
             )  # fmt: skip
         return most if asked == -1 else asked
 
-    def check_length(self, prompt: PromptInputs, params: SamplingParams) -> None:
-        """Raises RequestError for a prompt that was prepared without the truncation that is asked for."""
+    def check_length(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
+        """Raises RequestError for a prompt that was prepared without the truncation that is asked for, or has more
+        tokens than log probabilities of them may be given."""
+        if isinstance(params, SamplingParams):
+            check_prompt_logprobs(len(prompt.token_ids), params.prompt_logprobs, self.max_logprobs)
         most = self.most_prompt_tokens(params)
         if most is not None and len(prompt.token_ids) > most:
             raise _not_cut(len(prompt.token_ids), most, "was prepared without it")
@@ -247,13 +256,37 @@ class ChatProcessor:
             ids.append(token_id)
         return tuple(i for i in ids if i < model_config.vocab_size)  # the model cannot say the others
 
-    def resolve_params(self, params: SamplingParams) -> SamplingParams:
-        """`params` as the engine takes them: bad words as token ids, structured_outputs as a grammar. May be called
-        twice.
+    def check_runner(self, runner: str) -> None:
+        """Raises RequestError where a request is for text (`generate`) and the model gives vectors, or the other way
+        round (`pooling`)."""
+        if runner == "pooling" and self.pooling is None:
+            raise RequestError(
+                "the model generates text and was loaded for that: a vector needs a checkpoint whose modules.json says "
+                "how it is pooled, or runner pooling (--runner pooling)", "wrong_endpoint",
+            )  # fmt: skip
+        if runner == "generate" and self.pooling is not None:
+            raise RequestError(
+                "the model was loaded for vectors and generates no text: ask for embeddings (/v1/embeddings, "
+                "LLM.embed), or load it with runner generate (--runner generate)", "wrong_endpoint",
+            )  # fmt: skip
 
-        Raises RequestError for token ids that the model lacks, for more log probabilities than an answer may hold and
-        for a schema, an expression or a grammar that cannot be served.
+    @overload
+    def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
+    @overload
+    def resolve_params(self, params: PoolingParams) -> PoolingParams: ...
+    def resolve_params(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
+        """`params` as the engine takes them: bad words as token ids, structured_outputs as a grammar. May be
+        called twice.
+
+        Raises RequestError for token ids that the model lacks, for more log probabilities than an answer may hold, for
+        a schema, an expression or a grammar that cannot be served, and for params of what the model was not loaded for
+        (`check_runner`).
         """
+        if isinstance(params, PoolingParams):
+            self.check_runner("pooling")
+            self._check_dimensions(params.dimensions)
+            return params
+        self.check_runner("generate")
         check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
 
         def encode(text: str) -> list[int]:
@@ -266,6 +299,17 @@ class ChatProcessor:
         if not isinstance(structured, StructuredOutputsParams) or structured.compiled:
             return params
         return params.replace(structured_outputs=with_grammar(structured))
+
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is None or self.pooling is None:
+            return
+        served = self.pooling.dimensions
+        if served is not None and dimensions not in served:
+            message = f"dimensions: {dimensions} is none of those the checkpoint names, {', '.join(map(str, served))}"
+            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
+        if self.hidden_size is not None and dimensions > self.hidden_size:
+            message = f"dimensions: {dimensions} is more than the vector has, which is {self.hidden_size}"
+            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
 
     def largest_image(self) -> ImageInput:
         """A made-up grey picture with the most tokens that any picture can get, for memory profiling."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
 from npu_runner.runner.memory_guard import MemoryGuard
 from npu_runner.runner.memory_profile import MemoryMeter
 from npu_runner.runner.pictures import Pictures
+from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import resolve_settings
 from npu_runner.runner.state_plan import StateShape
 from npu_runner.runner.state_pool import StatePool
@@ -72,7 +74,7 @@ class ModelRunner(ModelRunnerBase):
         self.strategy = pick_strategy(model_path)
         self.model_path = model_path
         self.config = config = self.strategy.settle(config)
-        self.model_config = self.strategy.read_config()
+        self.model_config = self.strategy.model_config_for(config)
         self.settings = resolve_settings(config, self.model_config, self.platform)
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
@@ -276,6 +278,8 @@ class ModelRunner(ModelRunnerBase):
             num_tokens, batch_size, block_size=self.settings.block_size, uses_mrope=self.uses_mrope, images=images
         )]
         first_len = 1 if in_capturing else max(1, num_tokens // batch_size)
+        if self.model_config.pooling is not None:
+            expected_decode_len = 0  # vectors are pooled from prefills
         for context_len in range(first_len, first_len + expected_decode_len):
             context_len = min(context_len, self.settings.max_model_len)
             steps.append(dummy_decode(batch_size, context_len, block_size=self.settings.block_size))
@@ -306,6 +310,8 @@ class ModelRunner(ModelRunnerBase):
         """What the engine needs to know once the runner is ready."""
         description = {"dtype": self.settings.dtype, "graph_mode": self.settings.graph_mode,
                        "attention": self.attention.name}
+        if self.model_config.pooling is not None:
+            description["pooling"] = self.model_config.pooling.describe()
         if self.gated_delta is not None:
             description["gated_delta"] = self.gated_delta.name
         return RunnerInfo(
@@ -381,12 +387,16 @@ class ModelRunner(ModelRunnerBase):
         if not isinstance(self.model, LanguageModel):
             raise ModelError(f"{type(self.strategy).__name__} built a {type(self.model).__name__}, not to be run: "
                              "a network has embed, forward and compute_logits (npu_runner/models/contract.py)")
-        return StepRunner(
-            self.model, self.attention, self.platform, self.device, tp=self.tp, block_size=self.settings.block_size,
-            max_num_seqs=self.settings.max_num_seqs, guard=self.guard, sampler=self._make_sampler(),
-            pictures=self._make_pictures(self.vision_cache), gated_delta=self.gated_delta,
-            states=self.states,
-        )
+        placed = self.model, self.attention, self.platform, self.device
+        shared: dict[str, Any] = {
+            "tp": self.tp, "block_size": self.settings.block_size, "max_num_seqs": self.settings.max_num_seqs,
+            "guard": self.guard, "pictures": self._make_pictures(self.vision_cache), "gated_delta": self.gated_delta,
+            "states": self.states,
+        }
+        if self.model_config.pooling is not None:
+            return PoolingStepRunner(*placed, pooling=self.model_config.pooling,
+                                     hidden_size=self.model_config.hidden_size, **shared)
+        return StepRunner(*placed, sampler=self._make_sampler(), **shared)
 
     def _make_pictures(self, cache: VisionCache[VisionEmbeddings]) -> Pictures:
         return Pictures(self.strategy, self.model, cache, self.max_image_tokens)
@@ -423,7 +433,7 @@ class ModelRunner(ModelRunnerBase):
         bind_kv_cache(self.model, self.k_cache, self.v_cache)
 
     def _make_sampler(self) -> Sampler | None:
-        if self.tp.rank != 0:
+        if self.tp.rank != 0 or self.model_config.pooling is not None:
             return None
         return Sampler(
             vocab_size=self.model_config.vocab_size,

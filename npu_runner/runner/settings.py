@@ -43,7 +43,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     allowed = platform.supported_block_sizes
     if allowed is not None and block_size not in allowed:
         raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
-    graph_mode = _graph_mode(config, platform, max_num_seqs)
+    graph_mode = _graph_mode(config, model_config, platform, max_num_seqs)
     max_num_batched_tokens = config.max_num_batched_tokens or defaults.max_num_batched_tokens
     if model_config.state_layers and max_num_batched_tokens < state_alignment(block_size):
         raise ConfigError(f"max_num_batched_tokens {max_num_batched_tokens}: chunks of this model's prompts begin at "
@@ -74,8 +74,13 @@ def _max_num_seqs(config: RunnerConfig, model_config: ModelConfig, platform: Pla
     return max_num_seqs
 
 
-def _graph_mode(config: RunnerConfig, platform: Platform, max_num_seqs: int) -> str:
+def _graph_mode(config: RunnerConfig, model_config: ModelConfig, platform: Platform, max_num_seqs: int) -> str:
     graph_mode = "eager" if config.enforce_eager else config.graph_mode
+    if model_config.pooling is not None:
+        if graph_mode not in ("auto", "eager"):
+            raise ConfigError(f"graph_mode {graph_mode!r}: the model gives vectors, nothing is decoded, no graph has "
+                              "a use; leave it at auto")
+        graph_mode = "eager"
     graph_mode = platform.defaults.graph_mode if graph_mode == "auto" else graph_mode
     if graph_mode not in platform.graph_modes:
         raise ConfigError(f"graph_mode {graph_mode!r}: {platform.name} supports {', '.join(platform.graph_modes)}")

@@ -10,7 +10,7 @@ B sequences in the step, T tokens in the step, S slots, padding's included, V vo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from npu_runner.runner.decode_step import DecodeStep
 from npu_runner.runner.inputs import to_device
 from npu_runner.runner.memory_guard import MemoryGuard
 from npu_runner.runner.pictures import Pictures
+from npu_runner.runner.prompt_logprobs import PromptScores, score_prompts
 from npu_runner.runner.state_pool import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
 from npu_runner.runner.step_clock import StepClock
@@ -52,21 +53,30 @@ class PreparedStep:
     state_plan: Any = None
 
 
+class StepResult(Protocol):
+    """What a step makes, on its way to the host."""
+
+    def is_done(self) -> bool: ...
+    def to_host(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class StepUnderWay:
     """A step that was handed to the device. `sampled` is None where this rank, or the step, samples nothing."""
 
     step: PreparedStep
-    sampled: SamplerOutput | None
+    sampled: StepResult | None
+    prompt_scores: PromptScores | None = None
 
     def is_done(self) -> bool:
         """Whether nothing has to be waited for any more."""
-        return self.sampled is None or self.sampled.is_done()
+        return all(result is None or result.is_done() for result in (self.sampled, self.prompt_scores))
 
     def wait(self) -> None:
         """Until it has run, as far as this rank can tell."""
-        if self.sampled is not None:
-            self.sampled.to_host()
+        for result in (self.sampled, self.prompt_scores):
+            if result is not None:
+                result.to_host()
 
 
 class StepRunner:
@@ -99,6 +109,8 @@ class StepRunner:
         self._kept_rows: tuple[np.ndarray, Tensor] | None = None
         self._last_number = 0
         self._newest: StepUnderWay | None = None
+        self._prompt_scores: PromptScores | None = None
+        """What `launch` has handed out last beside its logits."""
 
     def run(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         """All of a step, one thing after the other. None on ranks that do not sample."""
@@ -124,7 +136,7 @@ class StepRunner:
         sampled = self.sample(step, logits_BV)
         self.keep_tokens(step, sampled)
         self.clock.end_sample()
-        return StepUnderWay(step, sampled)
+        return StepUnderWay(step, sampled, self._prompt_scores)
 
     def collect(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         """What a step brings, once it has run; steps are collected in their order. None on ranks that do not sample.
@@ -182,6 +194,7 @@ class StepRunner:
 
     def launch(self, step: PreparedStep) -> Tensor:
         """Hand out the forward: logits (B, V) of the rows that sample."""
+        self._prompt_scores = None
         if step.bucket is not None:
             return step.bucket.forward(step.inputs)[: step.batch.batch_size]
         if not step.batch.is_prefill:
@@ -220,19 +233,20 @@ class StepRunner:
         if self.sampler is None:
             return None
         batch = step.batch
+        scores = under_way.prompt_scores.to_host() if under_way.prompt_scores is not None else []
         if sampled is None:
-            return ModelRunnerOutput([[] for _ in range(batch.batch_size)])
+            return ModelRunnerOutput([[] for _ in range(batch.batch_size)], prompt_scores=scores)
         on_host = sampled.to_host()
-        self._check_receipts(step, on_host)
+        self.check_receipts(step, on_host.receipts_B)
         tokens = [[token] for token in on_host.token_ids_B.tolist()]
         if len(tokens) < batch.batch_size:
             of_rows = iter(tokens)
             tokens = [next(of_rows) if samples else [] for samples in batch.samples_B.tolist()]
         problems = {}
-        if sampled.problems:
+        if on_host.problems:
             rows = np.flatnonzero(batch.samples_B)
-            problems = {int(rows[row]): problem for row, problem in sampled.problems.items()}
-        return ModelRunnerOutput(tokens, self._logprobs(batch, on_host), problems)
+            problems = {int(rows[row]): problem for row, problem in on_host.problems.items()}
+        return ModelRunnerOutput(tokens, self._logprobs(batch, on_host), problems, scores)
 
     @staticmethod
     def _logprobs(batch: ScheduledBatch, on_host: HostSample) -> StepLogprobs | None:
@@ -253,12 +267,21 @@ class StepRunner:
             x_TD, deepstack = self.pictures.show(batch, x_TD, step.tensors["image_rows"])
         metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
+        if batch.prompt_scores:
+            self._prompt_scores = score_prompts(
+                batch, hidden_TD, step.tensors["prompt_targets"], keeps=self.sampler is not None,
+                max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits, download=self.platform.download)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]
-        return self.model.compute_logits(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0]
+        return self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0]
 
-    def _check_receipts(self, step: PreparedStep, sampled: HostSample) -> None:
-        if (sampled.receipts_B != step.number).any():
+    def read_out(self, hidden_BD: Tensor) -> Tensor:
+        """What is made of the final hidden states of rows whose prompt has ended: logits (B, V)."""
+        return self.model.compute_logits(hidden_BD)
+
+    def check_receipts(self, step: PreparedStep, receipts_B: np.ndarray) -> None:
+        """Raises EngineDeadError for what is not this step's."""
+        if (receipts_B != step.number).any():
             raise EngineDeadError(f"the device did not run the {step.batch.describe()}: it takes no work since an "
                                   f"operation before failed, and the error of that got lost; "
                                   f"{self.platform.lost_error_remedy}")

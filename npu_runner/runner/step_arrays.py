@@ -34,6 +34,8 @@ def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, bloc
         last_rows_B = np.cumsum(batch.query_lens_B) - 1
         arrays["last_rows"] = last_rows_B[batch.samples_B].astype(np.int32)
         arrays["image_rows"] = _image_rows(batch)
+        if batch.prompt_scores:
+            arrays["prompt_targets"] = np.concatenate([score.targets for score in batch.prompt_scores])
     return arrays
 
 

@@ -36,7 +36,7 @@ def load_weights(model: nn.Module, reader: CheckpointReader, *, ignored: tuple[s
     """
     for name, module in model.named_modules():
         if isinstance(module, ExpertWeights):
-            module.match_checkpoint(name.removesuffix("experts"), reader.names, reader.shape)
+            module.match_checkpoint(_renamed(name.removesuffix("experts"), renamed or {}), reader.names, reader.shape)
     wanted = [(parameter, dataclasses.replace(part, name=_renamed(part.name, renamed or {})))
               for parameter, part in _wanted(model)]
     left_out = {name for name in reader.names if name.startswith(ignored_prefixes)}

@@ -8,12 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
+from npu_runner.multimodal.messages import check_ending
 from npu_runner.multimodal.sending import checked_conversation, num_bytes, sendable_pictures
 from npu_runner.workers.options import PreprocessingOptions
 from npu_runner.workers.pool import PoolLimits, WorkerFailure, WorkerPool
@@ -25,7 +26,10 @@ _LEAST_CHARS = 4096
 class PromptProcessor(Protocol):
     """What is needed of a ChatProcessor; picklable."""
 
-    def __call__(self, messages: Any, chat_template_kwargs: Any = None) -> PromptInputs: ...
+    def __call__(
+        self, messages: Any, chat_template_kwargs: Any = None, *, tools: Any = None, add_generation_prompt: Any = None,
+        continue_final_message: Any = False,
+    ) -> PromptInputs: ...
     def from_text(self, prompt: Any, images: Any = ()) -> PromptInputs: ...
 
 
@@ -58,6 +62,8 @@ class ChatTask(PromptTask):
 
     messages: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, as far as they ask for anything."""
 
     def prepare(self, processor: PromptProcessor) -> PromptInputs:
         pictures = (picture for picture, _ in self.pictures)
@@ -68,7 +74,7 @@ class ChatTask(PromptTask):
             ]} if isinstance(message["content"], list) else message
             for message in self.messages
         ]  # fmt: skip
-        return processor(messages, self.chat_template_kwargs)
+        return processor(messages, self.chat_template_kwargs, **self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +88,18 @@ class TextTask(PromptTask):
 
 
 def chat_task(
-    messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool
-) -> ChatTask:
+    messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+) -> ChatTask:  # fmt: skip
     """Raises RequestError for what can be seen without reading an address or decoding a picture."""
     conversation = checked_conversation(messages, rules, has_vision=has_vision)
+    check_ending(conversation, add_generation_prompt, continue_final_message)
+    asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
+             "continue_final_message": continue_final_message or None}
     return ChatTask(
         messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.images,
+        options={name: value for name, value in asked.items() if value is not None},
         num_chars=sum(len(text) for _, text in conversation.texts()),
     )  # fmt: skip
 

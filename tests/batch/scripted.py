@@ -37,7 +37,9 @@ class ScriptedProcessor:
     def identity(self) -> dict[str, Any]:
         return {"kind": "scripted"}
 
-    def resolve_params(self, params: SamplingParams) -> SamplingParams:
+    def check_runner(self, runner: str) -> None: ...
+
+    def resolve_params(self, params: Any) -> Any:
         return params
 
     def from_text(self, prompt: str | list[int], **options: Any) -> PromptInputs:

@@ -32,7 +32,7 @@ STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="s
 # Ours, after vLLM, and metadata, which OpenAI has for chats alone.
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos", "metadata",
           "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "response_format",
-          "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+          "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_logprobs"}
 SMALL = ["--platform", "cpu", "--max-model-len", "1024", "--kv-cache-bytes", "64M", "--progress", "off"]
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -106,7 +106,8 @@ BAD_BODIES = [
     ({"stream": True}, "unsupported_parameter", "stream"),
     ({"logprobs": 21}, "invalid_sampling_parameter", "logprobs"),
     ({"logprobs": True}, "invalid_type", "logprobs"),
-    ({"logprobs": 0, "echo": True}, "unsupported_parameter", "logprobs"),
+    ({"logprobs": 0, "echo": True, "prompt_logprobs": 1}, "invalid_value", "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "invalid_sampling_parameter", "prompt_logprobs"),
     ({"max_tokens": 0}, "invalid_sampling_parameter", "max_tokens"),
     ({"messages": []}, "unknown_parameter", "messages"),
     ({"chat_template_kwargs": {}}, "unknown_parameter", "chat_template_kwargs"),

@@ -23,7 +23,7 @@ OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos",
           "chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
           "add_generation_prompt", "continue_final_message", "structured_outputs", "guided_json", "guided_regex",
-          "guided_choice", "guided_grammar", "max_thinking_tokens"}
+          "guided_choice", "guided_grammar", "max_thinking_tokens", "prompt_logprobs"}
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -179,7 +179,7 @@ def test_a_wrong_body_is_refused_and_the_field_named(change: dict[str, Any], cod
 
 BAD_ROWS = [
     ({"method": "GET"}, "invalid_value", "method"),
-    ({"url": "/v1/embeddings"}, "invalid_value", "url"),
+    ({"url": "/v1/responses"}, "invalid_value", "url"),
     ({"custom_id": 5}, "invalid_type", "custom_id"),
     ({"custom_id": ""}, "invalid_value", "custom_id"),
     ({"body": []}, "invalid_type", "body"),

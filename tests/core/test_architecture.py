@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Packages and modules, lowest first; those of one line do not import each other.
 LAYERS = [
-    {"errors", "threads"}, {"limits"}, {"structured_outputs"}, {"sampling_params", "outputs"}, {"config"},
-    {"checkpoint_files"}, {"generation_config", "model_config", "assets"}, {"config_reading", "checkpoint"},
-    {"grammars"}, {"multimodal"},
+    {"errors", "threads"}, {"limits"}, {"structured_outputs"}, {"sampling_params", "pooling_params", "outputs"},
+    {"config"}, {"checkpoint_files"}, {"generation_config", "model_config", "assets"},
+    {"config_reading", "checkpoint", "pooling_config"}, {"grammars"}, {"multimodal"},
     {"core", "platforms"}, {"layers"}, {"weights"}, {"models"}, {"strategies"}, {"runner"}, {"engine", "workers"},
     {"prompt_feed", "replicas"}, {"llm"}, {"batch", "ray_data"}, {"cli"},
 ]

@@ -60,7 +60,7 @@ def open_model(config: RunnerConfig) -> ScriptedModel:
 
 def main(options: dict[str, Any]) -> int:
     model = options.pop("model")
-    for name in ("summary", "report"):
+    for name in ("summary", "report", "error_file"):
         if name in options:
             options[name] = Path(options[name])
     if "impatient" in stage_directions():

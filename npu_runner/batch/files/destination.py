@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, remove_torn_version, sync_folder
+from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
 from npu_runner.batch.files.input_file import STANDARD_STREAM, InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.output_file import OutputLock, repair_output, rewrite_rows, rows_in_order, scan_output
-from npu_runner.errors import ConfigError, JobError, OutputLostError
+from npu_runner.batch.files.output_file import rows_in_order, scan_output
+from npu_runner.batch.files.rows_file import RowsFile
+from npu_runner.errors import ConfigError, OutputLostError
 
-_SYNC_ROWS = 64
-_SYNC_SECONDS = 2.0
+
+class Writers(NamedTuple):
+    """Where rows go: failed ones to `errors`, where there is such a file."""
+
+    answers: AnswerWriter
+    errors: AnswerWriter | None = None
+
+    def close(self) -> None:
+        """Both of them, whatever becomes of the first. Raises what AnswerWriter.close does."""
+        try:
+            self.answers.close()
+        finally:
+            if self.errors is not None:
+                self.errors.close()
 
 
 class Destination(Protocol):
@@ -29,6 +44,8 @@ class Destination(Protocol):
 
     @property
     def path(self) -> Path | None: ...
+    @property
+    def error_path(self) -> Path | None: ...
     def __enter__(self) -> Destination: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -36,25 +53,27 @@ class Destination(Protocol):
     def look(self) -> None: ...
     def finished(self, rows: InputScan) -> np.ndarray: ...
     def num_failed_kept(self) -> int: ...
-    def begin(self, manifest: Manifest) -> AnswerWriter: ...
+    def begin(self, manifest: Manifest) -> Writers: ...
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None: ...
     def num_there(self, rows: InputScan) -> tuple[int, int]: ...
 
 
-def open_destination(output: str, *, overwrite: bool, retry_errors: bool) -> Destination:
-    """Standard output and devices are streams; everything else is a file."""
-    if output == STANDARD_STREAM:
-        return StreamDestination(output)
+def open_destination(output: str, *, overwrite: bool, retry_errors: bool, errors: Path | None = None) -> Destination:
+    """Standard output and devices are streams; everything else is a file. `errors`: where failed rows go instead."""
     path = Path(output)
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if output == STANDARD_STREAM or (path.exists() and not path.is_file() and not path.is_dir()):
+        if errors is not None:
+            raise ConfigError(f"error_file {errors}: the output is a stream, and who resumes the one cannot resume the "
+                              "other; name a file as output, or leave it out")
         return StreamDestination(output)
-    return FileDestination(path, overwrite=overwrite, retry_errors=retry_errors)
+    return FileDestination(path, overwrite=overwrite, retry_errors=retry_errors, errors=errors)
 
 
 class StreamDestination:
     """Rows go out as they come; there is nothing to resume from."""
 
     path: Path | None = None
+    error_path: Path | None = None
     earlier: Manifest | None = None
 
     def __init__(self, output: str):
@@ -90,8 +109,8 @@ class StreamDestination:
     def num_failed_kept(self) -> int:
         return 0
 
-    def begin(self, manifest: Manifest) -> AnswerWriter:
-        return AnswerWriter(os.dup(self._descriptor), self.name)
+    def begin(self, manifest: Manifest) -> Writers:
+        return Writers(AnswerWriter(os.dup(self._descriptor), self.name))
 
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
         """Rows went out in order already, if that was asked for."""
@@ -102,45 +121,75 @@ class StreamDestination:
 
 
 class FileDestination:
-    """A file of answers with its lock and its manifest. Nothing is changed before `begin`."""
+    """A file of answers with its lock and its manifest, and with `errors` a second one, where failed rows go instead.
 
-    def __init__(self, path: Path, *, overwrite: bool, retry_errors: bool):
-        # Through links, so that two names of one file share one lock, and a link stays a link.
-        self.path: Path = path.resolve()
+    Nothing is changed before `begin`. A row is in one of the two; both are looked at, repaired and put in order alike.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool, retry_errors: bool, errors: Path | None = None):
+        self._answers = RowsFile(path, "output")
+        self._errors = None if errors is None else RowsFile(errors, "error_file")
+        self.path: Path = self._answers.path
+        self.error_path = None if self._errors is None else self._errors.path
         self.name = str(path)
         self.earlier: Manifest | None = None
         self._overwrite = overwrite
         self._retry_errors = retry_errors
-        self._lock = OutputLock(self.path)
-        self._seen: tuple[int, ...] | None = None
+
+    @property
+    def _files(self) -> list[RowsFile]:
+        return [self._answers] if self._errors is None else [self._answers, self._errors]
 
     def __enter__(self) -> FileDestination:
-        if self.path.is_dir():
-            raise ConfigError(f"output {self.name}: is a folder; name a file in it")
-        if not self.path.parent.is_dir():
-            raise ConfigError(f"output {self.name}: the folder {self.path.parent} does not exist; make it first")
-        self._lock.__enter__()
+        with ExitStack() as entered:
+            for file in self._files:
+                entered.enter_context(file)
+            self._entered = entered.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.__exit__()
+        self._entered.close()
 
     def look(self) -> None:
-        with clear_file_errors(f"output {self.name}"):
-            self._seen = _state_of(self.path)
-            self._scan = scan_output(self.path)
+        for file in self._files:
+            file.look()
         if self._overwrite:
-            self._kept = self._scan.keys[:0]
+            self._kept = self._answers.scan.keys[:0]
             return
         self.earlier = Manifest.load(self.path)
-        if self.earlier is None and self._scan.num_bytes:
+        if self.earlier is None and self._answers.scan.num_bytes:
             raise ConfigError(
                 f"output {self.name}: the file has content but no {manifest_path(self.path).name}, so it is no job's "
                 "output to resume; choose another name, or --overwrite to replace it"
             )
-        self._kept = self._scan.keys[~self._scan.failed] if self._retry_errors else self._scan.keys
+        self._refuse_another_error_file()
+        scan = self._answers.scan
+        answered = scan.keys[~scan.failed]
+        self._kept = answered if self._retry_errors else np.union1d(answered, self._failed_keys())
+
+    def _refuse_another_error_file(self) -> None:
+        begun_with = None if self.earlier is None else self.earlier.error_file
+        if begun_with is not None and begun_with != self._error_name:
+            given = "none is given" if self._errors is None else f"{self._errors.name} is given"
+            raise ConfigError(
+                f"output {self.name}: was begun with --error-file {begun_with} (as seen from its folder), and {given}; "
+                "failed rows would be in two places. Give that one again, or --overwrite to start afresh"
+            )
+        if self._errors is not None and begun_with is None and self._errors.scan.num_bytes:
+            raise ConfigError(f"{self._errors.title}: has content, and is not what the output was begun with; choose "
+                              "another name, or --overwrite to replace both")
+
+    @property
+    def _error_name(self) -> str | None:
+        """As the manifest has it: both files may be moved together."""
+        return None if self._errors is None else os.path.relpath(self._errors.path, self.path.parent)
+
+    def _failed_keys(self) -> np.ndarray:
+        """Of failed rows, wherever they are: a job that was killed while it moved them has left some in both files."""
+        found = [file.scan.keys[file.scan.failed] for file in self._files]
+        return np.setdiff1d(np.concatenate(found), self._answers.scan.keys[~self._answers.scan.failed])
 
     def finished(self, rows: InputScan) -> np.ndarray:
         """Which of the input's rows need no work any more."""
@@ -148,56 +197,71 @@ class FileDestination:
 
     def num_failed_kept(self) -> int:
         """Failed rows that stay as they are."""
-        return 0 if self._overwrite or self._retry_errors else self._scan.num_failed
+        return 0 if self._overwrite or self._retry_errors else len(self._failed_keys())
 
-    def begin(self, manifest: Manifest) -> AnswerWriter:
-        """Leave what is kept, whole, and open the file for more."""
+    def begin(self, manifest: Manifest) -> Writers:
+        """Leave what is kept, whole, and open the files for more."""
         with clear_file_errors(f"output {self.name}"):
+            for file in self._files:
+                if self._overwrite:
+                    file.replace()
+                else:
+                    file.refuse_changes()
             if self._overwrite:
-                self.path.unlink(missing_ok=True)
                 manifest_path(self.path).unlink(missing_ok=True)
-            elif _state_of(self.path) != self._seen:
-                raise JobError(f"output {self.name}: was changed while the model loaded; run the same command again")
-            remove_torn_version(self.path)
-            manifest.save(self.path)
+            replace(manifest, error_file=self._error_name).save(self.path)
             if not self._overwrite:
-                repair_output(self.path, self._scan, drop_failed=self._retry_errors)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            sync_folder(self.path.parent)
-        return AnswerWriter(descriptor, self.name, path=self.path, sync_rows=_SYNC_ROWS, sync_seconds=_SYNC_SECONDS)
+                self._repair()
+            answers = self._answers.open()
+            try:
+                errors = None if self._errors is None else self._errors.open()
+            except BaseException:
+                answers.close()
+                raise
+        return Writers(answers, errors)
+
+    def _repair(self) -> None:
+        """Whole rows alone, failed ones where they belong: in the other file before they leave this one."""
+        failed = self._answers.scan.failed
+        if self._errors is not None:
+            scan = self._errors.scan
+            # Who was answered since, or is tried again, has failed no more.
+            stays = np.isin(scan.keys, self._kept) & scan.failed
+            stays &= ~np.isin(scan.keys, self._answers.scan.keys[~failed])
+            self._errors.keep(stays)
+            if not self._retry_errors:
+                self._errors.append_from(self._answers, failed & ~np.isin(self._answers.scan.keys, scan.keys[stays]))
+        drop_failed = self._retry_errors or self._errors is not None
+        self._answers.keep(~failed if drop_failed else np.ones(len(failed), dtype=bool))
 
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
-        """Bring the file, in which every row is, into the order of the input where that was asked for.
+        """Bring the files, in which every row is, into the order of the input where that was asked for.
 
-        Rows are always written as they finish. Killed here, the file is whole in one of both orders, and the same
+        Rows are always written as they finish. Killed here, a file is whole in one of both orders, and the same
         command comes here again.
         """
         if not is_ordered:
             return
         with late_file_errors(f"output {self.name}, being put in order"):
-            scan = scan_output(self.path)
-            order = rows_in_order(scan, rows.keys)
-            if (order < 0).any():
+            scans = [scan_output(file.path) for file in self._files]
+            places = [rows_in_order(scan, rows.keys) for scan in scans]
+            is_missing = np.all([found < 0 for found in places], axis=0)
+            if is_missing.any():
                 raise OutputLostError(
-                    f"output {self.name}: {int((order < 0).sum())} of {rows.num_rows} rows have gone from it since "
+                    f"output {self.name}: {int(is_missing.sum())} of {rows.num_rows} rows have gone from it since "
                     "they were written; the same command answers them again"
                 )
-            if scan.num_broken_lines or not np.array_equal(order, np.arange(scan.num_rows)):
-                rewrite_rows(self.path, scan, order)
+            for file, scan, found in zip(self._files, scans, places, strict=True):
+                file.put_in_order(scan, found)
 
     def num_there(self, rows: InputScan) -> tuple[int, int]:
-        """How many rows of the input have an answer in the file now, and how many of these are failed ones."""
+        """How many rows of the input have an answer in the files now, and how many of these are failed ones."""
         with late_file_errors(f"output {self.name}"):
-            scan = scan_output(self.path)
-        found = rows_in_order(scan, rows.keys)
-        found = found[found >= 0]
-        return len(found), int(scan.failed[found].sum())
-
-
-def _state_of(path: Path) -> tuple[int, ...] | None:
-    """What changes when somebody writes to a file or puts another in its place; None: there is none."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+            scans = [scan_output(file.path) for file in self._files]
+        num_found = num_failed = 0
+        for scan in scans:
+            found = rows_in_order(scan, rows.keys)
+            found = found[found >= 0]
+            num_found += len(found)
+            num_failed += int(scan.failed[found].sum())
+        return num_found, num_failed

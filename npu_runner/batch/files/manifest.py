@@ -35,6 +35,8 @@ class Manifest:
     weights: dict[str, str] = field(default_factory=dict)
     """The weights' hashes over every byte; `model_files` has them over samples. Empty in outputs that were begun by a
     version that looked at samples only: these stay so to their end, and so does their `system_fingerprint`."""
+    error_file: str | None = None
+    """Where failed rows are, as seen from the output's folder; None: in the output."""
 
     @property
     def has_served(self) -> bool:
@@ -51,7 +53,10 @@ class Manifest:
     def save(self, output: Path) -> None:
         path = manifest_path(output)
         with clear_file_errors(f"manifest {path}"), replacing(path) as file:
-            text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True, ensure_ascii=False)
+            fields = asdict(self)
+            if self.error_file is None:
+                del fields["error_file"]  # earlier versions do not know it, and go on with an output that has none
+            text = json.dumps({"format": FORMAT, **fields}, indent=2, sort_keys=True, ensure_ascii=False)
             file.write(text.encode("utf-8") + b"\n")
 
     @staticmethod

@@ -105,10 +105,14 @@ def scan_output(path: Path) -> OutputScan:
 
 def repair_output(path: Path, scan: OutputScan, *, drop_failed: bool) -> OutputScan:
     """Leave only whole rows in the file, and only answers with `drop_failed`. Returns what it holds now."""
-    keep = ~scan.failed if drop_failed else np.ones(scan.num_rows, dtype=bool)
-    if keep.all() and not scan.num_broken_lines:
+    return keep_rows(path, scan, ~scan.failed if drop_failed else np.ones(scan.num_rows, dtype=bool))
+
+
+def keep_rows(path: Path, scan: OutputScan, wanted: np.ndarray) -> OutputScan:
+    """Leave only these rows in the file, and whole ones. Returns what it holds now."""
+    if wanted.all() and not scan.num_broken_lines:
         return scan
-    rewrite_rows(path, scan, np.flatnonzero(keep))
+    rewrite_rows(path, scan, np.flatnonzero(wanted))
     return scan_output(path)
 
 

@@ -18,7 +18,8 @@ from npu_runner.workers.pool import PoolLimits
 
 def check_names(options: BatchOptions) -> None:
     """No file may stand for two. The report and the summary are written last: that they cannot be is said first."""
-    names = {"input": options.input, "output": options.output, "report": options.report, "summary": options.summary}
+    names = {"input": options.input, "output": options.output, "error_file": options.error_file,
+             "report": options.report, "summary": options.summary}
     taken: dict[Path, str] = {}
     for name, value in names.items():
         if value is None or value == STANDARD_STREAM:
@@ -43,7 +44,8 @@ def make_report(
         worker_memory_bytes=options.worker_memory_bytes,
     )
     write_report(
-        options.report, file, rows, destination.path, worker=worker, max_rows=options.report_rows,
+        options.report, file, rows, destination.path, errors=destination.error_path, worker=worker,
+        max_rows=options.report_rows,
         thumbnails=ThumbnailMaker(options.allowed_media_dir, max_source_pixels, options.max_media_bytes),
         max_row_bytes=options.max_row_bytes,
     )  # fmt: skip

@@ -6,10 +6,11 @@ A row that nobody can find in the output has no answer, however far it came: so 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
+from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.early_rows import EarlyRows
 from npu_runner.batch.job.tally import Outcome, Tally
 from npu_runner.replicas.base import FinishedRow
@@ -17,29 +18,46 @@ from npu_runner.replicas.base import FinishedRow
 MAX_ROWS_OUT_OF_ORDER = 4096
 
 
-class Delivery:
-    """Owns the writer while entered; rows go out as they come. After leaving, the tally is what the output holds."""
+class _Lane:
+    """One file's writer, and what it was given and nobody has found there yet."""
 
-    def __init__(self, writer: AnswerWriter, tally: Tally):
-        self._writer = writer
-        self._tally = tally
-        self._uncounted: deque[Outcome] = deque()
+    def __init__(self, writer: AnswerWriter):
+        self.writer = writer
+        self.uncounted: deque[Outcome] = deque()
         self._num_counted = 0
 
+    def kept(self) -> Iterator[Outcome]:
+        """What has reached the file since the last call."""
+        for _ in range(self.writer.num_kept - self._num_counted):
+            self._num_counted += 1
+            yield self.uncounted.popleft()
+
+
+class Delivery:
+    """Owns the writers while entered; rows go out as they come. After leaving, the tally is what the output holds."""
+
+    def __init__(self, writers: Writers, tally: Tally):
+        self._writers = writers
+        self._tally = tally
+        self._answers = _Lane(writers.answers)
+        self._errors = self._answers if writers.errors is None else _Lane(writers.errors)
+
     def put(self, row: FinishedRow) -> None:
-        """Queue a row for the output. Raises JobError when an earlier one could not be written."""
-        self._uncounted.append(row.outcome)
-        self._writer.put(row.data)
+        """Queue a row for its file. Raises JobError when an earlier one could not be written."""
+        lane = self._answers if row.outcome.failure_code is None else self._errors
+        lane.uncounted.append(row.outcome)
+        lane.writer.put(row.data)
 
     def count(self) -> None:
         """Add to the tally what reached the output since the last call. Raises what the next `put` would raise."""
         self._count()
-        self._writer.raise_failure()
+        for lane in (self._answers, self._errors):
+            lane.writer.raise_failure()
 
     def _count(self) -> None:
-        for _ in range(self._writer.num_kept - self._num_counted):
-            self._tally.add(self._uncounted.popleft())
-            self._num_counted += 1
+        for lane in (self._answers, self._errors):
+            for outcome in lane.kept():
+                self._tally.add(outcome)
 
     def __enter__(self) -> Delivery:
         return self
@@ -48,7 +66,7 @@ class Delivery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._writer.close()
+            self._writers.close()
         finally:
             self._count()
 
@@ -60,8 +78,8 @@ class OrderedDelivery(Delivery):
     Rows still waiting at the end are lost, and not counted.
     """
 
-    def __init__(self, writer: AnswerWriter, tally: Tally, allow: Callable[[int], None], *, window: int):
-        super().__init__(writer, tally)
+    def __init__(self, writers: Writers, tally: Tally, allow: Callable[[int], None], *, window: int):
+        super().__init__(writers, tally)
         self._allow = allow
         self._window = window
         self._next = 0

@@ -21,6 +21,8 @@ class BatchOptions:
     """JSONL file of OpenAI batch rows; - reads standard input."""
     output: str
     """JSONL file of answers, resumed if it exists; - writes standard output (which cannot be resumed)."""
+    error_file: Path | None = None
+    """JSONL file of failed rows, which are there and not in the output, as in OpenAI's batch; None: in the output."""
     allowed_media_dir: Path | None = None
     """Pictures may be files below this folder; None: only data: URLs are allowed."""
     ordered: bool = False

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from npu_runner.batch.job.tally import is_as_expected
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_format import read_json
-from npu_runner.batch.rows.openai_response import text_of
+from npu_runner.batch.rows.openai_response import texts_of
 from npu_runner.errors import JobError, RequestError
 from npu_runner.workers.pool import PoolLimits, WorkerPool
 
@@ -78,6 +79,7 @@ def write_report(
     rows: InputScan,
     output: Path,
     *,
+    errors: Path | None = None,
     thumbnails: ThumbnailMaker,
     worker: PoolLimits,
     max_rows: int,
@@ -85,12 +87,14 @@ def write_report(
 ) -> None:
     """Write the page. Of a huge job it shows `max_rows` rows, failed and unexpected ones first, and says so.
 
-    `worker` bounds what decodes pictures; of rows above `max_row_bytes` the answer alone is shown. Raises JobError,
-    whatever goes wrong: the answers are all there by now.
+    `errors`: the file of failed rows, if there is one beside the `output`. `worker` bounds what decodes pictures; of
+    rows above `max_row_bytes` the answer alone is shown. Raises JobError, whatever goes wrong: the answers are all
+    there by now.
     """
     try:
         with late_file_errors(f"report {target}"):
-            cards, counts = _cards(_Joined(file, output, rows, max_row_bytes), thumbnails, worker, max_rows)
+            outputs = [output] if errors is None else [output, errors]
+            cards, counts = _cards(_Joined(file, outputs, rows, max_row_bytes), thumbnails, worker, max_rows)
             page = _page(cards, counts, rows.num_rows, output.name)
             with replacing(target) as page_file:
                 # "replace": it shows rows that were refused for half a surrogate pair, which no file can hold.
@@ -161,24 +165,29 @@ class _OfPicture:
 class _Joined:
     """The rows of the input beside their answers in the output, read where they stand."""
 
-    def __init__(self, file: InputFile, output: Path, rows: InputScan, max_row_bytes: int):
+    def __init__(self, file: InputFile, outputs: Sequence[Path], rows: InputScan, max_row_bytes: int):
         self._file = file
-        self._output = output
+        self._outputs = outputs
         self._max_row_bytes = max_row_bytes
-        scan = scan_output(output)
-        found = rows_in_order(scan, rows.keys)
-        self.places = np.flatnonzero(found >= 0)
-        """Numbers of the rows that have an answer."""
         self._starts = np.zeros(rows.num_rows, dtype=np.int64)
-        self._starts[self.places] = scan.starts[found[self.places]]
+        self._output_of = np.full(rows.num_rows, -1, dtype=np.int8)
+        for number, output in enumerate(outputs):
+            scan = scan_output(output)
+            found = rows_in_order(scan, rows.keys)
+            here = np.flatnonzero(found >= 0)
+            self._starts[here] = scan.starts[found[here]]
+            self._output_of[here] = number
+        self.places = np.flatnonzero(self._output_of >= 0)
+        """Numbers of the rows that have an answer."""
 
     def pairs(self, places: np.ndarray) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Request and result of these rows, in order; an unreadable request is empty."""
         wanted = np.zeros(len(self._starts), dtype=bool)
         wanted[places] = True
-        with open(self._output, "rb") as answers:
+        with ExitStack() as opened:
+            answers = [opened.enter_context(open(output, "rb")) for output in self._outputs]
             for place, row in zip(places, self._file.rows(wanted), strict=True):
-                yield self._request(row), read_row(answers, int(self._starts[place]))
+                yield self._request(row), read_row(answers[self._output_of[place]], int(self._starts[place]))
 
     def _request(self, row: InputRow) -> dict[str, Any]:
         if row.num_bytes > self._max_row_bytes:
@@ -206,7 +215,7 @@ def _outcome(request: dict[str, Any], answer: dict[str, Any]) -> str:
     if answer["error"] is not None:
         return FAILED
     expected = _metadata(request).get("expected")
-    if expected is None:
+    if expected is None or "choices" not in answer["response"]["body"]:
         return ANSWERED
     return EXPECTED if is_as_expected(_texts(answer)[0], str(expected)) else UNEXPECTED
 
@@ -218,12 +227,12 @@ def _metadata(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(answer: dict[str, Any]) -> list[str]:
-    return [text_of(choice) for choice in answer["response"]["body"]["choices"]]
+    return texts_of(answer["response"]["body"])
 
 
 def _reasonings(answer: dict[str, Any]) -> list[str]:
-    choices = answer["response"]["body"]["choices"]
-    return [choice.get("message", {}).get("reasoning_content") or "" for choice in choices]
+    body = answer["response"]["body"]
+    return [item.get("message", {}).get("reasoning_content") or "" for item in body.get("choices", body.get("data"))]
 
 
 def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[str]]:
@@ -241,11 +250,12 @@ def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[s
         body = answer["response"]["body"]
         pairs = zip(_reasonings(answer), _texts(answer), strict=True)
         card.answers = [(reasoning[:_MAX_TEXT], text[:_MAX_TEXT], fields_of(text)) for reasoning, text in pairs]
-        is_cut = any(choice["finish_reason"] == "length" for choice in body["choices"])
-        card.note = f"{body['usage']['completion_tokens']} tokens" + (", cut off at the limit" if is_cut else "")
+        is_cut = any(choice["finish_reason"] == "length" for choice in body.get("choices", []))
+        num_tokens = body["usage"].get("completion_tokens", body["usage"]["prompt_tokens"])
+        card.note = f"{num_tokens} tokens" + (", cut off at the limit" if is_cut else "")
     body = request.get("body")
     asked = body if isinstance(body, dict) else {}
-    messages = asked.get("messages", [{"role": "prompt", "content": asked.get("prompt")}])
+    messages = asked.get("messages", [{"role": "prompt", "content": asked.get("prompt", asked.get("input"))}])
     urls: list[str] = []
     for message in messages if isinstance(messages, list) else []:
         _add_message(card, message, urls)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.destination import Destination, open_destination
+from npu_runner.batch.files.destination import Destination, Writers, open_destination
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.files.input_file import InputFile, InputScan
@@ -84,7 +83,8 @@ def run_batch(
 
 
 def _run_locked(job: _Job, options: BatchOptions, signals: StopSignals) -> None:
-    destination = open_destination(options.output, overwrite=options.overwrite, retry_errors=options.retry_errors)
+    destination = open_destination(
+        options.output, overwrite=options.overwrite, retry_errors=options.retry_errors, errors=options.error_file)
     try:
         with destination, signals.interrupting():
             job.run(destination)
@@ -200,11 +200,11 @@ class _Job:
             )  # fmt: skip
             # From here on a signal lets the step under way end, and then the job.
             self._signals.defer()
-            writer = destination.begin(manifest)
+            writers = destination.begin(manifest)
             if self._options.overwrite:
                 suspects.clear()
             fleet.begin(self._stamp(manifest))
-            self._drive(fleet, book, suspects, self._delivery(writer, queue, crew))
+            self._drive(fleet, book, suspects, self._delivery(writers, queue, crew))
 
     def _digests(self, work: _Work) -> WeightDigests:
         return WeightDigests(work.model_folder, num_threads=max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2)))
@@ -229,11 +229,11 @@ class _Job:
             self._replicas = tuple(report_of(slot) for slot in fleet.slots) if len(fleet.slots) > 1 else ()
             self._progress.close()
 
-    def _delivery(self, writer: AnswerWriter, queue: RowQueue, crew: Crew) -> Delivery:
+    def _delivery(self, writers: Writers, queue: RowQueue, crew: Crew) -> Delivery:
         # A file is put in order when all of its rows are there; only a stream has to keep to it.
-        if self._options.ordered and writer.is_stream:
-            return OrderedDelivery(writer, self._tally, queue.allow, window=self._window(crew))
-        return Delivery(writer, self._tally)
+        if self._options.ordered and writers.answers.is_stream:
+            return OrderedDelivery(writers, self._tally, queue.allow, window=self._window(crew))
+        return Delivery(writers, self._tally)
 
     def _window(self, crew: Crew) -> int:
         return delivery.MAX_ROWS_OUT_OF_ORDER * len(crew.replicas)

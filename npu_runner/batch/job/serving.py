@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from npu_runner.batch.job.tally import Outcome, answered
-from npu_runner.batch.rows.endpoint import AnswerForm
+from npu_runner.batch.rows.endpoint import AnswerForm, Prompts, RequestParams
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
 from npu_runner.engine.waiting import WaitingRoom
 from npu_runner.errors import EngineDeadError, ReplicaDeadError, RequestError
-from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.outputs import EngineStats, RequestOutput
 from npu_runner.replicas.base import FinishedRow
-from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.pool import Finished, WorkerFailure, WorkerPool
 
 
@@ -29,7 +27,7 @@ class Engine(Protocol):
 
     @property
     def max_num_seqs(self) -> int: ...
-    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None: ...
+    def add_request(self, request_id: str, prompt: Prompts, params: RequestParams) -> None: ...
     def abort_request(self, request_id: str) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
@@ -153,7 +151,7 @@ class ServingLoop:
             refusal = RowError(code=error.code, message=error.message, param=error.param)
             self._fail(row, result.custom_id, refusal)
             return False
-        self._in_flight[result.custom_id] = _InFlight(row, result.form, result.expected, result.params.n)
+        self._in_flight[result.custom_id] = _InFlight(row, result.form, result.expected, result.num_sequences)
         self._room.enter(finished.num_bytes)
         self.begun.append(row.sequence)
         return True

@@ -14,14 +14,14 @@ from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestB
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, plain_template_kwargs
+from npu_runner.multimodal.effort import Effort, kwargs_with_effort
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules, resolve_media
 from npu_runner.multimodal.tool_parsers import parse_calls
-from npu_runner.outputs import CompletionOutput
+from npu_runner.outputs import CompletionOutput, PromptLogprobs
 from npu_runner.sampling_params import SamplingParams
 
 _UNSERVED_ROLES = ("function",)
-_EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TextPart(Strict):
@@ -144,7 +144,7 @@ class ChatBody(RequestBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: _EFFORTS | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -155,23 +155,14 @@ class ChatBody(RequestBody):
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
         super().check_counts(body)
-        if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
-            plain_template_kwargs(kwargs)
+        check_messages(body)
         if isinstance(tools := body.get("tools"), list):
             check_count("tools", "tools", tools, LIMITS.max_tools)
-        if isinstance(messages := body.get("messages"), list):
-            check_count("messages", "messages", messages, LIMITS.max_messages)
-            contents = [message.get("content") for message in messages if isinstance(message, dict)]
-            num_parts = sum(len(content) for content in contents if isinstance(content, list))
-            check_count("messages", "parts", num_parts, LIMITS.max_parts)
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:
         super().refuse_unserved(body)
-        messages = body.get("messages")
-        for index, message in enumerate(messages if isinstance(messages, list) else []):
-            if isinstance(message, dict):
-                _refuse_message(message, f"messages[{index}]")
+        refuse_messages(body)
 
     def most_tokens(self, default: int | None) -> int | None:
         """As for every endpoint, under the field's old name or its new one."""
@@ -198,8 +189,9 @@ class ChatBody(RequestBody):
         conversation = resolve_media(self.to_conversation(), media)
         tools = None if self.tool_choice == "none" else self.tools
         parser = processor.parser_of_calls() if tools else None
+        kwargs = kwargs_with_effort(self.chat_template_kwargs, self.reasoning_effort, processor.template_reads)
         prompt = processor(
-            conversation, self._template_kwargs(processor), tools=tools,
+            conversation, kwargs, tools=tools,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             truncate_prompt_tokens=processor.most_prompt_tokens(params),
@@ -226,18 +218,24 @@ class ChatBody(RequestBody):
         grammar = processor.grammar_of_calls(self.tools, name=name, is_parallel=self.parallel_tool_calls is not False)
         return params.replace(structured_outputs=grammar)
 
-    def _template_kwargs(self, processor: PromptProcessor) -> dict[str, Any] | None:
-        name, effort = "reasoning_effort", self.reasoning_effort
-        if effort is None:
-            return self.chat_template_kwargs
-        if not processor.template_reads(name):
-            message = (f"{name}: {effort!r} would do nothing, the model's chat template reads none; what it does read "
-                       "goes into chat_template_kwargs")
-            raise RequestError(message, "unsupported_parameter", name)
-        if (self.chat_template_kwargs or {}).get(name, effort) != effort:
-            message = f"{name}: {effort!r}, and another one stands in chat_template_kwargs; give one of them"
-            raise RequestError(message, "invalid_value", name)
-        return {**(self.chat_template_kwargs or {}), name: effort}
+
+def check_messages(body: Mapping[str, Any]) -> None:
+    """Raises RequestError for more than a conversation may have, before an object is made of every entry."""
+    if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
+        plain_template_kwargs(kwargs)
+    if isinstance(messages := body.get("messages"), list):
+        check_count("messages", "messages", messages, LIMITS.max_messages)
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        check_count("messages", "parts", num_parts, LIMITS.max_parts)
+
+
+def refuse_messages(body: Mapping[str, Any]) -> None:
+    """Raises RequestError for messages that OpenAI's may be and ours may not."""
+    messages = body.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict):
+            _refuse_message(message, f"messages[{index}]")
 
 
 def _refuse_message(message: dict[str, Any], where: str) -> None:
@@ -263,6 +261,7 @@ class ChatForm(AnswerForm):
     id_prefix: ClassVar[str] = "chatcmpl-"
     object: ClassVar[str] = "chat.completion"
     counts_reasoning: ClassVar[bool] = True
+    prompt_logprobs_in_body: ClassVar[bool] = True
 
     tool_call_parser: str | None = None
     """What reads calls out of the answer; None: it is text."""
@@ -271,7 +270,7 @@ class ChatForm(AnswerForm):
 
     def write_choice(
         self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str,
+        row_digest: str, prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         content, calls = self._calls(completion, row_digest)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

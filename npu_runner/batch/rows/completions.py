@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import codecs
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
 from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestBody
-from npu_runner.batch.rows.logprobs_json import LOWEST_LOGPROB, LogprobsJson, encoded, opened, to_json
+from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, finite, opened, to_json, write_prompt_logprobs
 from npu_runner.errors import RequestError
 from npu_runner.limits import shown
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
-from npu_runner.outputs import CompletionOutput, PositionLogprobs, TokenLogprob
+from npu_runner.outputs import CompletionOutput, PromptLogprobs, TokenLogprob
 from npu_runner.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's, for this endpoint alone
@@ -74,10 +74,21 @@ class CompletionBody(RequestBody):
         return super().most_tokens(DEFAULT_MAX_TOKENS)
 
     def num_logprobs(self) -> int | None:
-        if self.logprobs is not None and self.echo:
-            message = f"logprobs: {shown(self.logprobs)} with echo would be those of the prompt too, which are not made"
-            raise RequestError(message, "unsupported_parameter", "logprobs")
         return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        """With echo those of the prompt stand before the completion's, as OpenAI had it."""
+        if not self._echoes_logprobs:
+            return self.prompt_logprobs
+        if self.prompt_logprobs not in (None, self.logprobs):
+            message = (f"prompt_logprobs: {shown(self.prompt_logprobs)}, and echo with logprobs {shown(self.logprobs)} "
+                       "gives so many; ask for one of them")
+            raise RequestError(message, "invalid_value", "prompt_logprobs")
+        return self.logprobs
+
+    @property
+    def _echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
     def prepare(
         self, processor: PromptProcessor, media: MediaRules, params: SamplingParams
@@ -87,7 +98,10 @@ class CompletionBody(RequestBody):
             raise RequestError(message, "invalid_value", "echo")
         prompt = processor.from_text(self.prompt, truncate_prompt_tokens=processor.most_prompt_tokens(params))
         text = self.prompt if isinstance(self.prompt, str) else processor.decode(self.prompt) if self.echo else ""
-        return prompt, CompletionForm(model=self.model, echo=text if self.echo else "")
+        return prompt, CompletionForm(
+            model=self.model, echo=text if self.echo else "", echoes_logprobs=self._echoes_logprobs,
+            has_prompt_logprobs=self.prompt_logprobs is not None,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,27 +113,53 @@ class CompletionForm(AnswerForm):
 
     echo: str = ""
     """What stands in front of the text."""
+    echoes_logprobs: bool = False
+    """The log probabilities of the prompt stand in front of the completion's, ..."""
+    has_prompt_logprobs: bool = False
+    """... or in a member of their own, as vLLM has them; or both."""
 
     def write_choice(
         self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str,
+        row_digest: str, prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         row.write(encoded(opened({"index": completion.index, "text": self.echo + completion.text}, "logprobs")))
         if completion.logprobs is None:
             row.write(b"null")
         else:
-            _write_logprobs(completion, row)
+            echoed = prompt_logprobs if self.echoes_logprobs else None
+            _write_logprobs(completion, row, echoed, len(completion.text) + (len(self.echo) if echoed else 0))
+        if self.has_prompt_logprobs and prompt_logprobs is not None:
+            row.write(b",")
+            write_prompt_logprobs(prompt_logprobs, row)
         row.write(encoded(f',"finish_reason":{to_json(completion.finish_reason)}}}'))
 
 
-def _write_logprobs(completion: CompletionOutput, row: io.BytesIO) -> None:
-    """Four lists side by side; the positions are gone through once for each, so that none of them is held."""
-    positions = completion.logprobs or ()
+_Tokens = Callable[[], Iterator[tuple[TokenLogprob, tuple[TokenLogprob, ...] | None]]]
+
+
+def _tokens(completion: CompletionOutput, prompt_logprobs: PromptLogprobs | None) -> _Tokens:
+    """Each token and the most probable ones in its place, None where there is no log probability; anew each call."""
+
+    def tokens() -> Iterator[tuple[TokenLogprob, tuple[TokenLogprob, ...] | None]]:
+        if prompt_logprobs is not None:
+            yield prompt_logprobs.first_token(), None
+            yield from ((place.token, place.top) for place in prompt_logprobs if place is not None)
+        for position in completion.logprobs or ():
+            yield position.sampled, position.top
+
+    return tokens
+
+
+def _write_logprobs(
+    completion: CompletionOutput, row: io.BytesIO, prompt_logprobs: PromptLogprobs | None, num_chars: int
+) -> None:
+    """Four lists side by side; the tokens are gone through once for each, so that none of them is held."""
+    tokens = _tokens(completion, prompt_logprobs)
     lists: dict[str, Iterator[Any]] = {
-        "tokens": (_name(position.sampled) for position in positions),
-        "token_logprobs": (_value(position.sampled) for position in positions),
-        "top_logprobs": (_top(position) for position in positions),
-        "text_offset": _offsets((position.sampled.token_bytes for position in positions), len(completion.text)),
+        "tokens": (_name(token) for token, _ in tokens()),
+        "token_logprobs": (None if top is None else finite(token.logprob) for token, top in tokens()),
+        "top_logprobs": (None if top is None else _top(token, top) for token, top in tokens()),
+        "text_offset": _offsets((token.token_bytes for token, _ in tokens()), num_chars),
     }
     for number, (name, values) in enumerate(lists.items()):
         row.write(encoded(f'{"," if number else "{"}{to_json(name)}:['))
@@ -137,16 +177,11 @@ def _name(token: TokenLogprob) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
 
 
-def _value(token: TokenLogprob) -> float:
-    is_low = not token.logprob >= LOWEST_LOGPROB or token.logprob == float("inf")  # NaN is not above it, either
-    return LOWEST_LOGPROB if is_low else token.logprob
-
-
-def _top(position: PositionLogprobs) -> dict[str, float]:
-    """By text; where two tokens have the same, the more probable one counts. The sampled one is always there."""
+def _top(own: TokenLogprob, most_probable: tuple[TokenLogprob, ...]) -> dict[str, float]:
+    """By text; where two tokens have the same, the more probable one counts. The token itself is always there."""
     top: dict[str, float] = {}
-    for token in (*position.top, position.sampled):
-        top.setdefault(_name(token), _value(token))
+    for token in (*most_probable, own):
+        top.setdefault(_name(token), finite(token.logprob))
     return top
 
 

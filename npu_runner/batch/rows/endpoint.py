@@ -9,19 +9,24 @@ import io
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, overload
 
 from pydantic import Tag, field_validator
 
-from npu_runner.batch.rows.answer_rules import AnswerRules
+from npu_runner.batch.rows.answer_rules import AnswerRules, Strict
 from npu_runner.batch.rows.logprobs_json import LogprobsJson
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
-from npu_runner.outputs import CompletionOutput
+from npu_runner.outputs import CompletionOutput, PromptLogprobs
+from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.structured_outputs import StructuredOutputsParams
+
+RequestParams = SamplingParams | PoolingParams
+Prompts = PromptInputs | tuple[PromptInputs, ...]
+"""One prompt, or of a row for vectors one or several."""
 
 # What a field can have too much of, when it is of the type that it should be.
 _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
@@ -49,9 +54,13 @@ class PromptProcessor(Protocol):
     def from_text(
         self, prompt: str | list[int], *, truncate_prompt_tokens: int | None = None
     ) -> PromptInputs: ...
-    def most_prompt_tokens(self, params: SamplingParams) -> int | None: ...
+    def most_prompt_tokens(self, params: RequestParams) -> int | None: ...
     def decode(self, token_ids: list[int]) -> str: ...
+    def check_runner(self, runner: str) -> None: ...
+    @overload
     def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
+    @overload
+    def resolve_params(self, params: PoolingParams) -> PoolingParams: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +69,13 @@ class AnswerForm:
 
     id_prefix: ClassVar[str]
     object: ClassVar[str]
+    list_name: ClassVar[str] = "choices"
+    """What the completions are called."""
     counts_reasoning: ClassVar[bool] = False
+    prompt_logprobs_in_body: ClassVar[bool] = False
+    """True: log probabilities of the prompt stand beside the completions; False: `write_choice` writes them."""
+    has_text: ClassVar[bool] = True
+    """False: they are vectors; then there is no id, no time and no fingerprint in the answer, as OpenAI has it."""
 
     model: str | None = None
     """What the row calls the model."""
@@ -68,38 +83,23 @@ class AnswerForm:
     @abstractmethod
     def write_choice(
         self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str,
+        row_digest: str, prompt_logprobs: PromptLogprobs | None,
     ) -> None:
-        """Append the JSON of one completion. `row_digest`: stands for the row in ids that the answer holds."""
+        """Append the JSON of one completion. `row_digest`: stands for the row in ids that the answer holds.
+        `prompt_logprobs`: the request's, where it asked for them."""
 
 
-class RequestBody(AnswerRules):
-    """The fields of sampling, under vLLM's names where OpenAI has none. None means: not asked for."""
+class RowBody(Strict):
+    """What bodies of all endpoints have. None means: not asked for."""
 
+    runner: ClassVar[str] = "generate"
+    """What the model has to be loaded for."""
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are known and not served, with the values that ask for nothing and are let through."""
     instead: ClassVar[Mapping[str, str]] = {}
     """What to do instead, for some of them."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<parts>")] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -110,14 +110,6 @@ class RequestBody(AnswerRules):
         for key, item in (value or {}).items():
             if not isinstance(item, (str, int, float, bool, type(None))):
                 raise ValueError(f"the value of {key[:40]!r} is not a string, number, boolean or null")
-        return value
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _keys_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
-            if not (key.isascii() and key.isdigit() and len(key) < 12):
-                raise ValueError(f"the key {key[:40]!r} is not a token id")
         return value
 
     @classmethod
@@ -148,11 +140,58 @@ class RequestBody(AnswerRules):
         value = (self.metadata or {}).get("expected")
         return None if value is None else str(value)
 
-    def to_sampling_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
-        """What the row asks for, over `defaults` (the checkpoint's) for fields it leaves out.
+    @abstractmethod
+    def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> RequestParams:
+        """What the row asks for, over `defaults` (the checkpoint's SamplingParams) for fields it leaves out.
 
         `fallback_seed` stands in for a missing seed, so that a resumed job draws what an undisturbed one would have.
         """
+
+    def with_forced_calls(self, params: Any, processor: PromptProcessor) -> Any:
+        """`params` with a grammar of calls, where the row forces them. Raises RequestError where that cannot be."""
+        return params
+
+    @abstractmethod
+    def prepare(self, processor: PromptProcessor, media: MediaRules, params: Any) -> tuple[Prompts, AnswerForm]:
+        """The row's prompts, and how its answer is to be written. `params`: what `to_params` made, resolved."""
+
+
+class RequestBody(RowBody, AnswerRules):
+    """The fields of sampling, under vLLM's names where OpenAI has none. None means: not asked for."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<parts>")] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not (key.isascii() and key.isdigit() and len(key) < 12):
+                raise ValueError(f"the key {key[:40]!r} is not a token id")
+        return value
+
+    def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
+        return self.to_sampling_params(defaults, fallback_seed)
+
+    def to_sampling_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
+        """See `to_params`."""
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         # A default that the endpoint has no field for is none of its.
         defaults = {name: value for name, value in defaults.items() if name in names}
@@ -161,12 +200,9 @@ class RequestBody(AnswerRules):
             asked["structured_outputs"] = self.answer_rule()
         asked["max_tokens"] = self.most_tokens(defaults.get("max_tokens"))
         asked["logprobs"] = self.num_logprobs()
+        asked["prompt_logprobs"] = self.num_prompt_logprobs()
         asked.setdefault("seed", fallback_seed)
         return SamplingParams(**{**defaults, **asked})
-
-    def with_forced_calls(self, params: SamplingParams, processor: PromptProcessor) -> SamplingParams:
-        """`params` with a grammar of calls, where the row forces them. Raises RequestError where that cannot be."""
-        return params
 
     def most_tokens(self, default: int | None) -> int | None:
         """max_tokens of the row, or the checkpoint's default, which gives way to what the row asks for."""
@@ -174,15 +210,13 @@ class RequestBody(AnswerRules):
             return max(default, self.min_tokens or 0)
         return self.max_tokens
 
+    def num_prompt_logprobs(self) -> int | None:
+        """SamplingParams' prompt_logprobs."""
+        return self.prompt_logprobs
+
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """SamplingParams' logprobs."""
-
-    @abstractmethod
-    def prepare(
-        self, processor: PromptProcessor, media: MediaRules, params: SamplingParams
-    ) -> tuple[PromptInputs, AnswerForm]:
-        """The row's prompt, and how its answer is to be written."""
 
 
 def _is_same(value: Any, item: Any) -> bool:

@@ -7,6 +7,7 @@ a token is made once for many places.
 from __future__ import annotations
 
 import functools
+import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_runner.outputs import CompactLogprobs, PositionLogprobs, TokenLogprob
+from npu_runner.outputs import CompactLogprobs, PositionLogprobs, PromptLogprobs, PromptTokenLogprobs, TokenLogprob
 
 # What OpenAI sends for minus infinity, which JSON cannot say.
 LOWEST_LOGPROB = -9999.0
@@ -59,6 +60,28 @@ class LogprobsJson:
             _position_of_numbers(ids.tolist(), floats.tolist(), around_value)
             for ids, floats in zip(logprobs.ids, values, strict=True)
         )
+
+
+def write_prompt_logprobs(logprobs: PromptLogprobs, row: io.BytesIO) -> None:
+    """vLLM's member: null, then for each further token of the prompt an object by token ids, its own among them."""
+    row.write(b'"prompt_logprobs":[')
+    for number, position in enumerate(logprobs):
+        value = None if position is None else _by_token_id(position)
+        row.write(encoded(("," if number else "") + to_json(value)))
+    row.write(b"]")
+
+
+def _by_token_id(position: PromptTokenLogprobs) -> dict[str, dict[str, Any]]:
+    ranked = [(position.token, position.rank), *((token, 1 + place) for place, token in enumerate(position.top))]
+    return {
+        str(token.token_id): {"logprob": finite(token.logprob), "rank": rank, "decoded_token": token.token}
+        for token, rank in reversed(ranked)  # the prompt's own rank counts where it is one of the most probable
+    }
+
+
+def finite(logprob: float) -> float:
+    """What JSON can say of it."""
+    return logprob if LOWEST_LOGPROB <= logprob < math.inf else LOWEST_LOGPROB
 
 
 def _position_of_numbers(ids: list[int], values: list[float], around_value: _AroundValue) -> str:

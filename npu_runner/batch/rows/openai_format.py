@@ -14,12 +14,15 @@ from pydantic import Field, ValidationError
 from npu_runner.batch.rows.answer_rules import Strict
 from npu_runner.batch.rows.chat import ChatBody
 from npu_runner.batch.rows.completions import CompletionBody
-from npu_runner.batch.rows.endpoint import RequestBody
+from npu_runner.batch.rows.embeddings import EmbeddingBody
+from npu_runner.batch.rows.endpoint import RowBody
 from npu_runner.batch.rows.shape import check_shape
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
 
-ENDPOINTS: dict[str, type[RequestBody]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+ENDPOINTS: dict[str, type[RowBody]] = {
+    "/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody, "/v1/embeddings": EmbeddingBody,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class BatchRow:
     """One line of the input file, checked."""
 
     custom_id: str
-    body: RequestBody
+    body: RowBody
 
 
 class _Envelope(Strict):
@@ -77,7 +80,7 @@ def parse_row(row: dict[str, Any]) -> BatchRow:
         raise _first_error(error) from error
 
 
-def _endpoint_of(url: str) -> type[RequestBody]:
+def _endpoint_of(url: str) -> type[RowBody]:
     if url not in ENDPOINTS:
         message = f"url: {shown(url)} is not one of {', '.join(ENDPOINTS)}"
         raise RequestError(message, "invalid_value", "url")

@@ -6,6 +6,7 @@ So a resumed job writes what an undisturbed one would have written.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json
+from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
 from npu_runner.outputs import RequestOutput
 
 _SERVED_FINISH_REASONS = ("stop", "length")
@@ -58,29 +59,49 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     """The result row of a request that was answered. `form`: how its endpoint writes a completion."""
     digest = row_digest(custom_id)
     start = {
-        "id": f"{form.id_prefix}{digest}",
+        **({"id": f"{form.id_prefix}{digest}"} if form.has_text else {}),
         "object": form.object,
-        "created": stamp.created,
+        **({"created": stamp.created} if form.has_text else {}),
         "model": form.model or stamp.model_name,
     }
-    end = {"usage": _usage(output, form, stamp), "system_fingerprint": stamp.system_fingerprint}
+    end: dict[str, Any] = {"usage": _usage(output, form, stamp)}
+    if form.has_text:
+        end["system_fingerprint"] = stamp.system_fingerprint
     # Written piece by piece: with log probabilities a row is many megabytes, of which this holds one copy.
     row = io.BytesIO()
     row.write(encoded(opened({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response")))
     row.write(encoded(opened({"status_code": 200, "request_id": f"req_{digest}"}, "body")))
-    row.write(encoded(opened(start, "choices") + "["))
+    row.write(encoded(opened(start, form.list_name) + "["))
     logprobs_json = LogprobsJson()
     for number, completion in enumerate(output.completions):
         row.write(b"," if number else b"")
-        form.write_choice(completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning, row_digest=digest)
-    row.write(encoded("]," + to_json(end).removeprefix("{") + '},"error":null}\n'))
+        form.write_choice(
+            completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning, row_digest=digest,
+            prompt_logprobs=output.prompt_logprobs,
+        )  # fmt: skip
+    row.write(b"],")
+    if form.prompt_logprobs_in_body and output.prompt_logprobs is not None:
+        write_prompt_logprobs(output.prompt_logprobs, row)
+        row.write(b",")
+    row.write(encoded(to_json(end).removeprefix("{") + '},"error":null}\n'))
     return row.getvalue()
 
 
-def text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a choice of an answer that was written, whatever endpoint it is of."""
+def texts_of(body: Mapping[str, Any]) -> list[str]:
+    """What an answer that was written says, completion by completion, whatever endpoint it is of."""
+    if "choices" not in body:
+        return [_length_of(item["embedding"]) for item in body["data"]]
+    return [_text_of(choice) for choice in body["choices"]]
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
     message = choice.get("message")
     return (choice["text"] if message is None else message["content"]) or ""
+
+
+def _length_of(vector: list[float] | str) -> str:
+    count = len(base64.b64decode(vector)) // 4 if isinstance(vector, str) else len(vector)
+    return f"a vector of {count} numbers"
 
 
 def error_row(error: RowError, *, custom_id: str | None, line: int) -> bytes:
@@ -107,7 +128,7 @@ def _usage(output: RequestOutput, form: AnswerForm, stamp: JobStamp) -> dict[str
     completion_tokens = sum(len(completion.token_ids) for completion in output.completions)
     usage: dict[str, Any] = {
         "prompt_tokens": output.num_prompt_tokens,
-        "completion_tokens": completion_tokens,
+        **({"completion_tokens": completion_tokens} if form.has_text else {}),
         "total_tokens": output.num_prompt_tokens + completion_tokens,
     }
     if stamp.splits_reasoning and form.counts_reasoning:

@@ -10,16 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor
+from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, Prompts, RequestParams
 from npu_runner.batch.rows.input_row import InputRow, RowSource
 from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.openai_response import RowError
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS
-from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
-from npu_runner.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +27,13 @@ class PreparedRow:
     custom_id: str
     form: AnswerForm
     expected: str | None
-    params: SamplingParams
-    prompt: PromptInputs
+    params: RequestParams
+    prompt: Prompts
+
+    @property
+    def num_sequences(self) -> int:
+        """How many the engine will have of it."""
+        return len(self.prompt) if isinstance(self.prompt, tuple) else self.params.n
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,8 @@ class RowPreprocessor:
             message = "the row's outermost object is too large to be searched for its name; leave out the spaces in it"
             raise RequestError(message, "custom_id_not_found", "custom_id")
         # Settings first: a wrong number must not cost the decoding of sixty pictures.
-        params = row.body.to_sampling_params(self.generation_defaults, _seed_of(self.seed, custom_id))
+        self.processor.check_runner(row.body.runner)
+        params: Any = row.body.to_params(self.generation_defaults, _seed_of(self.seed, custom_id))
         params = self.processor.resolve_params(row.body.with_forced_calls(params, self.processor))
         prompt, form = row.body.prepare(self.processor, self.media, params)
         return PreparedRow(custom_id=custom_id, form=form, expected=row.body.expected, params=params, prompt=prompt)

@@ -1,0 +1,104 @@
+"""One file of result rows that a job owns: locked, looked at, repaired, opened for more, put in order.
+
+Nothing is changed before `open`. Knows nothing of which rows belong into it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from npu_runner.batch.files.answer_writer import AnswerWriter
+from npu_runner.batch.files.durable import clear_file_errors, remove_torn_version, sync_folder
+from npu_runner.batch.files.output_file import OutputLock, OutputScan, keep_rows, rewrite_rows, scan_output
+from npu_runner.errors import ConfigError, JobError
+
+_SYNC_ROWS = 64
+_SYNC_SECONDS = 2.0
+
+
+class RowsFile:
+    """`what`: the option that names it, for messages. Entered while a job runs; `scan` is what `look` has found."""
+
+    scan: OutputScan
+
+    def __init__(self, path: Path, what: str):
+        # Through links, so that two names of one file share one lock, and a link stays a link.
+        self.path: Path = path.resolve()
+        self.name = str(path)
+        self._what = what
+        self._lock = OutputLock(self.path)
+        self._seen: tuple[int, ...] | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self._what} {self.name}"
+
+    def __enter__(self) -> RowsFile:
+        if self.path.is_dir():
+            raise ConfigError(f"{self.title}: is a folder; name a file in it")
+        if not self.path.parent.is_dir():
+            raise ConfigError(f"{self.title}: the folder {self.path.parent} does not exist; make it first")
+        if self.path.exists() and not self.path.is_file():
+            raise ConfigError(f"{self.title}: is no file; a stream cannot be resumed")
+        self._lock.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.__exit__()
+
+    def look(self) -> None:
+        with clear_file_errors(self.title):
+            self._seen = _state_of(self.path)
+            self.scan = scan_output(self.path)
+
+    def refuse_changes(self) -> None:
+        """Raises JobError where the file is not what `look` has found."""
+        if _state_of(self.path) != self._seen:
+            raise JobError(f"{self.title}: was changed while the model loaded; run the same command again")
+
+    def replace(self) -> None:
+        """Begin with nothing."""
+        self.path.unlink(missing_ok=True)
+        remove_torn_version(self.path)
+
+    def keep(self, wanted: np.ndarray) -> None:
+        """Leave only these of the rows that `look` has found, and whole ones."""
+        remove_torn_version(self.path)
+        keep_rows(self.path, self.scan, wanted)
+
+    def append_from(self, other: RowsFile, wanted: np.ndarray) -> None:
+        """Add these rows of another file, whole and on disk."""
+        if not wanted.any():
+            return
+        with open(other.path, "rb") as source, open(self.path, "ab") as target:
+            for index in np.flatnonzero(wanted):
+                source.seek(int(other.scan.starts[index]))
+                target.write(source.readline())
+            target.flush()
+            os.fsync(target.fileno())
+
+    def open(self) -> AnswerWriter:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        sync_folder(self.path.parent)
+        return AnswerWriter(descriptor, self.name, path=self.path, sync_rows=_SYNC_ROWS, sync_seconds=_SYNC_SECONDS)
+
+    def put_in_order(self, scan: OutputScan, found: np.ndarray) -> None:
+        """`found`: for every row of the input its number in the file now (`scan`), -1 where it is not there."""
+        order = found[found >= 0]
+        if scan.num_broken_lines or not np.array_equal(order, np.arange(scan.num_rows)):
+            rewrite_rows(self.path, scan, order)
+
+
+def _state_of(path: Path) -> tuple[int, ...] | None:
+    """What changes when somebody writes to a file or puts another in its place; None: there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
