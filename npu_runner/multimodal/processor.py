@@ -25,6 +25,7 @@ from npu_runner.model_config import ModelConfig
 from npu_runner.multimodal.chat_prompt import ChatPrompts
 from npu_runner.multimodal.chat_template import read_chat_template
 from npu_runner.multimodal.control_tokens import ControlTokens
+from npu_runner.multimodal.film_prompts import read_film_prompts
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.images import image_input
 from npu_runner.multimodal.inputs import ImageInput, PromptInputs
@@ -52,6 +53,9 @@ class ChatProcessor:
         *,
         image_min_pixels: int | None = None,
         image_max_pixels: int | None = None,
+        takes_videos: bool = False,
+        video_fps: float | None = None,
+        video_max_frames: int | None = None,
         max_images_per_prompt: int = LIMITS.max_images_per_prompt,
         max_source_pixels: int = LIMITS.max_source_pixels,
         max_model_len: int | None = None,
@@ -62,6 +66,7 @@ class ChatProcessor:
         tool_call_parser: str = "auto",
     ):
         """`image_*_pixels` bound the resized picture (None: as the checkpoint says), `max_source_pixels` the file.
+        `takes_videos`: the family sees films; `video_fps`, `video_max_frames`: how many frames of them.
 
         A prompt that cannot be shorter than `max_model_len` is refused before it is tokenized. `chat_template_kwargs`
         count for conversations that do not set the same name themselves.
@@ -69,6 +74,9 @@ class ChatProcessor:
         self._settings = {
             "image_min_pixels": image_min_pixels,
             "image_max_pixels": image_max_pixels,
+            "takes_videos": takes_videos,
+            "video_fps": video_fps,
+            "video_max_frames": video_max_frames,
             "max_images_per_prompt": max_images_per_prompt,
             "max_source_pixels": max_source_pixels,
             "max_model_len": max_model_len,
@@ -99,10 +107,20 @@ class ChatProcessor:
             self.image_settings = read_image_settings(
                 folder, config, min_pixels=image_min_pixels, max_pixels=image_max_pixels
             )
+        films, no_films = None, "its family has none here"
+        if takes_videos:
+            try:
+                films = read_film_prompts(folder, config, self.tokenizer, fps=video_fps, max_frames=video_max_frames)
+            except ModelError as error:  # pictures and text are served all the same
+                no_films = str(error)
+        for name in ("video_fps", "video_max_frames"):
+            if films is None and self._settings[name] is not None:
+                raise ConfigError(f"{name} {self._settings[name]}: this model takes no films: {no_films}")
         self._vision = VisionPrompts(
             image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
-            video_token_id=config.get("video_token_id"), settings=self.image_settings, text_length=self._text_length,
-            max_source_pixels=max_source_pixels, uses_mrope=self.uses_mrope,
+            video_token_id=config.get("video_token_id"), settings=self.image_settings, films=films,
+            no_films=no_films, text_length=self._text_length, max_source_pixels=max_source_pixels,
+            uses_mrope=self.uses_mrope,
         )  # fmt: skip
         self._template = read_chat_template(folder, has_vision=self.has_vision)
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if reasoning_parser == "auto" else None
@@ -170,8 +188,8 @@ class ChatProcessor:
             conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt is not False,
         )
-        self._vision.check_placeholders(token_ids, len(conversation.images))
-        prompt = self._vision.prompt(token_ids, conversation.images, truncate_prompt_tokens)
+        seen = self._vision.in_order(token_ids, conversation.images)
+        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens)
         if self.reasoning_tokens is None:
             return prompt
         return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))
@@ -193,9 +211,8 @@ class ChatProcessor:
                 param="images",
             )
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
-        self._vision.check_placeholders(token_ids, len(images))
         located = [(image, f"images[{number}]") for number, image in enumerate(images)]
-        return self._vision.prompt(token_ids, located, truncate_prompt_tokens)
+        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens)
 
     def most_prompt_tokens(self, params: SamplingParams) -> int | None:
         """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
@@ -243,12 +260,17 @@ class ChatProcessor:
         return resolve_sampling(params, encode, self.vocab_size)
 
     def largest_image(self) -> ImageInput:
-        """A made-up grey picture with the most tokens that any picture can get, for memory profiling."""
+        """Made-up grey with the most tokens that any picture or pair of frames can get, for memory profiling; where
+        there are films, with the colours of theirs."""
         settings = self.image_settings
         if settings is None:
             raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no pictures")
-        height, width = settings.largest_size()
-        return image_input(np.full((height, width, 3), 127, dtype=np.uint8), settings)
+        sizes, num_frames = [settings.largest_size()], 1
+        if self._vision.films is not None:
+            sizes.append(self._vision.films.settings.largest_frame())
+            num_frames = settings.temporal_patch_size
+        height, width = max(sizes, key=lambda size: size[0] * size[1])
+        return image_input(np.full((height, width, 3 * num_frames), 127, dtype=np.uint8), settings)
 
     def identity(self) -> dict[str, Any]:
         """Everything that shapes prompts, JSON-ready: two processors with equal identities make equal prompts."""
@@ -268,6 +290,8 @@ class ChatProcessor:
             # Only where they say something: an output that was begun before they existed goes on with them unset.
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"reasoning_tokens": asdict(self.reasoning_tokens)} if self.reasoning_tokens else {}),
+            **{name: self._settings[name] for name in ("video_fps", "video_max_frames")
+               if self._settings[name] is not None},
             # What auto comes to follows from the template.
             **({"tool_call_parser": setting} if (setting := self._settings["tool_call_parser"]) != "auto" else {}),
         }

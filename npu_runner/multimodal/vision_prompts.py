@@ -1,4 +1,4 @@
-"""Puts a prompt's pictures in the place of their placeholders. Knows no chat template and no text."""
+"""Puts a prompt's pictures and films in the place of their placeholders. Knows no chat template and no text."""
 
 from __future__ import annotations
 
@@ -9,81 +9,99 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from npu_runner.errors import ModelError, RequestError
+from npu_runner.multimodal.film_prompts import FilmPrompts, Shown
 from npu_runner.multimodal.image_settings import ImageSettings
 from npu_runner.multimodal.images import prepare_image
 from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
 from npu_runner.multimodal.media import Media
 from npu_runner.multimodal.mrope import mrope_positions
 from npu_runner.multimodal.text_length import TextLength
+from npu_runner.multimodal.videos import Video, no_videos
 
-Picture = bytes | Image.Image | Media
+Seen = bytes | Image.Image | Media | Video
+"""A picture or a film."""
 
 
 class VisionPrompts:
-    """Token ids and pictures to what the engine takes, for one checkpoint.
+    """Token ids, pictures and films to what the engine takes, for one checkpoint.
 
-    `image_token`: id and text of the placeholder, `settings`: None where the model reads text only.
+    `image_token`: id and text of the placeholder, `settings`: None where the model reads text only. `films`: None where
+    it sees none, which `no_films` gives the reason for.
     """
 
     def __init__(
         self, *, image_token: tuple[int, str] | None, video_token_id: int | None, settings: ImageSettings | None,
-        text_length: TextLength, max_source_pixels: int, uses_mrope: bool,
+        films: FilmPrompts | None, no_films: str, text_length: TextLength, max_source_pixels: int, uses_mrope: bool,
     ):  # fmt: skip
         self.image_token_id, self.image_token = image_token or (None, None)
         self.video_token_id = video_token_id
         self.settings = settings
+        self.films = films
+        self._no_films = no_films
         self._text_length = text_length
         self._max_source_pixels = max_source_pixels
         self._uses_mrope = uses_mrope
 
-    def check_placeholders(self, token_ids: list[int], num_images: int) -> None:
-        """Raises RequestError where they are not as many as the pictures."""
-        if self.video_token_id in token_ids:
-            raise RequestError("the prompt has a video placeholder; videos are not supported", "unsupported_part")
-        num_placeholders = token_ids.count(self.image_token_id) if self.image_token_id is not None else 0
-        if num_placeholders != num_images:
-            raise RequestError(
-                f"the prompt has {num_placeholders} image placeholders ({self.image_token}) for {num_images} images; "
-                f"give one for each",
-                code="image_count_mismatch",
-            )
+    def in_order(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]]) -> list[tuple[Seen, str]]:
+        """Pictures and films, each with where it stood, in the order of their placeholders.
 
-    def prompt(
-        self, token_ids: list[int], images: Sequence[tuple[Picture, str]], most_tokens: int | None
-    ) -> PromptInputs:
-        """`images`: in the order of their placeholders, each with where it stood. `most_tokens`: keep the last so
-        many; None: all."""
-        if most_tokens is not None and not images:
+        Raises RequestError where placeholders are not as many, and for a film where the model sees none.
+        """
+        pictures = [located for located in seen if not isinstance(located[0], Video)]
+        films = [located for located in seen if isinstance(located[0], Video)]
+        if films and self.films is None:
+            raise no_videos(self._no_films, films[0][1])
+        if self.films is None and self.video_token_id in token_ids:
+            raise RequestError("the prompt has a video placeholder; videos are not supported", "unsupported_part")
+        _check_count(token_ids, self.image_token_id, self.image_token, "image", len(pictures))
+        if self.films is not None:
+            _check_count(token_ids, *self.films.video_token, "video", len(films))
+        waiting = {self.image_token_id: iter(pictures), self.video_token_id: iter(films)}
+        return [next(waiting[token]) for token in token_ids if token in waiting] if seen else []
+
+    def prompt(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None) -> PromptInputs:
+        """`seen`: as `in_order` gives them. `most_tokens`: keep the last so many; None: all."""
+        if most_tokens is not None and not seen:
             token_ids = token_ids[-most_tokens:]
-        prompt = self._assemble(token_ids, self._prepare_images(images, len(token_ids)))
+        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids)))
         if most_tokens is not None and len(prompt.token_ids) > most_tokens:
             raise not_cut(len(prompt.token_ids), most_tokens, "has pictures, and half of one is none")
         return prompt
 
-    def _prepare_images(self, images: Sequence[tuple[Picture, str]], num_text_tokens: int) -> list[ImageInput]:
+    def _prepare(self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int) -> list[list[Shown]]:
         """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
-        known: dict[int, ImageInput] = {}
+        known: dict[int, list[Shown]] = {}
         num_tokens = num_text_tokens
         self._text_length.check_tokens(num_tokens)
-        for image, where in images:
-            if id(image) not in known:
-                known[id(image)] = self._prepare_image(image, where)
-            num_tokens += known[id(image)].num_tokens - 1
+        keys = [id(item.source if isinstance(item, Video) else item) for item, _ in seen]
+        for key, (item, where) in zip(keys, seen, strict=True):
+            if key not in known:
+                known[key] = self._show(item, where, num_tokens - 1)
+            num_tokens += sum(shown.num_tokens for shown in known[key]) - 1
             self._text_length.check_tokens(num_tokens)
-        return [known[id(image)] for image, _ in images]
+        return [known[key] for key in keys]
 
-    def _prepare_image(self, image: Picture, where: str) -> ImageInput:
-        assert self.settings is not None, "a prompt for a model that reads text only has no pictures"
-        is_low = isinstance(image, Media) and image.detail == "low"
-        if isinstance(image, Media):
-            where, image = image.where, image.load()
+    def _show(self, item: Seen, where: str, num_tokens_before: int) -> list[Shown]:
+        source = item.source if isinstance(item, Video) else item
+        is_low = isinstance(source, Media) and source.detail == "low"
+        if isinstance(source, Media):
+            where, source = source.where, source.load()
         try:
-            return prepare_image(image, self.settings, max_source_pixels=self._max_source_pixels, is_low=is_low)
+            if not isinstance(item, Video):
+                return [Shown(self._prepare_image(source, is_low=is_low))]
+            assert self.films is not None, "films were refused before"
+            assert isinstance(source, bytes), "a film is encoded bytes"
+            return self.films.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
         except RequestError as error:
             raise RequestError(f"{where}: {error.message}", error.code, where) from error
 
-    def _assemble(self, token_ids: list[int], images: list[ImageInput]) -> PromptInputs:
-        token_ids, spans = _expand_placeholders(token_ids, self.image_token_id, images)
+    def _prepare_image(self, image: bytes | Image.Image, *, is_low: bool) -> ImageInput:
+        assert self.settings is not None, "a prompt for a model that reads text only has no pictures"
+        return prepare_image(image, self.settings, max_source_pixels=self._max_source_pixels, is_low=is_low)
+
+    def _assemble(self, token_ids: list[int], seen: list[list[Shown]]) -> PromptInputs:
+        placeholders = (self.image_token_id, self.video_token_id)
+        token_ids, images, spans = _expand_placeholders(token_ids, placeholders, seen)
         if not self._uses_mrope:
             return PromptInputs(token_ids, images, spans)
         merge_size = self.settings.merge_size if self.settings else 1
@@ -119,19 +137,34 @@ def read_vision_tokens(config: Mapping[str, Any], tokenizer: Tokenizer) -> list[
     return [token for token in tokens if token is not None]
 
 
+def _check_count(token_ids: list[int], token_id: int | None, token: str | None, kind: str, num_given: int) -> None:
+    num_placeholders = token_ids.count(token_id) if token_id is not None else 0
+    if num_placeholders != num_given:
+        raise RequestError(
+            f"the prompt has {num_placeholders} {kind} placeholders ({token}) for {num_given} {kind}s; "
+            f"give one for each",
+            code=f"{kind}_count_mismatch",
+        )
+
+
 def _expand_placeholders(
-    token_ids: list[int], image_token_id: int | None, images: list[ImageInput]
-) -> tuple[list[int], list[ImageSpan]]:
-    """Repeat each placeholder as often as its picture has tokens."""
-    if not images:
-        return token_ids, []
+    token_ids: list[int], placeholders: Sequence[int | None], seen: list[list[Shown]]
+) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
+    """Repeat each placeholder as often as what it stands for has tokens, with what is written around that."""
+    if not seen:
+        return token_ids, [], []
     expanded: list[int] = []
+    images: list[ImageInput] = []
     spans: list[ImageSpan] = []
+    waiting = iter(seen)
     for token in token_ids:
-        if token != image_token_id:
+        if token not in placeholders:
             expanded.append(token)
             continue
-        num_tokens = images[len(spans)].num_tokens
-        spans.append(ImageSpan(len(expanded), num_tokens, len(spans)))
-        expanded.extend([token] * num_tokens)
-    return expanded, spans
+        for shown in next(waiting):
+            expanded.extend(shown.before)
+            spans.append(ImageSpan(len(expanded), shown.image.num_tokens, len(images)))
+            images.append(shown.image)
+            expanded.extend([token] * shown.image.num_tokens)
+            expanded.extend(shown.after)
+    return expanded, images, spans

@@ -31,7 +31,7 @@ class PromptProcessor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTask(ABC):
-    """A prompt to be prepared. `pictures`: each with where it stands, in order."""
+    """A prompt to be prepared. `pictures`: and films, each with where it stands, in order."""
 
     pictures: Sequence[tuple[Any, str]] = ()
     num_chars: int = 0
@@ -63,7 +63,7 @@ class ChatTask(PromptTask):
         pictures = (picture for picture, _ in self.pictures)
         messages = [
             {**message, "content": [
-                {"type": "image", "image": next(pictures)} if part["type"] == "image" else part
+                {"type": kind, kind: next(pictures)} if (kind := part["type"]) in ("image", "video") else part
                 for part in message["content"]
             ]} if isinstance(message["content"], list) else message
             for message in self.messages

@@ -22,7 +22,7 @@ class BatchOptions:
     output: str
     """JSONL file of answers, resumed if it exists; - writes standard output (which cannot be resumed)."""
     allowed_media_dir: Path | None = None
-    """Pictures may be files below this folder; None: only data: URLs are allowed."""
+    """Pictures and films may be files below this folder; None: only data: URLs are allowed."""
     ordered: bool = False
     """Answers in the order of the input instead of the order in which they finish; a file gets it once it is whole."""
     retry_errors: bool = False
@@ -55,9 +55,9 @@ class BatchOptions:
     max_row_bytes: int = LIMITS.max_row_bytes
     """A longer row fails."""
     max_media_bytes: int = LIMITS.max_media_bytes
-    """A picture whose file or decoded data: URL is larger fails its row."""
+    """A picture or a film whose file or decoded data: URL is larger fails its row."""
     max_prompt_media_bytes: int = LIMITS.max_prompt_media_bytes
-    """A row whose different pictures are larger together fails."""
+    """A row whose different pictures and films are larger together fails."""
     worker_memory_bytes: int = LIMITS.worker_memory_bytes
     """Memory that preparing one row may take in its worker process, beside what the process has at its start; a row
     that needs more fails."""
