@@ -28,9 +28,11 @@ from npu_runner.multimodal.video_settings import ASSUMED_FPS
 # Demuxers by name. Playlists and the like are none of them: they would have the decoder open other files.
 _CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,h264,hevc,m4v,ivf,gif"
 _NO_PTS = -(1 << 63)
-# A film whose file ends this much earlier than it says was cut off; rounded times are no reason to say so.
-_MISSING_SECONDS = 1.0
-_MISSING_SHARE = 0.05
+# A film that ends earlier than it says was cut off. Rounded times, and a last frame that does not say how long it is
+# shown, are no reason to say so.
+_MISSING_SECONDS = 0.2
+_MISSING_FRAMES = 2
+_MISSING_SHARE = 0.02
 _MAX_DETAIL_CHARS = 200
 
 
@@ -50,7 +52,7 @@ class VideoFile:
             _check_declared(container, stream)
             self.width, self.height = stream.width, stream.height
             self._pts, self._starts = _scan(container, stream)
-            self.fps = float(stream.average_rate or stream.guessed_rate or ASSUMED_FPS)
+            self.fps = _rate(stream)
         self.num_frames = len(self._pts)
         """In the order in which they are shown; which time each one has, its file may say or not."""
         if not self.num_frames:
@@ -108,12 +110,17 @@ class VideoFile:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[Any, Any]]:
         """The container and its first film, with the decoder's errors as ours."""
-        options = {"format_whitelist": _CONTAINERS}
+        # Decoders hear of the options, too, also of those that learn what is in the file. A worker has a core.
+        codec_options = {"max_pixels": str(LIMITS.max_video_pixels), "threads": "1"}
+        what = "opened"
         try:
-            with self._av.open(io.BytesIO(self._data), options=options, metadata_errors="replace") as container:
+            with self._av.open(
+                io.BytesIO(self._data), options={"format_whitelist": _CONTAINERS, **codec_options},
+                metadata_errors="replace",
+            ) as container:  # fmt: skip
+                what = "decoded"
                 stream = _film_of(container)
-                stream.thread_count = 1  # a worker has a core
-                stream.codec_context.options = {"max_pixels": str(LIMITS.max_video_pixels)}
+                stream.codec_context.options = codec_options
                 yield container, stream
         except RequestError:
             raise
@@ -121,7 +128,7 @@ class VideoFile:
             raise RequestError("the film needs more memory than there is; scale it down",
                                "video_out_of_memory") from error
         except Exception as error:  # decoders fed with hostile bytes raise anything; only this row may fail
-            raise _decoding_error(self._data, error) from error
+            raise _decoding_error(self._data, error, what) from error
 
 
 def _load_av() -> Any:
@@ -171,6 +178,10 @@ def _check_count(num_frames: int) -> None:
         )  # fmt: skip
 
 
+def _rate(stream: Any) -> float:
+    return float(stream.average_rate or stream.guessed_rate or ASSUMED_FPS)
+
+
 def _declared_seconds(container: Any, stream: Any) -> float:
     of_all = float(container.duration or 0) / 1e6
     return max(of_all, float((stream.duration or 0) * stream.time_base))
@@ -198,7 +209,7 @@ def _scan(container: Any, stream: Any) -> tuple[array[int], list[int]]:
     start = float(container.start_time or 0) / 1e6
     declared = float(container.duration or 0) / 1e6
     missing = declared - (end_seconds - start)
-    is_cut = missing > max(_MISSING_SECONDS, _MISSING_SHARE * declared)
+    is_cut = missing > max(_MISSING_SECONDS + _MISSING_FRAMES / _rate(stream), _MISSING_SHARE * declared)
     if num_packets < stream.frames or (end_seconds and is_cut):
         raise RequestError(
             f"the film is cut off: it declares {stream.frames or 'an unknown number of'} frames and {declared:.1f} "
@@ -245,9 +256,12 @@ def _upright(frame: Any) -> np.ndarray:
     return pixels_HWC[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
-def _decoding_error(data: bytes, error: Exception) -> RequestError:
+def _decoding_error(data: bytes, error: Exception, what: str) -> RequestError:
     detail = f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]
-    if "moov" in detail or (data[4:8] == b"ftyp" and b"moov" not in data):
+    if data[4:8] == b"ftyp" and b"moov" not in data:
         return RequestError(f"the film is cut off: its table of contents is missing ({detail}); upload it again",
                             "video_truncated")
+    if what == "opened":
+        return RequestError(f"not a film this runner reads, or only a part of one ({detail}); encode it as H.264 in "
+                            "MP4", "video_not_recognised")
     return RequestError(f"the film cannot be decoded ({detail}); encode it as H.264 in MP4", "video_broken")

@@ -33,7 +33,7 @@ class BatchOptions:
     """Write the closing summary of this run to this file, as JSON, also when an error ended it; a resumed job counts
     what it added."""
     report: Path | None = None
-    """Write a page to look at (pictures, questions, answers) to this HTML file."""
+    """Write a page to look at (pictures, strips of films, questions, answers) to this HTML file."""
     report_rows: int = 300
     """Most rows on the page; failed and unexpected answers come first."""
     cached_tokens: bool = False

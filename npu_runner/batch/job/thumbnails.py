@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from npu_runner.errors import RequestError
@@ -19,14 +20,16 @@ from npu_runner.limits import LIMITS
 from npu_runner.multimodal.image_formats import open_picture
 from npu_runner.multimodal.images import open_image
 from npu_runner.multimodal.media import load_media
+from npu_runner.multimodal.video_files import VideoFile
 
 SIDE = 360
+FRAMES = 6  # of a film, at half the side
 MAX_DECODED_PIXELS = 50_000_000
 
 
 @dataclass(frozen=True)
 class ThumbnailMaker:
-    """A data: URL of the picture behind a URL; None when it cannot be shown. Picklable."""
+    """A data: URL of the picture behind a URL, of a film a strip of frames; None when it cannot be shown. Picklable."""
 
     allowed_media_dir: Path | None
     max_source_pixels: int
@@ -34,12 +37,13 @@ class ThumbnailMaker:
     max_media_bytes: int = LIMITS.max_media_bytes
     """... nor one whose file is larger."""
 
-    def __call__(self, url: str) -> str | None:
+    def __call__(self, url: str, *, is_film: bool = False) -> str | None:
         try:
-            image = self._open(load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes))
+            data = load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes)
+            image = _strip(data) if is_film else self._open(data)
         except RequestError:
             return None
-        image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+        image.thumbnail((FRAMES * SIDE if is_film else SIDE, SIDE), Image.Resampling.LANCZOS)
         encoded = io.BytesIO()
         image.save(encoded, "JPEG", quality=85)
         return "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode("ascii")
@@ -47,6 +51,21 @@ class ThumbnailMaker:
     def _open(self, data: bytes) -> Image.Image:
         small = _opened_small(data, self.max_source_pixels)
         return open_image(data if small is None else small, max_source_pixels=MAX_DECODED_PIXELS)
+
+
+def _strip(data: bytes) -> Image.Image:
+    """Some of a film's frames side by side, from the first to the last."""
+    with VideoFile(data) as file:
+        indices = np.linspace(0, file.num_frames - 1, min(FRAMES, file.num_frames)).round().astype(int).tolist()
+        frames = []
+        for pixels_HWC in file.frames(indices):
+            frames.append(Image.fromarray(np.ascontiguousarray(pixels_HWC)))
+            frames[-1].thumbnail((SIDE // 2, SIDE // 2), Image.Resampling.LANCZOS)
+    width = frames[0].width
+    strip = Image.new("RGB", (width * len(frames), frames[0].height))
+    for place, frame in enumerate(frames):
+        strip.paste(frame, (place * width, 0))
+    return strip
 
 
 def _opened_small(data: bytes, max_source_pixels: int) -> Image.Image | None:
