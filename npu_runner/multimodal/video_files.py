@@ -166,8 +166,9 @@ def _check_declared(container: Any, stream: Any) -> None:
             f"the film declares {stream.width}x{stream.height} pixels, more than the {LIMITS.max_video_pixels} allowed "
             "(max_video_pixels); scale it down", "video_too_large",
         )  # fmt: skip
-    if num_pixels < 1:
-        raise RequestError("the film declares no size; encode it again", "video_broken")
+    if num_pixels < 1:  # a decoder that is told of the limit forgets the size beyond it
+        raise RequestError(f"the film declares no size, or more than the {LIMITS.max_video_pixels} pixels allowed "
+                           "(max_video_pixels); scale it down", "video_too_large")
 
 
 def _check_count(num_frames: int) -> None:
