@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import mmap
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -121,7 +122,8 @@ class VideoFile:
                 what = "decoded"
                 stream = _film_of(container)
                 stream.codec_context.options = codec_options
-                yield container, stream
+                with _memory_told_from_damage(stream):
+                    yield container, stream
         except RequestError:
             raise
         except MemoryError as error:
@@ -244,7 +246,7 @@ def _by_count(container: Any, stream: Any) -> Iterator[tuple[int, Any]]:
 
 def _upright(frame: Any) -> np.ndarray:
     """The pixels as the file wants them shown: its display matrix may turn and mirror them."""
-    pixels_HWC = frame.to_ndarray(format="rgb24")
+    pixels_HWC = frame.to_ndarray(format="rgb24", threads=1)
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return pixels_HWC
@@ -255,6 +257,19 @@ def _upright(frame: Any) -> np.ndarray:
     if b and c:
         pixels_HWC, a, d = pixels_HWC.swapaxes(0, 1), c, b
     return pixels_HWC[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+
+
+@contextlib.contextmanager
+def _memory_told_from_damage(stream: Any) -> Iterator[None]:
+    """Decoders that get no memory for a frame call the film broken: then there is none for two pictures of it, too."""
+    try:
+        yield
+    except ValueError as error:
+        try:
+            mmap.mmap(-1, max(1, 6 * stream.width * stream.height)).close()
+        except OSError:
+            raise MemoryError from error
+        raise
 
 
 def _decoding_error(data: bytes, error: Exception, what: str) -> RequestError:

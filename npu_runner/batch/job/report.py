@@ -157,7 +157,7 @@ class _OfPicture:
     thumbnails: ThumbnailMaker
 
     def __call__(self, picture: _Picture) -> str | None:
-        return self.thumbnails(picture.url, is_film=picture.is_film)
+        return self.thumbnails.strip(picture.url) if picture.is_film else self.thumbnails(picture.url)
 
 
 class _Joined:

@@ -29,7 +29,7 @@ MAX_DECODED_PIXELS = 50_000_000
 
 @dataclass(frozen=True)
 class ThumbnailMaker:
-    """A data: URL of the picture behind a URL, of a film a strip of frames; None when it cannot be shown. Picklable."""
+    """A data: URL of the picture behind a URL; None when it cannot be shown. Picklable."""
 
     allowed_media_dir: Path | None
     max_source_pixels: int
@@ -37,20 +37,33 @@ class ThumbnailMaker:
     max_media_bytes: int = LIMITS.max_media_bytes
     """... nor one whose file is larger."""
 
-    def __call__(self, url: str, *, is_film: bool = False) -> str | None:
+    def __call__(self, url: str) -> str | None:
         try:
-            data = load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes)
-            image = _strip(data) if is_film else self._open(data)
+            image = self._open(self._load(url))
         except RequestError:
             return None
-        image.thumbnail((FRAMES * SIDE if is_film else SIDE, SIDE), Image.Resampling.LANCZOS)
-        encoded = io.BytesIO()
-        image.save(encoded, "JPEG", quality=85)
-        return "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode("ascii")
+        image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+        return _as_url(image)
+
+    def strip(self, url: str) -> str | None:
+        """The same of a film: a strip of its frames."""
+        try:
+            return _as_url(_strip(self._load(url)))
+        except RequestError:
+            return None
+
+    def _load(self, url: str) -> bytes:
+        return load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes)
 
     def _open(self, data: bytes) -> Image.Image:
         small = _opened_small(data, self.max_source_pixels)
         return open_image(data if small is None else small, max_source_pixels=MAX_DECODED_PIXELS)
+
+
+def _as_url(image: Image.Image) -> str:
+    encoded = io.BytesIO()
+    image.save(encoded, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode("ascii")
 
 
 def _strip(data: bytes) -> Image.Image:
