@@ -168,6 +168,7 @@ class ChatProcessor:
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
         continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptInputs:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
@@ -176,8 +177,10 @@ class ChatProcessor:
         ordinary characters. `chat_template_kwargs`: what the template reads beside them, over the settings' own.
         With `continue_final_message` it ends where the last message, the assistant's, does; with
         `add_generation_prompt` False behind it, whoever speaks next. `truncate_prompt_tokens`: keep the last so many
-        tokens, as `most_prompt_tokens` says.
+        tokens, as `most_prompt_tokens` says. `mm_processor_kwargs`: how films are sampled, by `fps`, `num_frames` or
+        `max_frames`.
         """
+        films = self._vision.films_as(mm_processor_kwargs)
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
         conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt)
         check_ending(conversation, add_generation_prompt, continue_final_message)
@@ -189,7 +192,7 @@ class ChatProcessor:
             add_generation_prompt=add_generation_prompt is not False,
         )
         seen = self._vision.in_order(token_ids, conversation.images)
-        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens)
+        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, films)
         if self.reasoning_tokens is None:
             return prompt
         return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))

@@ -16,6 +16,7 @@ import numpy as np
 from npu_runner.checkpoint_files import read_json
 from npu_runner.config import MAX_VIDEO_FPS
 from npu_runner.errors import ModelError, RequestError
+from npu_runner.limits import LIMITS, shown
 from npu_runner.multimodal.image_settings import (
     MAX_ASPECT_RATIO,
     ImageSettings,
@@ -47,6 +48,16 @@ class VideoSettings:
     cap_pixels_per_frame: bool = False
     """A frame takes no more than `max_video_tokens`, nor than its share of the film's pixels."""
     max_video_tokens: int = 768
+
+    def asked(self, kwargs: Mapping[str, Any]) -> VideoSettings:
+        """These, as one request wants them: `mm_processor_kwargs` with `fps`, `num_frames` or `max_frames`.
+
+        Raises RequestError for another name, and for a value that cannot be.
+        """
+        given = _checked_kwargs(kwargs)
+        wanted = replace(self, num_frames=None) if "fps" in given else self
+        wanted = replace(wanted, **given)
+        return replace(wanted, min_frames=min(wanted.min_frames, wanted.max_frames))
 
     def sample(self, num_source_frames: int, source_fps: float) -> np.ndarray:
         """Which of a film's frames are shown: int64, ascending, evenly from the first to the last."""
@@ -106,6 +117,26 @@ class VideoSettings:
         most = self._most_pixels(group) // group
         least = min(most, -(-self.frame.min_pixels // group))
         return replace(self.frame, min_pixels=least, max_pixels=most).largest_size()
+
+
+def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    field = "mm_processor_kwargs"
+    if not isinstance(kwargs, Mapping):
+        raise RequestError(f"{field}: an object is needed, not {type(kwargs).__name__}", "invalid_type", field)
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    most = {"fps": MAX_VIDEO_FPS, "num_frames": LIMITS.max_video_frames, "max_frames": LIMITS.max_video_frames}
+    for name, value in given.items():
+        where = f"{field}.{str(name)[:60]}"
+        if name not in most:
+            raise RequestError(f"{where}: not supported; {', '.join(most)} are", "unsupported_field", where)
+        is_number = isinstance(value, (int, float) if name == "fps" else int) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= most[name]:
+            message = f"{where}: {shown(value)} is not above 0 and up to {most[name]:g}"
+            raise RequestError(message, "invalid_value", where)
+    if "fps" in given and "num_frames" in given:
+        message = f"{field}: fps and num_frames contradict each other; give one of them"
+        raise RequestError(message, "invalid_value", field)
+    return given
 
 
 def read_video_settings(

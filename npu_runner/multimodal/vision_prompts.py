@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
@@ -33,7 +34,8 @@ class VisionPrompts:
         self, *, image_token: tuple[int, str] | None, video_token_id: int | None, settings: ImageSettings | None,
         films: FilmPrompts | None, no_films: str, text_length: TextLength, max_source_pixels: int, uses_mrope: bool,
     ):  # fmt: skip
-        self.image_token_id, self.image_token = image_token or (None, None)
+        self.image_token_id: int | None = image_token[0] if image_token else None
+        self.image_token: str | None = image_token[1] if image_token else None
         self.video_token_id = video_token_id
         self.settings = settings
         self.films = films
@@ -59,16 +61,31 @@ class VisionPrompts:
         waiting = {self.image_token_id: iter(pictures), self.video_token_id: iter(films)}
         return [next(waiting[token]) for token in token_ids if token in waiting] if seen else []
 
-    def prompt(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None) -> PromptInputs:
-        """`seen`: as `in_order` gives them. `most_tokens`: keep the last so many; None: all."""
+    def films_as(self, kwargs: Mapping[str, Any] | None) -> FilmPrompts | None:
+        """How a request wants its films, which says so in its `mm_processor_kwargs`. Raises RequestError."""
+        if not kwargs:
+            return self.films
+        if self.films is None:
+            name = "mm_processor_kwargs"
+            message = f"{name}: it is about films, and this model takes none: {self._no_films}; leave it out"
+            raise RequestError(message, "model_has_no_video", name)
+        return replace(self.films, settings=self.films.settings.asked(kwargs))
+
+    def prompt(
+        self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None,
+        films: FilmPrompts | None = None,
+    ) -> PromptInputs:  # fmt: skip
+        """`seen`: as `in_order` gives them, `films`: as `films_as` does. `most_tokens`: keep the last; None: all."""
         if most_tokens is not None and not seen:
             token_ids = token_ids[-most_tokens:]
-        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids)))
+        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), films or self.films))
         if most_tokens is not None and len(prompt.token_ids) > most_tokens:
             raise not_cut(len(prompt.token_ids), most_tokens, "has pictures, and half of one is none")
         return prompt
 
-    def _prepare(self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int) -> list[list[Shown]]:
+    def _prepare(
+        self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, films: FilmPrompts | None
+    ) -> list[list[Shown]]:
         """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
         known: dict[int, list[Shown]] = {}
         num_tokens = num_text_tokens
@@ -76,12 +93,12 @@ class VisionPrompts:
         keys = [id(item.source if isinstance(item, Video) else item) for item, _ in seen]
         for key, (item, where) in zip(keys, seen, strict=True):
             if key not in known:
-                known[key] = self._show(item, where, num_tokens - 1)
+                known[key] = self._show(item, where, num_tokens - 1, films)
             num_tokens += sum(shown.num_tokens for shown in known[key]) - 1
             self._text_length.check_tokens(num_tokens)
         return [known[key] for key in keys]
 
-    def _show(self, item: Seen, where: str, num_tokens_before: int) -> list[Shown]:
+    def _show(self, item: Seen, where: str, num_tokens_before: int, films: FilmPrompts | None) -> list[Shown]:
         source = item.source if isinstance(item, Video) else item
         is_low = isinstance(source, Media) and source.detail == "low"
         if isinstance(source, Media):
@@ -89,9 +106,9 @@ class VisionPrompts:
         try:
             if not isinstance(item, Video):
                 return [Shown(self._prepare_image(source, is_low=is_low))]
-            assert self.films is not None, "films were refused before"
+            assert films is not None, "films were refused before"
             assert isinstance(source, bytes), "a film is encoded bytes"
-            return self.films.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
+            return films.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
         except RequestError as error:
             raise RequestError(f"{where}: {error.message}", error.code, where) from error
 

@@ -22,7 +22,7 @@ OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 # Ours, after vLLM; OpenAI's types know nothing of them.
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos",
           "chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
-          "add_generation_prompt", "continue_final_message"}
+          "add_generation_prompt", "continue_final_message", "mm_processor_kwargs"}
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)

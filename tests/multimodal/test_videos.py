@@ -141,6 +141,27 @@ def test_a_part_that_is_no_film_is_named(part: Any, code: str, seeing: ChatProce
     assert str(caught.value.param).startswith("messages[0].content[0]")
 
 
+@pytest.mark.parametrize(("kwargs", "num_pairs"), [
+    (None, 3), ({}, 3), ({"fps": 5}, 8), ({"num_frames": 3}, 2), ({"fps": 5, "max_frames": 2}, 1), ({"fps": None}, 3),
+])  # fmt: skip
+def test_a_request_chooses_its_frames(kwargs: Any, num_pairs: int, seeing: ChatProcessor) -> None:
+    messages = asks({"type": "video", "video": film(moving_picture(30))})
+    assert len(seeing(messages, mm_processor_kwargs=kwargs).images) == num_pairs
+
+
+@pytest.mark.parametrize(("kwargs", "field"), [
+    ({"fps": 0}, ".fps"), ({"fps": True}, ".fps"), ({"num_frames": 1.5}, ".num_frames"),
+    ({"max_frames": 0}, ".max_frames"), ({"size": 3}, ".size"), ({"fps": 1, "num_frames": 2}, ""), ({"fps": float("nan")}, ".fps"),
+])  # fmt: skip
+def test_a_wish_that_cannot_be_is_named(kwargs: Any, field: str, seeing: ChatProcessor, qwen: ChatProcessor) -> None:
+    with pytest.raises(RequestError) as caught:
+        seeing(asks(), mm_processor_kwargs=kwargs)
+    assert caught.value.param == f"mm_processor_kwargs{field}"
+    with pytest.raises(RequestError) as caught:  # of a model that sees none
+        qwen(asks(), mm_processor_kwargs=kwargs)
+    assert caught.value.code == "model_has_no_video"
+
+
 def test_placeholders_are_counted_by_kind(seeing: ChatProcessor) -> None:
     with pytest.raises(RequestError, match=r"1 video placeholders \(<\|video_pad\|>\) for 0 videos") as caught:
         seeing.from_text("<|video_pad|>")

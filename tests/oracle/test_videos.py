@@ -49,7 +49,13 @@ def make_prompts(llm: LLM, layouts: list[str], films: list[bytes]) -> tuple[list
     return [llm.engine.processor(messages) for messages, _ in built], [seen for _, seen in built]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.full("experts with films; the families without experts stay, as do experts with pictures")
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_families_with_experts(family: str, films: list[bytes], checkpoint: Any, platform_name: str) -> None:
+    test_greedy_tokens_and_logits_equal_transformers(family, films, checkpoint, platform_name)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_greedy_tokens_and_logits_equal_transformers(
     family: str, films: list[bytes], checkpoint: Any, platform_name: str
 ) -> None:
@@ -107,6 +113,7 @@ def test_a_preempted_film_is_gone_on_with(films: list[bytes], checkpoint: Any, p
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
 
 
+@pytest.mark.full("two ranks on two cores; ranks know no films, and stay with pictures")
 def test_two_ranks_answer_as_one(films: list[bytes], checkpoint: Any) -> None:
     path: Path = checkpoint("qwen3_vl")
     answers = []

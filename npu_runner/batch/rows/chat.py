@@ -137,6 +137,7 @@ class ChatBody(RequestBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
@@ -190,6 +191,7 @@ class ChatBody(RequestBody):
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             truncate_prompt_tokens=processor.most_prompt_tokens(params),
+            mm_processor_kwargs=self.mm_processor_kwargs,
         )  # fmt: skip
         form = ChatForm(
             model=self.model, tool_call_parser=parser, tools=tuple(tools or ()) if parser else (),
