@@ -151,7 +151,8 @@ def test_a_request_chooses_its_frames(kwargs: Any, num_pairs: int, seeing: ChatP
 
 @pytest.mark.parametrize(("kwargs", "field"), [
     ({"fps": 0}, ".fps"), ({"fps": True}, ".fps"), ({"num_frames": 1.5}, ".num_frames"),
-    ({"max_frames": 0}, ".max_frames"), ({"size": 3}, ".size"), ({"fps": 1, "num_frames": 2}, ""), ({"fps": float("nan")}, ".fps"),
+    ({"max_frames": 0}, ".max_frames"), ({"size": 3}, ".size"), ({"fps": 1, "num_frames": 2}, ""),
+    ({"fps": float("nan")}, ".fps"),
 ])  # fmt: skip
 def test_a_wish_that_cannot_be_is_named(kwargs: Any, field: str, seeing: ChatProcessor, qwen: ChatProcessor) -> None:
     with pytest.raises(RequestError) as caught:
