@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.films import as_url, film, moving_picture
 from tests.oracle.films_reference import film_inputs, film_text
 from tests.oracle.reference import load_model, model_inputs, random_image
 from tests.oracle.running import SMALL, assert_equals_reference, greedy
+from tests.oracle.tiny_checkpoints import make_checkpoint
 
 # Digits: the film of that number. p: a picture. t: text.
 LAYOUTS = ["0t", "t1t", "2t", "t01", "pt0", "0tp1p", "00t", "3t"]
@@ -159,6 +161,16 @@ def test_settings_choose_the_frames(films: list[bytes], checkpoint: Any) -> None
             (prompt,), _ = make_prompts(llm, ["0t"], films)
             seconds.append(len(prompt.images))
     assert seconds == [3, 6, 1]
+
+
+def test_films_may_be_prepared_otherwise_than_pictures(films: list[bytes], tmp_path: Path, platform_name: str) -> None:
+    path = make_checkpoint(tmp_path / "own", "qwen3_vl")
+    own = {"size": {"shortest_edge": 4096, "longest_edge": 5 * 128 * 160}, "image_mean": [0.1, 0.5, 0.7],
+           "image_std": [0.3, 0.2, 0.9]}  # fmt: skip
+    (path / "video_preprocessor_config.json").write_text(json.dumps(own))
+    with LLM(path, platform=platform_name, **SMALL) as llm:
+        prompts, seen = make_prompts(llm, ["0tp1p", "pt2"], films)
+        assert_equals_reference(path, llm, prompts, seen)
 
 
 def test_families_without_films_say_so(films: list[bytes], checkpoint: Any) -> None:
