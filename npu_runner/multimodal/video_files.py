@@ -89,17 +89,17 @@ class VideoFile:
         shown = sorted(self._pts)
         index_of = {pts: index for index, pts in enumerate(shown)}
         is_wanted = _wanted_groups(self._pts, self._starts, {shown[index] for index in indices})
-        decoder, group, is_fed = stream.codec_context, -1, False
+        decoder, group, start = stream.codec_context, -1, None
         for packet in container.demux(stream):
-            group += packet.is_keyframe and packet.pts is not None
-            if group >= 0 and not is_wanted[min(group, len(is_wanted) - 1)]:
-                if is_fed:
-                    yield from _numbered(decoder.decode(None), index_of)
+            group += packet.is_keyframe and packet.size > 0
+            if group >= 0 and not is_wanted[group]:
+                if start is not None:
+                    yield from _numbered(decoder.decode(None), index_of, start)
                     decoder.flush_buffers()
-                    is_fed = False
+                    start = None
                 continue
-            is_fed = True
-            yield from _numbered(decoder.decode(packet), index_of)
+            start = (packet.pts or 0) if start is None else start
+            yield from _numbered(decoder.decode(packet), index_of, start)
 
     def _check_size(self, frame: Any) -> None:
         if (frame.width, frame.height) != (self.width, self.height):
@@ -162,13 +162,8 @@ def _check_declared(container: Any, stream: Any) -> None:
             "(max_video_seconds); cut it", "video_too_long",
         )  # fmt: skip
     _check_count(stream.frames)
-    num_pixels = stream.width * stream.height
-    if num_pixels > LIMITS.max_video_pixels:
-        raise RequestError(
-            f"the film declares {stream.width}x{stream.height} pixels, more than the {LIMITS.max_video_pixels} allowed "
-            "(max_video_pixels); scale it down", "video_too_large",
-        )  # fmt: skip
-    if num_pixels < 1:  # a decoder that is told of the limit forgets the size beyond it
+    if not 0 < stream.width * stream.height <= LIMITS.max_video_pixels:
+        # A decoder that is told of the limit forgets the size beyond it.
         raise RequestError(f"the film declares no size, or more than the {LIMITS.max_video_pixels} pixels allowed "
                            "(max_video_pixels); scale it down", "video_too_large")
 
@@ -223,25 +218,35 @@ def _scan(container: Any, stream: Any) -> tuple[array[int], list[int]]:
 
 
 def _wanted_groups(pts: Sequence[int], starts: Sequence[int], wanted: set[int]) -> list[bool]:
-    """For each group of pictures whether it has to be decoded. Frames shown before the first of their group may lean
-    on the group before it."""
+    """For each group of pictures whether it has to be decoded. Frames shown before the first one of their group may
+    lean on the group before it, but on none before that."""
     bounds = [*starts, len(pts)]
     groups = [pts[begin:end] for begin, end in pairwise(bounds)]
-    is_wanted = [any(stamp in wanted for stamp in group) for group in groups]
-    for number in range(len(groups) - 1, 0, -1):
-        if is_wanted[number] and any(stamp < groups[number][0] for stamp in groups[number]):
-            is_wanted[number - 1] = True
-    return is_wanted
+    has_wanted = [any(stamp in wanted for stamp in group) for group in groups]
+    leans = [has and any(stamp < group[0] for stamp in group) for has, group in zip(has_wanted, groups, strict=True)]
+    return [has or leant_on for has, leant_on in zip(has_wanted, [*leans[1:], False], strict=True)]
 
 
-def _numbered(frames: Sequence[Any], index_of: dict[int, int]) -> Iterator[tuple[int, Any]]:
+def _numbered(frames: Sequence[Any], index_of: dict[int, int], start: int) -> Iterator[tuple[int, Any]]:
+    """Those that are shown. A damaged one damages all that lean on it; before `start`, where decoding began, they lean
+    on what was not decoded, and nobody wants them."""
     for frame in frames:
+        if frame.is_corrupt and (frame.pts is None or frame.pts >= start):
+            raise _damaged(frame)
         if frame.pts in index_of and not frame.is_corrupt:
             yield index_of[frame.pts], frame
 
 
 def _by_count(container: Any, stream: Any) -> Iterator[tuple[int, Any]]:
-    yield from enumerate(container.decode(stream))
+    for number, frame in enumerate(container.decode(stream)):
+        if frame.is_corrupt:
+            raise _damaged(frame)
+        yield number, frame
+
+
+def _damaged(frame: Any) -> RequestError:
+    when = "" if frame.time is None else f" after {frame.time:.1f} seconds"
+    return RequestError(f"the film is damaged{when}; encode it again", "video_broken")
 
 
 def _upright(frame: Any) -> np.ndarray:

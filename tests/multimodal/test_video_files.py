@@ -77,7 +77,7 @@ def test_only_groups_that_are_needed_are_decoded() -> None:
     closed = [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert _wanted_groups(closed, [0, 3, 6], {4}) == [False, True, False]
     leaning = [0, 1, 2, 6, 4, 5, 9, 7, 8]  # 4 and 5 are shown before 6, the first of their group
-    assert _wanted_groups(leaning, [0, 3, 6], {8}) == [True, True, True]
+    assert _wanted_groups(leaning, [0, 3, 6], {8}) == [False, True, True]
     assert _wanted_groups(leaning, [0, 3, 6], {1}) == [True, False, False]
 
 
@@ -123,6 +123,15 @@ def test_what_cannot_be_shown_is_named(name: str) -> None:
     with pytest.raises(RequestError) as caught:
         frames_of(make())
     assert caught.value.code == code, caught.value.message
+
+
+def test_a_damaged_frame_that_is_not_shown_counts_since_others_lean_on_it() -> None:
+    data = bytearray(film(MOVING, kind="matroska"))
+    at = len(data) // 2
+    data[at : at + 20] = bytes(20)  # of frame 6; the decoder makes something up
+    with pytest.raises(RequestError, match=r"damaged after 0\.6 seconds") as caught:
+        frames_of(bytes(data), [29])
+    assert caught.value.code == "video_broken"
 
 
 def test_a_list_of_films_reads_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from preprocessing_checkpoints import write_qwen_vl
@@ -43,6 +43,7 @@ def test_each_pair_has_the_time_that_transformers_writes(indices: list[int], rat
 
 
 @settings(max_examples=300)
+@example(num=3, height=480, width=480, is_capped=False)  # an odd number, of which one more or less decides
 @given(num=st.integers(2, 800), height=st.integers(1, 5000), width=st.integers(1, 5000), is_capped=st.booleans())
 def test_frames_are_resized_to_the_size_that_transformers_takes(
     num: int, height: int, width: int, is_capped: bool
