@@ -152,6 +152,25 @@ def test_too_many_frames_are_refused_before_any_is_decoded(monkeypatch: pytest.M
         frames_of(film(MOVING, kind="matroska"))  # whose header does not count them
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing else limits a process's memory like that")
+def test_a_decoder_that_gets_no_memory_is_told_from_damage(tmp_path: Path) -> None:
+    """Room for nothing but the smallest things, once the film is there: the decoder calls it invalid."""
+    (tmp_path / "a.mp4").write_bytes(film([np.zeros((2160, 4096, 3), np.uint8)] * 3, options={"preset": "ultrafast"}))
+    code = (
+        "import resource, av, numpy\n"
+        "from npu_runner.errors import RequestError\n"
+        "from npu_runner.multimodal.video_files import VideoFile\n"
+        f"data = open({str(tmp_path / 'a.mp4')!r}, 'rb').read()\n"
+        "with VideoFile(data) as file:\n"
+        "    present = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (present + (12 << 20), -1))\n"
+        "    try: next(file.frames([0]))\n"
+        "    except RequestError as error: print(error.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "video_out_of_memory\n", done.stderr
+
+
 def test_without_pyav_a_film_is_refused_with_the_remedy_and_nothing_else_needs_it(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(film(MOVING[:2]))
     code = (
