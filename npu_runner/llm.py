@@ -35,7 +35,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, vLLM's {"prompt" or
 "prompt_token_ids", "multi_modal_data": {"image": ...}}, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
-"""OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url."""
+"""OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; film
+parts {"type": "video", "video": bytes} or vLLM's video_url."""
 Params = SamplingParams | Iterable[SamplingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
 _Parse = Callable[[Any], PromptTask | PromptInputs]
@@ -87,20 +88,24 @@ class LLM:
     @overload
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
+             mm_processor_kwargs: Mapping[str, Any] | None = None,
              chat_template_kwargs: Mapping[str, Any] | None = None, stream_results: Literal[False] = False,
              return_errors: bool = False) -> list[RequestOutput]: ...
     @overload
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
+             mm_processor_kwargs: Mapping[str, Any] | None = None,
              chat_template_kwargs: Mapping[str, Any] | None = None, stream_results: Literal[True],
              return_errors: bool = False) -> Results: ...
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
+             mm_processor_kwargs: Mapping[str, Any] | None = None,
              chat_template_kwargs: Mapping[str, Any] | None = None, stream_results: bool = False,
              return_errors: bool = False) -> list[RequestOutput] | Results:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
-        An image_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is downloaded.
+        An image_url or video_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is
+        downloaded. `mm_processor_kwargs` say how films are sampled: {"fps": 1}, {"num_frames": 8}, {"max_frames": 9}.
         `chat_template_kwargs` go into the template, as {"enable_thinking": False}; a name that it does not read is a
         RequestError. What a model thinks first is a result's `reasoning_content`, its `text` is what comes behind.
 
@@ -121,7 +126,8 @@ class LLM:
         kwargs = None if chat_template_kwargs is None else plain_template_kwargs(dict(chat_template_kwargs))
 
         def parse(messages: Any) -> PromptTask:
-            return chat_task(messages, kwargs, rules, has_vision=self.engine.processor.has_vision)
+            return chat_task(messages, kwargs, rules, has_vision=self.engine.processor.has_vision,
+                             mm_processor_kwargs=mm_processor_kwargs)
 
         items: Iterable[Any] = [conversations] if _is_one_conversation(conversations) else conversations
         return self._run(items, sampling_params, parse, use_tqdm, stream_results, return_errors)

@@ -25,7 +25,9 @@ _LEAST_CHARS = 4096
 class PromptProcessor(Protocol):
     """What is needed of a ChatProcessor; picklable."""
 
-    def __call__(self, messages: Any, chat_template_kwargs: Any = None) -> PromptInputs: ...
+    def __call__(
+        self, messages: Any, chat_template_kwargs: Any = None, *, mm_processor_kwargs: Any = None
+    ) -> PromptInputs: ...
     def from_text(self, prompt: Any, images: Any = ()) -> PromptInputs: ...
 
 
@@ -58,6 +60,7 @@ class ChatTask(PromptTask):
 
     messages: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
 
     def prepare(self, processor: PromptProcessor) -> PromptInputs:
         pictures = (picture for picture, _ in self.pictures)
@@ -68,7 +71,7 @@ class ChatTask(PromptTask):
             ]} if isinstance(message["content"], list) else message
             for message in self.messages
         ]  # fmt: skip
-        return processor(messages, self.chat_template_kwargs)
+        return processor(messages, self.chat_template_kwargs, mm_processor_kwargs=self.mm_processor_kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +85,14 @@ class TextTask(PromptTask):
 
 
 def chat_task(
-    messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool
-) -> ChatTask:
+    messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
+) -> ChatTask:  # fmt: skip
     """Raises RequestError for what can be seen without reading an address or decoding a picture."""
     conversation = checked_conversation(messages, rules, has_vision=has_vision)
     return ChatTask(
         messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.images,
-        num_chars=sum(len(text) for _, text in conversation.texts()),
+        num_chars=sum(len(text) for _, text in conversation.texts()), mm_processor_kwargs=mm_processor_kwargs,
     )  # fmt: skip
 
 

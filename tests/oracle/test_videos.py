@@ -154,6 +154,15 @@ def test_chats_take_addresses_and_bytes(films: list[bytes], checkpoint: Any, tmp
     assert len({tuple(output.token_ids) for output in outputs}) == 1
 
 
+def test_a_call_chooses_the_frames(films: list[bytes], checkpoint: Any) -> None:
+    messages, _ = conversation("0t", films)
+    with LLM(checkpoint("qwen3_vl"), platform="cpu", **SMALL) as llm:
+        llm.chat(messages, greedy(1), mm_processor_kwargs={"num_frames": 2})
+        assert llm.stats().num_images_encoded == 1
+        with pytest.raises(RequestError, match=r"mm_processor_kwargs.size: not supported"):
+            llm.chat(messages, greedy(1), mm_processor_kwargs={"size": 1})
+
+
 def test_settings_choose_the_frames(films: list[bytes], checkpoint: Any) -> None:
     seconds = []
     for settings in ({}, {"video_fps": 4.0}, {"video_max_frames": 2}):
