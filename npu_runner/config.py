@@ -18,6 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
 # Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
 DEFAULT_MAX_MODEL_LEN = 32768
+MAX_VIDEO_FPS = 1000.0
 LOAD_FORMATS = ("safetensors", "dummy")
 REASONING_PARSERS = ("auto", "none")
 RUNNERS = ("auto", "generate", "pooling")
@@ -70,11 +71,15 @@ class RunnerConfig:
     """Smaller pictures are scaled up to this many pixels; None: the checkpoint's setting."""
     image_max_pixels: int | None = None
     """Larger pictures are scaled down to this many pixels; None: the checkpoint's setting."""
+    video_fps: float | None = None
+    """Frames that are taken of each second of a film; None: the checkpoint's setting (Qwen3-VL: 2)."""
+    video_max_frames: int | None = None
+    """Of a film that would have more, so many frames are taken, evenly; None: the checkpoint's setting."""
     max_source_pixels: int = LIMITS.max_source_pixels
     """A picture whose file declares more pixels is refused before it is decoded, which takes 4 to 10 bytes each (JPEG
     2000: 20, WebP: 16)."""
     max_images_per_prompt: int = LIMITS.max_images_per_prompt
-    """A prompt with more pictures is refused."""
+    """A prompt with more pictures and films is refused."""
     max_logprobs_per_request: int = LIMITS.max_logprobs_per_request
     """A request for more log probabilities is refused: n x max_tokens x (top_logprobs + 1), and prompt tokens x
     (prompt_logprobs + 1)."""
@@ -118,7 +123,7 @@ class RunnerConfig:
         for name in ("tensor_parallel_size", "max_images_per_prompt", "max_source_pixels", "max_logprobs_per_request"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_bytes",
-                     "image_min_pixels", "image_max_pixels"):
+                     "image_min_pixels", "image_max_pixels", "video_max_frames"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if not 0.05 <= self.memory_utilization <= 1.0:
@@ -130,6 +135,8 @@ class RunnerConfig:
             raise ConfigError(f"async_scheduling: {self.async_scheduling!r} is neither true nor false")
         if self.step_timeout_seconds <= 0:
             raise ConfigError(f"step_timeout_seconds: {self.step_timeout_seconds} is not positive")
+        if self.video_fps is not None and not 0 < self.video_fps <= MAX_VIDEO_FPS:
+            raise ConfigError(f"video_fps: {self.video_fps} is not above 0 and up to {MAX_VIDEO_FPS:g}")
         low, high = self.image_min_pixels, self.image_max_pixels
         if low is not None and high is not None and low > high:
             raise ConfigError(f"image_min_pixels {low} is more than image_max_pixels {high}")

@@ -46,6 +46,12 @@ class Limits:
     """Characters of an address that is no data: URL."""
     max_source_pixels: int = 178_956_970  # what Pillow calls a decompression bomb
     """Pixels that a picture's file declares."""
+    max_video_seconds: int = 14_400
+    """Seconds that a film's file declares."""
+    max_video_frames: int = 1_000_000
+    """Frames that a film's file declares, or has: they are counted before any is decoded."""
+    max_video_pixels: int = 35_389_440  # 8192 x 4320, the most that H.264 has a level for
+    """Pixels of one frame of a film."""
     max_stop_strings: int = 64
     """Entries of `stop`."""
     max_stop_chars: int = 1024

@@ -38,7 +38,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, vLLM's {"prompt" or
 "prompt_token_ids", "multi_modal_data": {"image": ...}}, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
-"""OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url."""
+"""OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; film
+parts {"type": "video", "video": bytes} or vLLM's video_url."""
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI's functions: {"type": "function", "function": {"name", "description", "parameters"}}."""
 Params = SamplingParams | Iterable[SamplingParams] | None
@@ -95,6 +96,7 @@ class LLM:
     @overload
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
+             mm_processor_kwargs: Mapping[str, Any] | None = None,
              add_generation_prompt: bool | None = None, continue_final_message: bool = False,
              tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
              reasoning_effort: str | None = None, stream_results: Literal[False] = False,
@@ -102,19 +104,22 @@ class LLM:
     @overload
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
+             mm_processor_kwargs: Mapping[str, Any] | None = None,
              add_generation_prompt: bool | None = None, continue_final_message: bool = False,
              tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
              reasoning_effort: str | None = None, stream_results: Literal[True],
              return_errors: bool = False) -> Results: ...
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
              use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
+             mm_processor_kwargs: Mapping[str, Any] | None = None,
              add_generation_prompt: bool | None = None, continue_final_message: bool = False,
              tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
              reasoning_effort: str | None = None, stream_results: bool = False,
              return_errors: bool = False) -> list[RequestOutput] | Results:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
-        An image_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is downloaded.
+        An image_url or video_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is
+        downloaded. `mm_processor_kwargs` say how films are sampled: {"fps": 1}, {"num_frames": 8}, {"max_frames": 9}.
         `chat_template_kwargs` go into the template, as {"enable_thinking": False}, and so does OpenAI's
         `reasoning_effort`; a name that it does not read is a RequestError. What a model thinks first is a result's
         `reasoning_content`, its `text` is what comes behind. `tools` are OpenAI's, for all conversations; calls stay in
@@ -144,6 +149,7 @@ class LLM:
             return chat_task(
                 messages, kwargs_and_effort, rules, has_vision=processor.has_vision, tools=checked_tools,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                mm_processor_kwargs=mm_processor_kwargs,
             )  # fmt: skip
 
         items: Iterable[Any] = [conversations] if _is_one_conversation(conversations) else conversations

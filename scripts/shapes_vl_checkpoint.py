@@ -55,8 +55,10 @@ CHAT_TEMPLATE = """\
                 {{- part.text }}
             {%- elif part.type in ('image', 'image_url') %}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part.type in ('video', 'video_url') %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
             {%- else %}
-                {{- raise_exception('unknown content part ' ~ part.type ~ '; use text, image or image_url') }}
+                {{- raise_exception('unknown content part ' ~ part.type ~ '; use text, image or video') }}
             {%- endif %}
         {%- endfor %}
     {%- endif %}

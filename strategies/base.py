@@ -43,6 +43,8 @@ class LoadStrategy(ABC):
     model_types: ClassVar[tuple[str, ...]] = ()
     """Of our own strategies; one of another package has its entry point's name instead."""
     is_multimodal: ClassVar[bool] = False
+    takes_videos: ClassVar[bool] = False
+    """Its pictures may be frames of films, in pairs: ImageInput says how."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -70,6 +72,9 @@ class LoadStrategy(ABC):
             str(self.path),
             image_min_pixels=config.image_min_pixels,
             image_max_pixels=config.image_max_pixels,
+            takes_videos=self.takes_videos,
+            video_fps=config.video_fps,
+            video_max_frames=config.video_max_frames,
             max_images_per_prompt=config.max_images_per_prompt,
             max_source_pixels=config.max_source_pixels,
             max_model_len=config.max_model_len,

@@ -24,6 +24,7 @@ _PUBLISHED_NAMES = {"model.visual.": "visual.", "model.language_model.": "model.
 
 class Qwen25VLStrategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl",)
+    takes_videos = False  # its films have positions of their own
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         rope = read_rope(config, theta=_THETA, section=_SECTION, section_is_interleaved=False)

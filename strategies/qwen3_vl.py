@@ -22,6 +22,7 @@ from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.models.vision_language import VisionLanguageModel
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.multimodal.video_settings import read_video_settings
 from npu_runner.platforms.upload import upload, upload_together
 from strategies.base import VisionEmbeddings
 from strategies.causal_lm import CausalLMStrategy
@@ -39,6 +40,7 @@ _SECTION = (24, 20, 20)
 class Qwen3VLStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
     is_multimodal = True
+    takes_videos = True
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(config, layers=qwen3_layers(config), head_dim=HEAD_DIM, **with_vision(config))
@@ -46,6 +48,11 @@ class Qwen3VLStrategy(CausalLMStrategy):
     @cached_property
     def image_settings(self) -> ImageSettings:
         return read_image_settings(self.path, require_json(self.path, "config.json"))
+
+    @cached_property
+    def frame_settings(self) -> ImageSettings:
+        """As `image_settings`, of the frames of films."""
+        return read_video_settings(self.path, require_json(self.path, "config.json")).frame
 
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
         assert model_config.vision is not None, f"a {model_config.model_type} checkpoint has a vision_config"
@@ -57,13 +64,12 @@ class Qwen3VLStrategy(CausalLMStrategy):
 
     def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
         assert isinstance(model, VisionLanguageModel), f"{type(model).__name__} has no tower"
-        # Pictures of one size lie together, so that attention runs over them as one batch.
-        order = sorted(range(len(images)), key=lambda i: images[i].grid_thw)
         encoded: dict[int, VisionEmbeddings] = {}
         sizes = [_num_patches(image) for image in images]
-        for together in _groups(order, sizes, model.visual.attention.vision_patches):
-            embeddings = self._encode(model.visual, [images[i] for i in together])
-            encoded.update(zip(together, embeddings, strict=True))
+        for order in _by_depth(images):
+            for together in _groups(order, sizes, model.visual.attention.vision_patches):
+                embeddings = self._encode(model.visual, [images[i] for i in together])
+                encoded.update(zip(together, embeddings, strict=True))
         return [encoded[i] for i in range(len(images))]
 
     def _encode(self, tower: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
@@ -78,24 +84,47 @@ class Qwen3VLStrategy(CausalLMStrategy):
     def patchify(self, image: ImageInput, device: torch.device) -> Tensor:
         """(P, X) uint8 in merge-block order, which is that of transformers' Qwen2-VL image processor.
 
-        X = row, column, channel: runs of bytes stay together, and PatchEmbed arranges its weight accordingly.
+        X = row, column, frame of a film, channel: runs of bytes stay together, and PatchEmbed arranges its weight
+        accordingly.
         """
         patch, merge = self.image_settings.patch_size, self.image_settings.merge_size
         _, rows, columns = image.grid_thw
         pixels_HWC = upload(image.pixels_HWC, device)
-        blocks = pixels_HWC.view(rows // merge, merge, patch, columns // merge, merge, patch * 3)
+        colours = image.pixels_HWC.shape[2]
+        blocks = pixels_HWC.view(rows // merge, merge, patch, columns // merge, merge, patch * colours)
         return blocks.permute(0, 3, 1, 4, 2, 5).reshape(rows * columns, -1)
 
     def normalise(self, patches_PX: Tensor) -> Tensor:
         """(P, X) float32: rescaled, less the mean, over the deviation, each in float32 as transformers does it."""
-        mean_X, std_X = upload_together(self._mean_and_deviation, patches_PX.device)
-        return patches_PX.float().mul_(self.image_settings.rescale_factor).sub_(mean_X).div_(std_X)
+        if patches_PX.shape[1] == 3 * self.image_settings.patch_size**2:
+            settings, arrays = self.image_settings, self._mean_and_deviation
+        else:
+            settings, arrays = self.frame_settings, self._mean_and_deviation_of_frames
+        mean_X, std_X = upload_together(arrays, patches_PX.device)
+        return patches_PX.float().mul_(settings.rescale_factor).sub_(mean_X).div_(std_X)
 
     @cached_property
     def _mean_and_deviation(self) -> list[np.ndarray]:
-        settings = self.image_settings
-        return [np.tile(np.array(values, dtype=np.float32), settings.patch_size**2)
-                for values in (settings.image_mean, settings.image_std)]
+        return _by_value(self.image_settings, num_frames=1)
+
+    @cached_property
+    def _mean_and_deviation_of_frames(self) -> list[np.ndarray]:
+        return _by_value(self.frame_settings, num_frames=self.frame_settings.temporal_patch_size)
+
+
+def _by_depth(images: Sequence[ImageInput]) -> list[list[int]]:
+    """Pictures, and frames of films, which have longer patches: what can go through the tower together. Those of one
+    size lie together, so that attention runs over them as one batch."""
+    by_colours: dict[int, list[int]] = {}
+    for index in sorted(range(len(images)), key=lambda i: images[i].grid_thw):
+        by_colours.setdefault(images[index].pixels_HWC.shape[2], []).append(index)
+    return [by_colours[colours] for colours in sorted(by_colours)]
+
+
+def _by_value(settings: ImageSettings, *, num_frames: int) -> list[np.ndarray]:
+    """Mean and deviation of each value of a patch."""
+    return [np.tile(np.array(values, dtype=np.float32), num_frames * settings.patch_size**2)
+            for values in (settings.image_mean, settings.image_std)]
 
 
 def _num_patches(image: ImageInput) -> int:

@@ -121,10 +121,10 @@ def read_image_settings(
     if not isinstance(values, dict):
         raise ModelError(f"{folder / source} is missing or has no settings; a model with vision needs it")
     try:
-        settings = _from_values(values)
+        settings = settings_from(values)
     except (TypeError, ValueError, KeyError) as error:
         raise ModelError(f"{folder / source}: {error}; compare it with the original checkpoint") from error
-    _check_against_tower(settings, config["vision_config"], source)
+    check_against_tower(settings, config["vision_config"], source)
     settings = replace(
         settings,
         min_pixels=settings.min_pixels if min_pixels is None else min_pixels,
@@ -138,7 +138,8 @@ def read_image_settings(
     return settings
 
 
-def _from_values(values: Mapping[str, Any]) -> ImageSettings:
+def settings_from(values: Mapping[str, Any]) -> ImageSettings:
+    """What a preprocessor's file says. Raises TypeError, ValueError or KeyError for what is no such file."""
     for name in ("do_center_crop", "do_pad"):
         if values.get(name):
             raise ValueError(f"{name} is set, which this runner does not do")
@@ -153,11 +154,11 @@ def _from_values(values: Mapping[str, Any]) -> ImageSettings:
     if resample not in (None, *RESAMPLING):
         raise ValueError(f"resample is {resample!r}, not one of Pillow's filters {RESAMPLING}")
     settings = ImageSettings(
-        min_pixels=_first_integer(values.get("min_pixels"), size.get("shortest_edge"), default.min_pixels),
-        max_pixels=_first_integer(values.get("max_pixels"), size.get("longest_edge"), default.max_pixels),
-        patch_size=_first_integer(values.get("patch_size"), default.patch_size),
-        temporal_patch_size=_first_integer(values.get("temporal_patch_size"), default.temporal_patch_size),
-        merge_size=_first_integer(values.get("merge_size"), default.merge_size),
+        min_pixels=positive_integer(values.get("min_pixels"), size.get("shortest_edge"), default.min_pixels),
+        max_pixels=positive_integer(values.get("max_pixels"), size.get("longest_edge"), default.max_pixels),
+        patch_size=positive_integer(values.get("patch_size"), default.patch_size),
+        temporal_patch_size=positive_integer(values.get("temporal_patch_size"), default.temporal_patch_size),
+        merge_size=positive_integer(values.get("merge_size"), default.merge_size),
         resample=BICUBIC if resample is None else resample,
         rescale_factor=float(values.get("rescale_factor", default.rescale_factor)) if rescales else 1.0,
         image_mean=_channels(values.get("image_mean", default.image_mean)) if normalises else (0.0,) * 3,
@@ -168,7 +169,8 @@ def _from_values(values: Mapping[str, Any]) -> ImageSettings:
     return settings
 
 
-def _first_integer(*values: Any) -> int:
+def positive_integer(*values: Any) -> int:
+    """The first that is not None. Raises ValueError where it is no integer above 0."""
     value = next(value for value in values if value is not None)
     if isinstance(value, bool) or int(value) != value or value < 1:
         raise ValueError(f"{value!r} is not a positive integer")
@@ -182,7 +184,8 @@ def _channels(values: Any) -> tuple[float, ...]:
     return channels
 
 
-def _check_against_tower(settings: ImageSettings, vision_config: Mapping[str, Any], source: str) -> None:
+def check_against_tower(settings: ImageSettings, vision_config: Mapping[str, Any], source: str) -> None:
+    """Raises ModelError where `source` and config.json mean different patches."""
     for ours, theirs in (
         ("patch_size", "patch_size"),
         ("merge_size", "spatial_merge_size"),

@@ -15,7 +15,8 @@ from npu_runner.multimodal.reasoning import Thinking
 class ImageInput:
     """One picture, decoded and resized, still in bytes: the device rescales and normalises it.
 
-    `pixels_HWC`: uint8 (H, W, 3), H and W multiples of patch_size * merge_size.
+    `pixels_HWC`: uint8 (H, W, 3), H and W multiples of patch_size * merge_size. Frames of a film that go through the
+    tower together are a picture, too, with the colours of each behind those of the one before: (H, W, 6) for two.
     `content_hash`: 16 bytes over pixels, size and processor settings; equal hash means equal embeddings.
     """
 

@@ -1,4 +1,4 @@
-"""Fetches the bytes that a request's image URL means: inline data or a file in the allowed folder, nothing else.
+"""Fetches the bytes that an address of a picture or a film means: inline data, a file in the allowed folder, no more.
 
 Addresses are counted and measured first; each different one is then read once, when its turn comes. Knows nothing of
 what the bytes are. No network: a job reads only what its owner put on this machine.
@@ -21,6 +21,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.limits import LIMITS
 
+_KINDS = {"image_url": "image", "video_url": "video"}
 DETAILS = (None, "auto", "high", "low")
 
 
@@ -38,7 +39,7 @@ class MediaRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """A picture that is still an address. `where`: the field that it stood in first."""
+    """A picture or a film that is still an address. `where`: the field that it stood in first."""
 
     url: str
     where: str
@@ -47,7 +48,7 @@ class Media:
     """OpenAI's: "low" is seen with few tokens."""
 
     def load(self) -> bytes:
-        """The picture's bytes, read now. Raises RequestError naming the field, as `load_media` does."""
+        """Its bytes, read now. Raises RequestError naming the field, as `load_media` does."""
         with _named(self.where):
             return load_media(self.url, self.rules.allowed_dir, max_bytes=self.rules.max_bytes)
 
@@ -73,9 +74,9 @@ def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int
 def _kind_of(url: Any) -> tuple[str, str]:
     """("data", what follows the colon) or ("file", its path)."""
     if not isinstance(url, str):
-        raise RequestError(f"an image URL must be text, not {type(url).__name__}", code="invalid_type")
+        raise RequestError(f"a URL must be text, not {type(url).__name__}", code="invalid_type")
     if not url.isascii() and _has_lone_surrogate(url):
-        raise RequestError("an image URL must be valid Unicode", code="invalid_unicode")
+        raise RequestError("a URL must be valid Unicode", code="invalid_unicode")
     if url[:5].lower() == "data:":
         return "data", url[5:]
     if len(url) > LIMITS.max_path_chars:
@@ -88,7 +89,7 @@ def _kind_of(url: Any) -> tuple[str, str]:
     if "://" in url:
         scheme = url.split("://", 1)[0][:20]
         raise RequestError(
-            f"{scheme}:// images are not fetched; download them and give a path, or a data: URL", code="media_scheme"
+            f"{scheme}:// addresses are not fetched; download them and give a path, or a data: URL", code="media_scheme"
         )
     return "file", url
 
@@ -105,7 +106,8 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
 
 
 def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
-    """Messages with every OpenAI `image_url` part turned into an `image` part of Media; all else is left as it is.
+    """Messages with every `image_url` part turned into an `image` part of Media, every `video_url` part into a `video`
+    part; all else is left as it is.
 
     The same address is the same Media. Raises RequestError naming the part, or that there are too many or too large
     ones, before any of them is read.
@@ -113,14 +115,15 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
     addresses = [part for message in messages for part in _parts(message) if _is_address(part)]
     if len(addresses) > rules.max_images:
         raise RequestError(
-            f"messages: {len(addresses)} images, at most {rules.max_images} are allowed (max_images_per_prompt)",
+            f"messages: {len(addresses)} pictures and films, at most {rules.max_images} are allowed "
+            "(max_images_per_prompt)",
             "too_many_images",
             "messages",
         )
     known: dict[tuple[str, str | None], Media] = {}
     resolved = [
         {**message, "content": [
-            _resolve_part(part, f"messages[{i}].content[{j}].image_url", rules, known)
+            _resolve_part(part, f"messages[{i}].content[{j}]", rules, known)
             for j, part in enumerate(message["content"])
         ]} if _parts(message) else message
         for i, message in enumerate(messages)
@@ -128,7 +131,7 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
     total = sum({media.url: media.num_bytes() for media in known.values()}.values())
     if total > rules.max_total_bytes:
         raise RequestError(
-            f"messages: the {len(known)} different images have {total} bytes together, at most "
+            f"messages: the {len(known)} different pictures and films have {total} bytes together, at most "
             f"{rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
             "media_too_large",
             "messages",
@@ -142,17 +145,18 @@ def _parts(message: Any) -> Sequence[Any]:
 
 
 def _is_address(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image_url"
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
 
 
 def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[str, str | None], Media]) -> Any:
     if not _is_address(part):
         return part
-    value = part.get("image_url")
+    name, kind = part["type"], _KINDS[part["type"]]
+    value, where = part.get(name), f"{where}.{name}"
     detail = value.get("detail") if isinstance(value, Mapping) else None
-    if detail not in DETAILS:
+    if detail not in DETAILS if kind == "image" else detail is not None:
         raise RequestError(
-            f"{where}.detail: {str(detail)[:40]!r} is not supported; low, high and auto are",
+            f"{where}.detail: {str(detail)[:40]!r} is not supported; of pictures low, high and auto are",
             code="unsupported_field",
             param=f"{where}.detail",
         )
@@ -162,7 +166,7 @@ def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[st
     assert isinstance(url, str), "_kind_of has refused all else"
     low = detail if detail == "low" else None
     media = known.setdefault((url, low), Media(url=url, where=where, rules=rules, detail=low))
-    return {"type": "image", "image": media}
+    return {"type": kind, kind: media}
 
 
 @contextlib.contextmanager
@@ -251,7 +255,7 @@ def _bounded(data: bytes, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> RequestError:
-    return RequestError(f"the image file is larger than {max_bytes} bytes; scale it down", code="media_too_large")
+    return RequestError(f"the file is larger than {max_bytes} bytes; scale it down", code="media_too_large")
 
 
 def _has_lone_surrogate(text: str) -> bool:

@@ -17,6 +17,7 @@ from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS, check_count, shown
 from npu_runner.multimodal.media import Media
 from npu_runner.multimodal.tools import map_strings, parse_tool_calls, strings_in
+from npu_runner.multimodal.videos import Video
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIELDS: dict[str, tuple[str, ...]] = {
@@ -28,10 +29,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Conversation:
-    """`messages`: what the template sees; `images`: (picture, where it stood) in prompt order."""
+    """`messages`: what the template sees; `images`: (picture or film, where it stood) in prompt order."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    images: list[tuple[bytes | Image.Image | Media, str]] = field(default_factory=list)
+    images: list[tuple[bytes | Image.Image | Media | Video, str]] = field(default_factory=list)
 
     def map_text(self, change: Callable[[str, str, bool], str]) -> list[dict[str, Any]]:
         """The messages with `change(role, text, is_part)` applied to every piece of text in them."""
@@ -155,12 +156,27 @@ def _part(part: Any, role: str, where: str, images: list[tuple[Any, str]]) -> di
             raise RequestError(f"{where}: images belong in user messages, not in {role} ones", "image_role", where)
         images.append((bytes(image) if isinstance(image, bytearray) else image, where))
         return {"type": "image", "image": "image"}  # templates only ask whether the key is there
-    if kind == "image_url":
-        hint = "this address was not resolved; LLM.chat and the batch job do that, else give an image part with bytes"
+    if kind == "video":
+        return _video_part(part, role, where, images)
+    if kind in ("image_url", "video_url"):
+        hint = "this address was not resolved; LLM.chat and the batch job do that, else give a part with bytes"
     else:
-        hint = "a part is text, image or image_url"
+        hint = "a part is text, image, image_url, video or video_url"
     message = f"{where}.type: {shown(kind)} parts are not supported: {hint}"
     raise RequestError(message, "unsupported_part", f"{where}.type")
+
+
+def _video_part(part: Mapping[str, Any], role: str, where: str, images: list[tuple[Any, str]]) -> dict[str, str]:
+    video = part.get("video")
+    if not isinstance(video, (bytes, bytearray, Media, Video)):
+        message = f"{where}.video: the encoded bytes of a film are needed, not {type(video).__name__}"
+        raise RequestError(message, "invalid_type", f"{where}.video")
+    if role != "user":
+        raise RequestError(f"{where}: films belong in user messages, not in {role} ones", "image_role", where)
+    if not isinstance(video, Video):
+        video = Video(bytes(video) if isinstance(video, bytearray) else video)
+    images.append((video, where))
+    return {"type": "video", "video": "video"}  # as for a picture
 
 
 def checked_text(text: Any, where: str) -> str:
@@ -179,13 +195,14 @@ def _check_images(conversation: Conversation, has_vision: bool, max_images: int)
         return
     if not has_vision:
         raise RequestError(
-            "this model reads text only; remove the images or choose a model with vision",
+            "this model reads text only; remove the pictures and films or choose a model with vision",
             "model_has_no_vision",
             conversation.images[0][1],
         )
     if len(conversation.images) > max_images:
         raise RequestError(
-            f"messages: {len(conversation.images)} images, at most {max_images} are allowed (max_images_per_prompt)",
+            f"messages: {len(conversation.images)} pictures and films, at most {max_images} are allowed "
+            "(max_images_per_prompt)",
             "too_many_images",
             "messages",
         )

@@ -26,18 +26,19 @@ from npu_runner.model_config import ModelConfig, PoolingConfig
 from npu_runner.multimodal.chat_prompt import ChatPrompts
 from npu_runner.multimodal.chat_template import read_chat_template
 from npu_runner.multimodal.control_tokens import ControlTokens
+from npu_runner.multimodal.film_prompts import read_film_prompts
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
-from npu_runner.multimodal.images import image_input, prepare_image
-from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
-from npu_runner.multimodal.media import Media
+from npu_runner.multimodal.images import image_input
+from npu_runner.multimodal.inputs import ImageInput, PromptInputs
 from npu_runner.multimodal.messages import check_ending, checked_text, parse_messages
-from npu_runner.multimodal.mrope import asks_for_mrope, mrope_positions
+from npu_runner.multimodal.mrope import asks_for_mrope
 from npu_runner.multimodal.reasoning import find_reasoning_tokens, thinking_after
 from npu_runner.multimodal.sampling_ids import resolve_sampling
 from npu_runner.multimodal.text_length import TextLength
 from npu_runner.multimodal.tokenizer import read_special_tokens, read_tokenizer
 from npu_runner.multimodal.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.multimodal.tools import parse_tools, strings_in
+from npu_runner.multimodal.vision_prompts import VisionPrompts, not_cut, read_image_token, read_vision_tokens
 from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.structured_outputs import StructuredOutputsParams
@@ -55,6 +56,9 @@ class ChatProcessor:
         *,
         image_min_pixels: int | None = None,
         image_max_pixels: int | None = None,
+        takes_videos: bool = False,
+        video_fps: float | None = None,
+        video_max_frames: int | None = None,
         max_images_per_prompt: int = LIMITS.max_images_per_prompt,
         max_source_pixels: int = LIMITS.max_source_pixels,
         max_model_len: int | None = None,
@@ -66,6 +70,7 @@ class ChatProcessor:
         pooling: PoolingConfig | None = None,
     ):
         """`image_*_pixels` bound the resized picture (None: as the checkpoint says), `max_source_pixels` the file.
+        `takes_videos`: the family sees films; `video_fps`, `video_max_frames`: how many frames of them.
 
         A prompt that cannot be shorter than `max_model_len` is refused before it is tokenized. `chat_template_kwargs`
         count for conversations that do not set the same name themselves. With `pooling` prompts are for vectors.
@@ -73,6 +78,9 @@ class ChatProcessor:
         self._settings = {
             "image_min_pixels": image_min_pixels,
             "image_max_pixels": image_max_pixels,
+            "takes_videos": takes_videos,
+            "video_fps": video_fps,
+            "video_max_frames": video_max_frames,
             "max_images_per_prompt": max_images_per_prompt,
             "max_source_pixels": max_source_pixels,
             "max_model_len": max_model_len,
@@ -101,22 +109,34 @@ class ChatProcessor:
         self._text_length = TextLength(self.tokenizer, self.max_model_len)
         self.has_vision = isinstance(config.get("vision_config"), dict)
         self.uses_mrope = asks_for_mrope(config) if uses_mrope is None else uses_mrope
-        self.image_token_id: int | None = None
-        self.image_token: str | None = None
-        self.video_token_id: int | None = config.get("video_token_id")
         self.image_settings: ImageSettings | None = None
         if self.has_vision:
-            self.image_token_id, self.image_token = _image_token(config, self.tokenizer)
             self.image_settings = read_image_settings(
                 folder, config, min_pixels=image_min_pixels, max_pixels=image_max_pixels
             )
+        films, no_films = None, "its family has none here"
+        if takes_videos:
+            try:
+                films = read_film_prompts(folder, config, self.tokenizer, fps=video_fps, max_frames=video_max_frames)
+            except ModelError as error:  # pictures and text are served all the same
+                no_films = str(error)
+        for name in ("video_fps", "video_max_frames"):
+            if films is None and self._settings[name] is not None:
+                raise ConfigError(f"{name} {self._settings[name]}: this model takes no films: {no_films}")
+        self._vision = VisionPrompts(
+            image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
+            video_token_id=config.get("video_token_id"), settings=self.image_settings, films=films,
+            no_films=no_films, text_length=self._text_length, max_source_pixels=max_source_pixels,
+            uses_mrope=self.uses_mrope,
+        )  # fmt: skip
         self._template = read_chat_template(folder, has_vision=self.has_vision)
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if reasoning_parser == "auto" else None
         """Answers to conversations are split at them; None: they stay as they are."""
         self._tool_call_parser = find_tool_parser(tool_call_parser, self._template.source if self._template else None)
         self._control = ControlTokens(
-            self.tokenizer, self._template.literals() if self._template else (), _vision_tokens(config, self.tokenizer)
-        )
+            self.tokenizer, self._template.literals() if self._template else (),
+            read_vision_tokens(config, self.tokenizer),
+        )  # fmt: skip
         self._chat = ChatPrompts(model_path=self.model_path, template=self._template, control=self._control,
                                  adds_special_tokens=self.has_vision)
         try:
@@ -160,6 +180,7 @@ class ChatProcessor:
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
         continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptInputs:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
@@ -168,8 +189,10 @@ class ChatProcessor:
         ordinary characters. `chat_template_kwargs`: what the template reads beside them, over the settings' own.
         With `continue_final_message` it ends where the last message, the assistant's, does; with
         `add_generation_prompt` False behind it, whoever speaks next. `truncate_prompt_tokens`: keep the last so many
-        tokens, as `most_prompt_tokens` says.
+        tokens, as `most_prompt_tokens` says. `mm_processor_kwargs`: how films are sampled, by `fps`, `num_frames` or
+        `max_frames`.
         """
+        films = self._vision.films_as(mm_processor_kwargs)
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
         conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt,
                                       needs_text=self.pooling is None)
@@ -181,8 +204,8 @@ class ChatProcessor:
             conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt is not False,
         )
-        self._check_placeholders(token_ids, len(conversation.images))
-        prompt = self._prompt(token_ids, conversation.images, truncate_prompt_tokens)
+        seen = self._vision.in_order(token_ids, conversation.images)
+        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, films)
         if self.reasoning_tokens is None:
             return prompt
         return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))
@@ -204,9 +227,8 @@ class ChatProcessor:
                 param="images",
             )
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
-        self._check_placeholders(token_ids, len(images))
         located = [(image, f"images[{number}]") for number, image in enumerate(images)]
-        return self._prompt(token_ids, located, truncate_prompt_tokens)
+        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens)
 
     def most_prompt_tokens(self, params: SamplingParams | PoolingParams) -> int | None:
         """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
@@ -229,7 +251,7 @@ class ChatProcessor:
             check_prompt_logprobs(len(prompt.token_ids), params.prompt_logprobs, self.max_logprobs)
         most = self.most_prompt_tokens(params)
         if most is not None and len(prompt.token_ids) > most:
-            raise _not_cut(len(prompt.token_ids), most, "was prepared without it")
+            raise not_cut(len(prompt.token_ids), most, "was prepared without it")
 
     def check_thinking(self, prompt: PromptInputs, params: SamplingParams) -> None:
         """Raises RequestError for a thinking budget that nothing would come of."""
@@ -312,10 +334,17 @@ class ChatProcessor:
             raise RequestError(message, "invalid_pooling_parameter", "dimensions")
 
     def largest_image(self) -> ImageInput:
-        """A made-up grey picture with the most tokens that any picture can get, for memory profiling."""
-        settings = self._vision_settings()
-        height, width = settings.largest_size()
-        return image_input(np.full((height, width, 3), 127, dtype=np.uint8), settings)
+        """Made-up grey with the most tokens that any picture or pair of frames can get, for memory profiling; where
+        there are films, with the colours of theirs."""
+        settings = self.image_settings
+        if settings is None:
+            raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no pictures")
+        sizes, num_frames = [settings.largest_size()], 1
+        if self._vision.films is not None:
+            sizes.append(self._vision.films.settings.largest_frame())
+            num_frames = settings.temporal_patch_size
+        height, width = max(sizes, key=lambda size: size[0] * size[1])
+        return image_input(np.full((height, width, 3 * num_frames), 127, dtype=np.uint8), settings)
 
     def identity(self) -> dict[str, Any]:
         """Everything that shapes prompts, JSON-ready: two processors with equal identities make equal prompts."""
@@ -324,7 +353,7 @@ class ChatProcessor:
             "tokenizer": _digest(self.tokenizer.to_str()),
             "chat_template": _digest(template.source) if template else None,
             "template_variables": template.token_variables if template else {},
-            "image_token_id": self.image_token_id,
+            "image_token_id": self._vision.image_token_id,
             "image_settings": asdict(self.image_settings) if self.image_settings else None,
             "uses_mrope": self.uses_mrope,
             "max_images_per_prompt": self.max_images_per_prompt,
@@ -335,6 +364,8 @@ class ChatProcessor:
             # Only where they say something: an output that was begun before they existed goes on with them unset.
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"reasoning_tokens": asdict(self.reasoning_tokens)} if self.reasoning_tokens else {}),
+            **{name: self._settings[name] for name in ("video_fps", "video_max_frames")
+               if self._settings[name] is not None},
             # What auto comes to follows from the template.
             **({"tool_call_parser": setting} if (setting := self._settings["tool_call_parser"]) != "auto" else {}),
         }
@@ -348,108 +379,6 @@ class ChatProcessor:
         if not token_ids:
             raise RequestError("prompt: it is empty", "empty_prompt", "prompt")
         return token_ids
-
-    def _check_placeholders(self, token_ids: list[int], num_images: int) -> None:
-        if self.video_token_id in token_ids:
-            raise RequestError("the prompt has a video placeholder; videos are not supported", "unsupported_part")
-        num_placeholders = token_ids.count(self.image_token_id) if self.image_token_id is not None else 0
-        if num_placeholders != num_images:
-            raise RequestError(
-                f"the prompt has {num_placeholders} image placeholders ({self.image_token}) for {num_images} images; "
-                f"give one for each",
-                code="image_count_mismatch",
-            )
-
-    def _prepare_images(
-        self, images: Sequence[tuple[bytes | Image.Image | Media, str]], num_text_tokens: int
-    ) -> list[ImageInput]:
-        """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
-        known: dict[int, ImageInput] = {}
-        num_tokens = num_text_tokens
-        self._text_length.check_tokens(num_tokens)
-        for image, where in images:
-            if id(image) not in known:
-                known[id(image)] = self._prepare_image(image, where)
-            num_tokens += known[id(image)].num_tokens - 1
-            self._text_length.check_tokens(num_tokens)
-        return [known[id(image)] for image, _ in images]
-
-    def _prepare_image(self, image: bytes | Image.Image | Media, where: str) -> ImageInput:
-        is_low = isinstance(image, Media) and image.detail == "low"
-        if isinstance(image, Media):
-            where, image = image.where, image.load()
-        try:
-            return prepare_image(
-                image, self._vision_settings(), max_source_pixels=self.max_source_pixels, is_low=is_low)
-        except RequestError as error:
-            raise RequestError(f"{where}: {error.message}", error.code, where) from error
-
-    def _vision_settings(self) -> ImageSettings:
-        if self.image_settings is None:
-            raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no pictures")
-        return self.image_settings
-
-    def _prompt(
-        self, token_ids: list[int], images: Sequence[tuple[Any, str]], most_tokens: int | None
-    ) -> PromptInputs:
-        if most_tokens is not None and not images:
-            token_ids = token_ids[-most_tokens:]
-        prompt = self._assemble(token_ids, self._prepare_images(images, len(token_ids)))
-        if most_tokens is not None and len(prompt.token_ids) > most_tokens:
-            raise _not_cut(len(prompt.token_ids), most_tokens, "has pictures, and half of one is none")
-        return prompt
-
-    def _assemble(self, token_ids: list[int], images: list[ImageInput]) -> PromptInputs:
-        token_ids, spans = _expand_placeholders(token_ids, self.image_token_id, images)
-        if not self.uses_mrope:
-            return PromptInputs(token_ids, images, spans)
-        merge_size = self.image_settings.merge_size if self.image_settings else 1
-        grids = [image.grid_thw for image in images]
-        positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size)
-        return PromptInputs(token_ids, images, spans, positions_3T, delta)
-
-
-def _not_cut(num_tokens: int, most: int, why: str) -> RequestError:
-    name = "truncate_prompt_tokens"
-    message = f"{name}: the prompt has {num_tokens} tokens, {most} are to be kept, but it {why}; shorten it"
-    return RequestError(message, "prompt_not_truncated", name)
-
-
-def _expand_placeholders(
-    token_ids: list[int], image_token_id: int | None, images: list[ImageInput]
-) -> tuple[list[int], list[ImageSpan]]:
-    """Repeat each placeholder as often as its picture has tokens."""
-    if not images:
-        return token_ids, []
-    expanded: list[int] = []
-    spans: list[ImageSpan] = []
-    for token in token_ids:
-        if token != image_token_id:
-            expanded.append(token)
-            continue
-        num_tokens = images[len(spans)].num_tokens
-        spans.append(ImageSpan(len(expanded), num_tokens, len(spans)))
-        expanded.extend([token] * num_tokens)
-    return expanded, spans
-
-
-def _image_token(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, str]:
-    token_id = config.get("image_token_id")
-    token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
-    if token is None:
-        raise ModelError(
-            f"config.json has a vision_config but image_token_id {token_id!r} is not a token of tokenizer.json; "
-            f"the files belong to different checkpoints"
-        )
-    return token_id, token  # type: ignore[return-value]
-
-
-def _vision_tokens(config: Mapping[str, Any], tokenizer: Tokenizer) -> list[str]:
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids = [config.get(name) for name in names]
-    tokens = [tokenizer.id_to_token(token_id) for token_id in ids if isinstance(token_id, int) and token_id >= 0]
-    return [token for token in tokens if token is not None]
-
 
 def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):

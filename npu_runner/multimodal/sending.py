@@ -17,6 +17,7 @@ from npu_runner.errors import RequestError
 from npu_runner.multimodal.images import FORMATS, exif_orientation, open_image
 from npu_runner.multimodal.media import Media, MediaRules, resolve_media
 from npu_runner.multimodal.messages import Conversation, parse_messages
+from npu_runner.multimodal.videos import Video
 
 
 class _Pixels:
@@ -61,6 +62,8 @@ def num_bytes(pictures: Sequence[tuple[Any, str]]) -> int:
 
 
 def _size(picture: Any) -> int:
+    if isinstance(picture, Video):
+        picture = picture.source
     if isinstance(picture, _Pixels):
         return int(picture.pixels_HWC.nbytes)
     return len(picture.url) if isinstance(picture, Media) else len(picture)
@@ -69,7 +72,7 @@ def _size(picture: Any) -> int:
 def _sendable(image: Any, where: str, max_source_pixels: int) -> Any:
     if isinstance(image, (bytes, bytearray, memoryview)):
         return bytes(image)
-    if isinstance(image, Media):
+    if isinstance(image, (Media, Video)):
         return image
     data = unread_file(image)
     if data is not None:

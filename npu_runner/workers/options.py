@@ -23,9 +23,9 @@ class PreprocessingOptions:
     preprocessing_timeout: float = 120.0
     """Seconds after which preparing one request is given up."""
     max_media_bytes: int = LIMITS.max_media_bytes
-    """A picture whose file or decoded data: URL is larger is refused with its request."""
+    """A picture or a film whose file or decoded data: URL is larger is refused with its request."""
     max_prompt_media_bytes: int = LIMITS.max_prompt_media_bytes
-    """A request whose different pictures are larger together is refused."""
+    """A request whose different pictures and films are larger together is refused."""
     worker_memory_bytes: int = LIMITS.worker_memory_bytes
     """Memory that preparing one request may take in its worker process, beside what the process has at its start."""
 

@@ -28,14 +28,14 @@ class PromptProcessor(Protocol):
 
     def __call__(
         self, messages: Any, chat_template_kwargs: Any = None, *, tools: Any = None, add_generation_prompt: Any = None,
-        continue_final_message: Any = False,
+        continue_final_message: Any = False, mm_processor_kwargs: Any = None,
     ) -> PromptInputs: ...
     def from_text(self, prompt: Any, images: Any = ()) -> PromptInputs: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTask(ABC):
-    """A prompt to be prepared. `pictures`: each with where it stands, in order."""
+    """A prompt to be prepared. `pictures`: and films, each with where it stands, in order."""
 
     pictures: Sequence[tuple[Any, str]] = ()
     num_chars: int = 0
@@ -63,13 +63,14 @@ class ChatTask(PromptTask):
     messages: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, as far as they ask for anything."""
+    """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, mm_processor_kwargs, as far as they ask
+    for anything."""
 
     def prepare(self, processor: PromptProcessor) -> PromptInputs:
         pictures = (picture for picture, _ in self.pictures)
         messages = [
             {**message, "content": [
-                {"type": "image", "image": next(pictures)} if part["type"] == "image" else part
+                {"type": kind, kind: next(pictures)} if (kind := part["type"]) in ("image", "video") else part
                 for part in message["content"]
             ]} if isinstance(message["content"], list) else message
             for message in self.messages
@@ -90,13 +91,13 @@ class TextTask(PromptTask):
 def chat_task(
     messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
     tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
+    continue_final_message: bool = False, mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTask:  # fmt: skip
     """Raises RequestError for what can be seen without reading an address or decoding a picture."""
     conversation = checked_conversation(messages, rules, has_vision=has_vision)
     check_ending(conversation, add_generation_prompt, continue_final_message)
     asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
-             "continue_final_message": continue_final_message or None}
+             "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs}
     return ChatTask(
         messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.images,
         options={name: value for name, value in asked.items() if value is not None},

@@ -150,7 +150,7 @@ def test_pictures_are_counted_and_measured_before_any_is_read(
 ) -> None:
     size = (pictures / "a.bmp").stat().st_size
     code, message = refusal(processor, asks(*["a.bmp"] * 65), media=MediaRules(allowed_dir=pictures))
-    assert (code, "65 images, at most 64" in message) == ("too_many_images", True)
+    assert (code, "65 pictures and films, at most 64" in message) == ("too_many_images", True)
     rules = MediaRules(allowed_dir=pictures, max_bytes=size - 1)
     assert refusal(processor, asks("a.bmp"), media=rules)[0] == "media_too_large"
     rules = MediaRules(allowed_dir=pictures, max_total_bytes=2 * size - 1)

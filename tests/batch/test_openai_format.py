@@ -23,7 +23,8 @@ OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos",
           "chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
           "add_generation_prompt", "continue_final_message", "structured_outputs", "guided_json", "guided_regex",
-          "guided_choice", "guided_grammar", "max_thinking_tokens", "prompt_logprobs"}
+          "guided_choice", "guided_grammar", "max_thinking_tokens", "prompt_logprobs",
+          "mm_processor_kwargs"}
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)

@@ -30,22 +30,29 @@ def load_image_processor(path: Path) -> Any:
     return Qwen2VLImageProcessorPil.from_pretrained(path)
 
 
-def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Image.Image] = ()) -> dict[str, torch.Tensor]:
-    """What transformers' forward takes for one prompt whose image placeholders are already expanded."""
+def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Any] = ()) -> dict[str, torch.Tensor]:
+    """What transformers' forward takes for one prompt whose placeholders are already expanded. `images`: pictures, and
+    encoded films as bytes."""
     config = load_model(path).config
     ids = torch.tensor([list(token_ids)])
     inputs = {"input_ids": ids}
     if config.model_type in VISION_OF:
-        inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
-        if images:
-            features = load_image_processor(path)(list(images), return_tensors="pt")
+        inputs["mm_token_type_ids"] = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        films = [image for image in images if isinstance(image, bytes)]
+        if films:
+            from tests.oracle.films_reference import film_inputs
+
+            inputs.update(film_inputs(path, films))
+        if len(images) > len(films):
+            pictures = [image for image in images if not isinstance(image, bytes)]
+            features = load_image_processor(path)(pictures, return_tensors="pt")
             inputs["pixel_values"] = features["pixel_values"]
             inputs["image_grid_thw"] = features["image_grid_thw"]
     return inputs
 
 
 @torch.inference_mode()
-def generate(path: Path, token_ids: Sequence[int], images: Sequence[Image.Image] = (), *,
+def generate(path: Path, token_ids: Sequence[int], images: Sequence[Any] = (), *,
              max_new_tokens: int) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens, past any EOS, and the (max_new_tokens, V) logits that each was taken from."""
     output = load_model(path).generate(

@@ -60,8 +60,8 @@ def test_an_address_that_is_not_read_is_named_with_its_prompt(llm: LLM, url: Any
 
 
 def test_a_part_that_is_not_taken_is_told_what_is(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="'video' parts are not supported: a part is text, image or image_url"):
-        llm.chat(asks({"type": "video", "video": "x"}))
+    with pytest.raises(RequestError, match="'audio' parts are not supported: a part is text, image"):
+        llm.chat(asks({"type": "audio", "audio": "x"}))
     with pytest.raises(RequestError, match="'image_url' parts are not supported: this address was not resolved"):
         llm.engine.processor(asks({"type": "image_url", "image_url": "x"}))
 

@@ -24,7 +24,7 @@ class BatchOptions:
     error_file: Path | None = None
     """JSONL file of failed rows, which are there and not in the output, as in OpenAI's batch; None: in the output."""
     allowed_media_dir: Path | None = None
-    """Pictures may be files below this folder; None: only data: URLs are allowed."""
+    """Pictures and films may be files below this folder; None: only data: URLs are allowed."""
     ordered: bool = False
     """Answers in the order of the input instead of the order in which they finish; a file gets it once it is whole."""
     retry_errors: bool = False
@@ -35,7 +35,7 @@ class BatchOptions:
     """Write the closing summary of this run to this file, as JSON, also when an error ended it; a resumed job counts
     what it added."""
     report: Path | None = None
-    """Write a page to look at (pictures, questions, answers) to this HTML file."""
+    """Write a page to look at (pictures, strips of films, questions, answers) to this HTML file."""
     report_rows: int = 300
     """Most rows on the page; failed and unexpected answers come first."""
     cached_tokens: bool = False
@@ -57,9 +57,9 @@ class BatchOptions:
     max_row_bytes: int = LIMITS.max_row_bytes
     """A longer row fails."""
     max_media_bytes: int = LIMITS.max_media_bytes
-    """A picture whose file or decoded data: URL is larger fails its row."""
+    """A picture or a film whose file or decoded data: URL is larger fails its row."""
     max_prompt_media_bytes: int = LIMITS.max_prompt_media_bytes
-    """A row whose different pictures are larger together fails."""
+    """A row whose different pictures and films are larger together fails."""
     worker_memory_bytes: int = LIMITS.worker_memory_bytes
     """Memory that preparing one row may take in its worker process, beside what the process has at its start; a row
     that needs more fails."""

@@ -39,12 +39,14 @@ _ORDER = (FAILED, UNEXPECTED, EXPECTED, ANSWERED)
 
 @dataclass
 class Card:
-    """One row on the page. `turns`: (role, text); `pictures`: data URLs, or None for one that cannot be shown."""
+    """One row on the page. `turns`: (role, text); `pictures`: data URLs, or None for one that cannot be shown; `films`:
+    the places of those that are strips of a film's frames."""
 
     name: str
     outcome: str
     turns: list[tuple[str, str]] = field(default_factory=list)
     pictures: list[str | None] = field(default_factory=list)
+    films: set[int] = field(default_factory=set)
     num_more_pictures: int = 0
     answers: list[tuple[str, str, list[tuple[str, str]]]] = field(default_factory=list)
     """(reasoning, content, its fields where it is a JSON object) of each completion."""
@@ -60,6 +62,7 @@ class _Picture:
     card: int
     place: int
     url: str
+    is_film: bool
 
 
 @dataclass
@@ -139,7 +142,7 @@ def _lay_out(pairs: Iterator[tuple[dict[str, Any], dict[str, Any]]], cards: list
         card, urls = _card(request, answer)
         cards.append(card)
         for place, url in enumerate(urls):
-            yield _Picture(len(cards) - 1, place, url)
+            yield _Picture(len(cards) - 1, place, url, place in card.films)
 
 
 def _fill_in(cards: list[Card], pictures: Iterator[_Picture], thumbnails: ThumbnailMaker, worker: PoolLimits) -> None:
@@ -159,7 +162,7 @@ class _OfPicture:
     thumbnails: ThumbnailMaker
 
     def __call__(self, picture: _Picture) -> str | None:
-        return self.thumbnails(picture.url)
+        return self.thumbnails.strip(picture.url) if picture.is_film else self.thumbnails(picture.url)
 
 
 class _Joined:
@@ -275,8 +278,10 @@ def _add_message(card: Card, message: Any, urls: list[str]) -> None:
             continue
         if isinstance(part.get("text"), str):
             texts.append(part["text"])
-        url = part.get("image_url")
-        if isinstance(url, dict) and isinstance(url.get("url"), str):
-            urls.append(url["url"])
+        for name in ("image_url", "video_url"):
+            url = part.get(name)
+            if isinstance(url, dict) and isinstance(url.get("url"), str):
+                card.films |= {len(urls)} if name == "video_url" else set()
+                urls.append(url["url"])
     if texts:
         card.turns.append((str(message.get("role"))[:20], "\n".join(texts)[:_MAX_TEXT]))

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from npu_runner.errors import RequestError
@@ -19,8 +20,10 @@ from npu_runner.limits import LIMITS
 from npu_runner.multimodal.image_formats import open_picture
 from npu_runner.multimodal.images import open_image
 from npu_runner.multimodal.media import load_media
+from npu_runner.multimodal.video_files import VideoFile
 
 SIDE = 360
+FRAMES = 6  # of a film, at half the side
 MAX_DECODED_PIXELS = 50_000_000
 
 
@@ -36,17 +39,46 @@ class ThumbnailMaker:
 
     def __call__(self, url: str) -> str | None:
         try:
-            image = self._open(load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes))
+            image = self._open(self._load(url))
         except RequestError:
             return None
         image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-        encoded = io.BytesIO()
-        image.save(encoded, "JPEG", quality=85)
-        return "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode("ascii")
+        return _as_url(image)
+
+    def strip(self, url: str) -> str | None:
+        """The same of a film: a strip of its frames."""
+        try:
+            return _as_url(_strip(self._load(url)))
+        except RequestError:
+            return None
+
+    def _load(self, url: str) -> bytes:
+        return load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes)
 
     def _open(self, data: bytes) -> Image.Image:
         small = _opened_small(data, self.max_source_pixels)
         return open_image(data if small is None else small, max_source_pixels=MAX_DECODED_PIXELS)
+
+
+def _as_url(image: Image.Image) -> str:
+    encoded = io.BytesIO()
+    image.save(encoded, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode("ascii")
+
+
+def _strip(data: bytes) -> Image.Image:
+    """Some of a film's frames side by side, from the first to the last."""
+    with VideoFile(data) as file:
+        indices = np.linspace(0, file.num_frames - 1, min(FRAMES, file.num_frames)).round().astype(int).tolist()
+        frames = []
+        for pixels_HWC in file.frames(indices):
+            frames.append(Image.fromarray(np.ascontiguousarray(pixels_HWC)))
+            frames[-1].thumbnail((SIDE // 2, SIDE // 2), Image.Resampling.LANCZOS)
+    width = frames[0].width
+    strip = Image.new("RGB", (width * len(frames), frames[0].height))
+    for place, frame in enumerate(frames):
+        strip.paste(frame, (place * width, 0))
+    return strip
 
 
 def _opened_small(data: bytes, max_source_pixels: int) -> Image.Image | None:

@@ -45,21 +45,35 @@ class ImagePart(Strict):
     image_url: ImageUrl
 
 
+class VideoUrl(Strict):
+    """Where a film is, as with pictures."""
+
+    url: str = Field(min_length=1)
+
+
+class VideoPart(Strict):
+    """A film in a message."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
 def _tag_of_content(value: Any) -> str | None:
     return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
 
 
 def _tag_of_part(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
-    return f"<{kind}>" if kind in ("text", "image_url") else None
+    return f"<{kind}>" if kind in ("text", "image_url", "video_url") else None
 
 
 _Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")]
+    | Annotated[VideoPart, Tag("<video_url>")],
     Discriminator(
         _tag_of_part,
         custom_error_type="unknown_part",
-        custom_error_message='a part is an object whose type is "text" or "image_url"',
+        custom_error_message='a part is an object whose type is "text", "image_url" or "video_url"',
     ),
 ]
 _Content = Annotated[
@@ -151,6 +165,7 @@ class ChatBody(RequestBody):
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_thinking_tokens: int | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
@@ -195,6 +210,7 @@ class ChatBody(RequestBody):
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             truncate_prompt_tokens=processor.most_prompt_tokens(params),
+            mm_processor_kwargs=self.mm_processor_kwargs,
         )  # fmt: skip
         form = ChatForm(
             model=self.model, tool_call_parser=parser, tools=tuple(tools or ()) if parser else (),

@@ -1,7 +1,7 @@
 """What vision towers share: patch embedding, attention within pictures, and where patches stand. Knows no tower.
 
-P patches of all pictures, X values of a patch (row, column, channel), C hidden size, N heads, H head dim, Q = H / 4
-frequencies of an axis.
+P patches of all pictures, X values of a patch (row, column, frame of a film, channel), C hidden size, N heads, H head
+dim, Q = H / 4 frequencies of an axis.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ cached_by_size = lru_cache(maxsize=64)
 class PatchEmbed(nn.Module):
     """The checkpoint's 3-D convolution, whose stride equals its kernel, as the matmul it is.
 
-    A picture is a film of equal frames: one frame goes through the sum of the frames' weights.
+    A picture is a film of equal frames: one frame goes through the sum of the frames' weights. Patches of a film are
+    longer, the colours of each frame behind those of the one before.
     """
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, bias: bool = True):
@@ -40,7 +41,10 @@ class PatchEmbed(nn.Module):
                              "bias": [WeightPart("patch_embed.proj.bias", (config.hidden_size,))]}
 
     def forward(self, patches_PX: Tensor) -> Tensor:
-        weight_CX = self.weight.sum(2, dtype=torch.float32).permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
+        if patches_PX.shape[1] == self.weight[0].numel():
+            weight_CX = self.weight.permute(0, 3, 4, 2, 1).flatten(1)
+        else:
+            weight_CX = self.weight.sum(2, dtype=torch.float32).permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
         return self.ops.linear(patches_PX.to(self.weight.dtype), weight_CX, self.bias)
 
 

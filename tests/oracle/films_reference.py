@@ -1,0 +1,75 @@
+"""The oracle for films: transformers' decoding, sampling, sizes, patches and text, each called as it stands there.
+
+Its video processor as a whole needs torchvision, of which there is no build for this torch. What it would do between
+these steps is spelled out here: Pillow's bicubic resize (that of transformers' own image processor, which the tests of
+tests/multimodal compare with torch's), rescaling and normalising by their definition.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+from transformers.video_utils import read_video_pyav
+
+PATCH, MERGE, DEPTH = 16, 2, 2
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    file = path / "video_preprocessor_config.json"
+    return json.loads((file if file.exists() else path / "preprocessor_config.json").read_text())
+
+
+def decode(data: bytes, **settings: Any) -> tuple[np.ndarray, Any]:
+    """The sampled frames (T, H, W, 3) and transformers' metadata. A film is decoded as it lies in its file: turning it
+    is nothing transformers does here."""
+    sampler = SimpleNamespace(**{"fps": 2, "min_frames": 4, "max_frames": 768, "num_frames": None, **settings})
+
+    def sample(metadata: Any, **kwargs: Any) -> np.ndarray:
+        return Qwen3VLVideoProcessor.sample_frames(sampler, metadata, **kwargs)
+
+    return read_video_pyav(io.BytesIO(data), sample)
+
+
+def frame_size(num_frames: int, height: int, width: int, size: dict[str, int]) -> tuple[int, int]:
+    """A film of one frame is one transformers refuses; here it is shown twice."""
+    return smart_resize(num_frames=max(num_frames, DEPTH), height=height, width=width, temporal_factor=DEPTH,
+                        factor=PATCH * MERGE, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
+
+
+def film_inputs(path: Path, films: Sequence[bytes]) -> dict[str, torch.Tensor]:
+    """pixel_values_videos and video_grid_thw."""
+    settings = read_settings(path)
+    patches, grids = [], []
+    for data in films:
+        frames, _ = decode(data)
+        height, width = frame_size(*frames.shape[:3], settings["size"])
+        resized = [np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
+                   for frame in frames]  # fmt: skip
+        values = np.stack(resized).astype(np.float32) * np.float32(1 / 255)
+        values = (values - np.float32(settings["image_mean"])) / np.float32(settings["image_std"])
+        video = torch.from_numpy(values).permute(0, 3, 1, 2)[None]
+        made, *grid = Qwen3VLVideoProcessor.patchify(None, video, PATCH, MERGE, DEPTH)
+        patches.append(made[0])
+        grids.append(grid)
+    return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
+
+
+def film_text(data: bytes, grid_thw: Sequence[int]) -> str:
+    """What transformers' processor writes in the place of the film's placeholder."""
+    _, metadata = decode(data)
+    processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+    processor.video_processor = SimpleNamespace(merge_size=MERGE, temporal_patch_size=DEPTH)
+    processor.video_token, processor.vision_start_token = "<|video_pad|>", "<|vision_start|>"
+    processor.vision_end_token = "<|vision_end|>"
+    inputs = {"video_grid_thw": torch.tensor([list(grid_thw)]), "video_metadata": [metadata]}
+    return processor.replace_video_token(inputs, 0)
