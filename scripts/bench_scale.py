@@ -85,7 +85,7 @@ class EchoReplica(Replica):
     def submit(self, run: RowRun) -> None:
         self._rows.extend(run.rows())
 
-    def recall(self, num_rows: int) -> None:
+    def recall(self, num_rows: int, *, begun: bool = False) -> None:
         self._events.append(Returned([self._rows.pop().number for _ in range(min(num_rows, len(self._rows)))]))
 
     def poll(self, timeout_seconds: float) -> list[Event]:

@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "threads"}, {"limits"}, {"sampling_params", "outputs"}, {"config"}, {"checkpoint_files"},
     {"generation_config", "model_config", "assets"}, {"config_reading", "checkpoint"}, {"multimodal"},
     {"core", "platforms"}, {"layers"}, {"weights"}, {"models"}, {"strategies"}, {"runner"}, {"engine", "workers"},
-    {"prompt_feed", "replicas"}, {"llm"}, {"batch", "ray_data"}, {"cli"},
+    {"prompt_feed", "replicas"}, {"prompt_replicas"}, {"llm"}, {"batch", "ray_data"}, {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

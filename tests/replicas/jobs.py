@@ -15,22 +15,24 @@ from typing import Any
 
 REPLICA, RANK = b"npu_runner.replicas.process_main", b"npu_runner.engine.executors.worker"
 _ANY = b"npu_runner."
+ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 def start_scripted(
-    folder: Path, *, stage: str = "", stdout: int | None = None, **options: Any
+    folder: Path, *, stage: str = "", stdout: int | None = None, platform: str = "cpu", **options: Any
 ) -> subprocess.Popen[bytes]:
-    """A job over scripted engines, from in.jsonl to out.jsonl in `folder`."""
+    """A job over scripted engines, from in.jsonl to out.jsonl in `folder`, which is where it runs."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     fields = {
-        "input": str(folder / "in.jsonl"), "output": str(folder / "out.jsonl"), "model": str(model),
-        "preprocessing_workers": 1, "progress": "off", "data_parallel_size": 2, **options,
+        "platform": platform, "model": str(model), "input": str(folder / "in.jsonl"),
+        "output": str(folder / "out.jsonl"), "preprocessing_workers": 1, "progress": "off", "data_parallel_size": 2, **options,
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "tests.replicas.scripted_job", json.dumps(fields)], stderr=subprocess.PIPE,
-        stdout=stdout, env={**os.environ, "STAGE": stage},
+        stdout=stdout, env={**os.environ, "STAGE": stage, "PYTHONPATH": PYTHONPATH}, cwd=folder,
     )  # fmt: skip
 
 
