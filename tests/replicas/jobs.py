@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -28,7 +29,8 @@ def start_scripted(
     (model / "config.json").write_text("{}")
     fields = {
         "platform": platform, "model": str(model), "input": str(folder / "in.jsonl"),
-        "output": str(folder / "out.jsonl"), "preprocessing_workers": 1, "progress": "off", "data_parallel_size": 2, **options,
+        "output": str(folder / "out.jsonl"), "preprocessing_workers": 1, "progress": "off", "data_parallel_size": 2,
+        **options,
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "tests.replicas.scripted_job", json.dumps(fields)], stderr=subprocess.PIPE,
@@ -112,3 +114,25 @@ def _runs(pid: int) -> bool:
 
 def leftovers(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"model", "in.jsonl", "out.jsonl", "out.jsonl.manifest.json"}
+
+
+def singly(pids: list[int]) -> list[list[int]]:
+    """Each may be killed by itself."""
+    return [[pid] for pid in pids]
+
+
+def kill_at_random(
+    job: subprocess.Popen[bytes], output: Path, rng: random.Random,
+    victims: Callable[[], dict[str, list[list[int]]]], num_kills: dict[str, int],
+) -> None:  # fmt: skip
+    """Up to three deaths in a job. `victims`: of each kind, groups of processes that die at once."""
+    for _ in range(rng.randint(1, 3)):
+        if rng.random() < 0.3:
+            time.sleep(rng.uniform(0.0, 8.0))
+        else:
+            wait_for_rows(job, output, num_rows(output) + rng.randint(1, 6))
+        groups = victims()
+        kind = rng.choice(["replica", *groups])
+        if groups[kind] and job.poll() is None:
+            kill(rng.choice(groups[kind]))
+            num_kills[kind] += 1

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,26 +15,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.replicas.jobs import PYTHONPATH, processes, wait_until_gone
+from tests.replicas.jobs import PYTHONPATH, kill, processes, wait_until_gone
 
 ACTOR = b"ray::RayServant"
 _ANY = b""
-_PORT = 26379
 # A folder of their own, so that no other program takes them for the cluster of this host.
 _ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": f"/tmp/ray-of-{os.getpid()}"}
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
 class Node:
-    """One `ray start`. Without `address` it is the head of a new cluster. `prepare`: shell commands that run before, in a
-    mount namespace of the node's own: a host that sees other files."""
+    """One `ray start`. Without `address` it is the head of a new cluster.
+
+    `prepare`: shell commands that run before, in a mount namespace of the node's own: a host that sees other files.
+    """
 
     def __init__(self, address: str | None = None, *, num_cpus: int = 1, resources: str = "{}",
                  environment: Mapping[str, str] | None = None, prepare: str = ""):
         self.is_head = address is None
-        self.address = address or f"127.0.0.1:{_PORT}"
-        where = ["--address", self.address] if address else ["--head", "--port", str(_PORT), "--node-ip-address",
-                                                             "127.0.0.1", "--include-dashboard", "false"]
+        port = free_port()
+        self.address = address or f"127.0.0.1:{port}"
+        head = ["--head", "--port", str(port), "--include-dashboard", "false"]
+        where = ["--address", self.address] if address else head
         command = [*_RAY, "start", *where, "--num-cpus", str(num_cpus), "--resources", resources, "--block",
                    "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
         if prepare:
@@ -44,12 +52,22 @@ class Node:
             env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": PYTHONPATH, **(environment or {})}, cwd="/",
         )  # fmt: skip
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def members(self) -> list[int]:
+        """Every process of the node; none of one that was killed."""
+        return [*processes(_ANY, self.pid), self.pid] if self.is_running else []
+
     def kill(self) -> None:
         """All of it at once, as a host that loses its power."""
-        members = [*processes(_ANY, self._process.pid), self._process.pid]
-        for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        members = self.members()
+        kill(members)
         self._process.wait()
         wait_until_gone(members)
 

@@ -119,19 +119,19 @@ def test_replicas_come_with_hosts_and_go_with_them(
     wait_until(lambda: len(cluster.actors()) == 2, job)
     for _ in range(2):  # a host, then another one in its place
         node = joined()
-        wait_until(lambda node=node: node.actors(), job)
-        left = node.actors()
+        wait_until(node.actors, job)
         node.kill()
-        wait_until_gone(left)
-    second, third = joined(), joined()
-    wait_until(lambda: second.actors() and third.actors(), job)
+    last = []
+    for _ in range(2):
+        last.append(joined())
+        wait_until(last[-1].actors, job)
     held.unlink()
     said = finished(job, tmp_path, undisturbed)
     assert "the cluster has CPU 2: 2 of 4 replicas come when there is CPU 1 more for each" in said
     assert "replica 2 is added: there are devices for it" in said
     assert said.count("died: ") == 2
     assert "replica 3 " in said.partition("replica 2 ")[2], "the summary names all of them"
-    wait_until_gone([*cluster.actors(), *second.actors(), *third.actors()])
+    wait_until_gone([pid for node in (cluster, *last) for pid in node.actors()])
 
 
 @pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
@@ -145,7 +145,7 @@ def test_auto_takes_the_devices_that_there_are_and_those_that_come(
     job = start(tmp_path, cluster, data_parallel_size="auto", platform="npu")
     wait_until(lambda: len(first.actors()) == 2, job)
     second = joined(resources='{"NPU": 1}')
-    wait_until(lambda: second.actors(), job)
+    wait_until(second.actors, job)
     held.unlink()
     assert "replica 2 is added" in finished(job, tmp_path, undisturbed)
 
@@ -158,7 +158,7 @@ def test_a_host_that_dies_costs_no_row_though_nobody_has_room_for_another_replic
     node = joined()
     wait_for_resource(cluster.address, "CPU", 3)
     job = start(tmp_path, cluster, data_parallel_size=3, output="-", stdout=subprocess.PIPE)
-    wait_until(lambda: node.actors(), job)
+    wait_until(node.actors, job)
     node.kill()
     output, said = job.communicate()
     assert job.returncode == 3, said
