@@ -91,19 +91,48 @@ def test_replicas_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) ->
     assert [placement.cores for placement in place("cpu", 3, 2)] == [{1}, {3}, {1}]
 
 
+NPU = [sys.executable, "-m", "npu_runner", "batch", "-i", "in.jsonl", "--platform", "npu", "--max-model-len", "512",
+       "--max-num-seqs", "8", "--vision-cache-bytes", "64M", "--preprocessing-workers", "1"]  # fmt: skip
+
+
+def both_ways(folder: Path, *options: str) -> str:
+    """The job over all devices and over one; what the first one said. Answers are the same."""
+    env = environment(num_devices=2, memory_bytes=1 << 30, allow_fp32_attention=True)
+    said = []
+    for name, size in (("all.jsonl", "auto"), ("one.jsonl", "1")):
+        done = subprocess.run([*NPU, *options, "-o", name, "--data-parallel-size", size], env=env, cwd=folder,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        said.append(done.stderr)
+    both, one = ((folder / name).read_bytes().splitlines() for name in ("all.jsonl", "one.jsonl"))
+    assert sorted(one) == sorted(both)
+    assert "replica 1 " in said[0]
+    return said[0]
+
+
 @pytest.mark.npu
 @pytest.mark.slow
 @pytest.mark.full("two jobs of the npu platform through the command; placement by itself stays")
 def test_a_job_over_all_npus_answers_as_one(tmp_path: Path, fixed_time: None) -> None:
     write_rows(tmp_path / "in.jsonl", [row(f"r{n}", f"Hello {n}!", max_tokens=12) for n in range(8)])
-    env = environment(num_devices=2, memory_bytes=1 << 30, allow_fp32_attention=True)
-    command = [sys.executable, "-m", "npu_runner", "batch", "-i", "in.jsonl", "--platform", "npu", "--dtype", "float32",
-               "--attention-backend", "fused", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
-               "--vision-cache-bytes", "64M", "--preprocessing-workers", "1"]  # fmt: skip
-    for name, size in (("one.jsonl", "1"), ("all.jsonl", "auto")):
-        done = subprocess.run([*command, "-o", name, "--data-parallel-size", size], env=env, cwd=tmp_path,
-                              capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-    one, both = ((tmp_path / name).read_bytes().splitlines() for name in ("one.jsonl", "all.jsonl"))
-    assert sorted(one) == sorted(both)
-    assert "replica 1 " in done.stderr
+    both_ways(tmp_path, "--dtype", "float32", "--attention-backend", "fused", "--enforce-eager")
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@pytest.mark.full("three replicas of the npu platform, one of which compiles; kept graphs of one process stay")
+def test_one_replica_compiles_a_graph_and_all_others_load_it(
+    tmp_path: Path, checkpoint: Any, fixed_time: None
+) -> None:
+    write_rows(tmp_path / "in.jsonl", [
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions",
+         "body": {"prompt": [5, 6, 7 + n], "max_tokens": 6, "temperature": 0}} for n in range(8)
+    ])  # fmt: skip
+    graphs = tmp_path / "graphs"
+    both_ways(tmp_path, "--model", str(checkpoint("qwen3", num_hidden_layers=1)), "--dtype", "float32",
+              "--attention-backend", "fused", "--graph-mode", "max-autotune", "--graph-batch-sizes", "2",
+              "--graph-cache-dir", str(graphs), "--kv-cache-bytes", "4M")  # fmt: skip
+    (folder,) = [path for path in graphs.iterdir() if path.is_dir()]
+    written = {path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    sealed = (folder / "manifest.json").stat().st_mtime_ns
+    assert max(written) == sealed, "who comes later loads the graph as it is, and compiles none in its place"

@@ -232,11 +232,13 @@ def test_a_host_that_would_answer_otherwise_is_refused_by_name(
     model = tmp_path / "model"
     (tmp_path / "model").mkdir()
     (tmp_path / "another").mkdir()
+    (tmp_path / "empty/npu_runner").mkdir(parents=True)
+    (tmp_path / "empty/npu_runner/__init__.py").touch()
     (tmp_path / "another" / "config.json").write_text('{"another": 1}')
     options: dict[str, Any] = {
         "settings": {"environment": {"STAGE": "differs"}},
         "version": {"environment": {"PYTHONPATH": other_package(tmp_path / "package", "other")}},
-        "package": {"environment": {"PYTHONPATH": ""}},
+        "package": {"environment": {"PYTHONPATH": str(tmp_path / "empty")}},
         "model": {"prepare": f"mount --bind {tmp_path}/another {model}"},
         "folder": {"prepare": f"mount -t tmpfs none {tmp_path}"},
     }[what]

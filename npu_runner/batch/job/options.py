@@ -45,8 +45,8 @@ class BatchOptions:
     """How often a replica that died is started again; its rows go to the others."""
     ray: str | None = field(default=None, metadata={"alone": AUTO})
     """Run the replicas as actors of the Ray cluster at HOST:PORT, on whatever hosts have room; auto, or the option
-    alone: of the cluster that this host belongs to. data_parallel_size is the most of them then; they come and go with the
-    hosts of the cluster."""
+    alone: of the cluster that this host belongs to. data_parallel_size is the most of them then; they come and go with
+    the hosts of the cluster."""
     shared_input: bool = False
     """With ray: every host sees the input under the same path, so rows travel as places in it and not as bytes."""
     preprocessing_workers: int | None = None
