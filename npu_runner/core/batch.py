@@ -84,16 +84,18 @@ class ScheduledBatch:
 
 
 class RunningTable:
-    """Blocks of everything that runs, kept across steps so that a decode step copies only what is new.
+    """Rows of everything that runs, kept across steps so that a decode step costs what is new in it.
 
     A row is a slot; `max_blocks` is the longest block table a sequence may have. `loses_blocks`: those behind a window
     become null entries while a sequence runs.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, *, loses_blocks: bool = False):
+    def __init__(self, num_slots: int, max_blocks: int, block_size: int, *, loses_blocks: bool = False):
         self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.position_deltas = np.zeros(num_slots, dtype=np.int32)
+        self.block_size = block_size
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)
+        """Of each slot, those that `block_tables` has."""
         self._num_null_blocks = np.zeros(num_slots, dtype=np.int32) if loses_blocks else None
         self.reset()
 
@@ -102,6 +104,7 @@ class RunningTable:
         num_slots = len(self._num_blocks)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._freed = list(range(num_slots))
+        self._decoding: _Decoding | None = None
 
     @property
     def num_free_slots(self) -> int:
@@ -114,23 +117,44 @@ class RunningTable:
         if self._num_null_blocks is not None:
             self._num_null_blocks[seq.slot] = 0
         self.position_deltas[seq.slot] = seq.prompt.position_delta
+        self._decoding = None
 
     def leave(self, seq: Sequence) -> None:
         assert seq.slot is not None, f"sequence {seq.seq_id} holds no slot"
         self._free_slots.append(seq.slot)
         self._freed.append(seq.slot)
         seq.slot = None
+        self._decoding = None
 
-    def refresh(self, running: SequenceOf[Sequence], slots_B: np.ndarray) -> None:
-        """Copy the blocks that `running`, in rows `slots_B`, got since the last step."""
-        num_blocks_B = _per_sequence(len(seq.block_table) for seq in running)
-        known_B = self._num_blocks[slots_B]
-        for row in np.flatnonzero(num_blocks_B != known_B).tolist():
-            blocks = running[row].block_table
-            self.block_tables[slots_B[row], known_B[row] : len(blocks)] = blocks[known_B[row]:]
-        self._num_blocks[slots_B] = num_blocks_B
+    def decoding(self, running: list[Sequence]) -> _Decoding:
+        """What is known of `running` as they decode, from the step before if they are the same.
+
+        Who comes and goes takes or leaves a row, which makes all of it anew; who stays has one token more.
+        """
+        if self._decoding is None or self._decoding.running != running:
+            self._decoding = _Decoding(
+                running[:], [seq.request_id for seq in running], _per_sequence(seq.slot for seq in running),
+                _per_sequence(seq.num_tokens for seq in running))
+        return self._decoding
+
+    def without_room(self, running: list[Sequence]) -> list[Sequence]:
+        """Those of `running` whose blocks do not hold their next token yet."""
+        return [seq for _, seq in self._unknown(running) if seq.num_tokens > len(seq.block_table) * self.block_size]
+
+    def refresh(self, running: list[Sequence]) -> None:
+        """Copy the blocks that `running` got since the last step, as far as their next token needs them."""
+        for slot, seq in self._unknown(running):
+            known, blocks = self._num_blocks[slot], seq.block_table
+            self.block_tables[slot, known : len(blocks)] = blocks[known:]
+            self._num_blocks[slot] = len(blocks)
         if self._num_null_blocks is not None:
-            self._refresh_null_blocks(running, slots_B, self._num_null_blocks)
+            self._refresh_null_blocks(running, self.decoding(running).slots_B, self._num_null_blocks)
+
+    def _unknown(self, running: list[Sequence]) -> list[tuple[int, Sequence]]:
+        """Those, with their slots, whose next token lies in a block that `block_tables` does not have."""
+        rows = self.decoding(running)
+        short_B = rows.context_lens_B > self._num_blocks[rows.slots_B] * self.block_size
+        return [(int(rows.slots_B[row]), running[row]) for row in np.flatnonzero(short_B).tolist()]
 
     def _refresh_null_blocks(self, running: SequenceOf[Sequence], slots_B: np.ndarray, known: np.ndarray) -> None:
         """Blocks that `running` gave up are somebody else's: nobody may find them here."""
@@ -144,15 +168,29 @@ class RunningTable:
         return freed
 
 
-def decode_batch(running: SequenceOf[Sequence], table: RunningTable, block_size: int) -> ScheduledBatch:
-    """One token for each of `running`, blocks already allocated."""
-    slots_B = _per_sequence(seq.slot for seq in running)
-    table.refresh(running, slots_B)
-    context_lens_B = _per_sequence(seq.num_tokens for seq in running)
-    width = -(-int(context_lens_B.max()) // block_size)
+@dataclass
+class _Decoding:
+    """Sequences that decode together, in batch order. `context_lens_B` counts their next tokens."""
+
+    running: list[Sequence]
+    request_ids: list[str]
+    slots_B: np.ndarray
+    context_lens_B: np.ndarray
+
+    def advance(self) -> None:
+        self.context_lens_B = self.context_lens_B + 1
+
+
+def decode_batch(running: list[Sequence], table: RunningTable) -> ScheduledBatch:
+    """One token for each of `running`, blocks already allocated; the table counts it as launched."""
+    table.refresh(running)
+    rows = table.decoding(running)
+    slots_B, context_lens_B = rows.slots_B, rows.context_lens_B
+    rows.advance()
+    width = -(-int(context_lens_B.max()) // table.block_size)
     return ScheduledBatch(
         is_prefill=False,
-        request_ids=[seq.request_id for seq in running],
+        request_ids=rows.request_ids,
         slots_B=slots_B,
         token_ids_T=NO_TOKEN_IDS,
         positions=context_lens_B - 1 + table.position_deltas[slots_B],

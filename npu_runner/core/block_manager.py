@@ -198,11 +198,6 @@ class BlockManager:
         self._note_peak()
         return True
 
-    def without_room(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Those of `running` whose blocks do not hold their last token yet."""
-        size = self.block_size
-        return [seq for seq in running if seq.num_tokens > len(seq.block_table) * size]
-
     def _withdraw(self, block: int) -> None:
         """Nobody finds what `block` holds any more."""
         stale = self._hash_of_block.pop(block, None)
@@ -243,9 +238,11 @@ class BlockManager:
         self._free.move_to_end(first, last=False)
         return True
 
-    def free_behind_window(self, seq: Sequence) -> None:
-        """Give back the blocks of `seq` that no token to come will see; they stay in the prefix cache until reused."""
-        if self.sliding_window is not None:
+    def free_behind_window(self, sequences: Iterable[Sequence]) -> None:
+        """Give back those blocks that no token to come will see; they stay in the prefix cache until reused."""
+        if self.sliding_window is None:
+            return
+        for seq in sequences:
             self._give_back(take_those_behind(seq, self.sliding_window, self.block_size))
 
     def free(self, seq: Sequence) -> None:

@@ -19,12 +19,14 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import chain
 
 from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, prefill_batch
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.chunks import chunk_length
 from npu_runner.core.sequence import Sequence, SequenceStatus
+from npu_runner.core.steps_under_way import StepsUnderWay
+from npu_runner.outputs import FinishReason
 
 # With sequences decoding, this share of max_num_seqs must be able to join before a prefill interrupts them ...
 _JOIN_SHARE = 8
@@ -55,18 +57,6 @@ class SchedulerLimits:
         return self.state_alignment or 1
 
 
-class _Row(NamedTuple):
-    """One sequence in a step under way, and the epoch that it was planned in."""
-
-    seq: Sequence
-    epoch: int
-
-    @property
-    def counts(self) -> bool:
-        """Whether what the step brings is still wanted."""
-        return not self.seq.is_finished and self.seq.epoch == self.epoch
-
-
 class Scheduler:
     """Continuous batching over one BlockManager. `complete()` books the oldest of the steps that `schedule()` has put
     under way, `abandon()` gives up all of them."""
@@ -77,10 +67,13 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._table = RunningTable(limits.max_num_seqs, -(-limits.max_model_len // block_manager.block_size),
+        self._block_size = size = block_manager.block_size
+        self._table = RunningTable(limits.max_num_seqs, -(-limits.max_model_len // size), size,
                                    loses_blocks=block_manager.sliding_window is not None)
         self._steps_since_prefill = 0
-        self._under_way: deque[list[_Row]] = deque()
+        self.under_way = StepsUnderWay()
+        self._behind: list[Sequence] = []
+        """Sequences that a step gave several tokens."""
         self._ending: list[Sequence] = []
         """Sequences of which no more steps are made, and whose last tokens have not arrived."""
         self._unoffered: list[Sequence] = []
@@ -94,7 +87,7 @@ class Scheduler:
             self._held.append(seq)
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running or self._held or self._under_way)
+        return bool(self.waiting or self.running or self._held or self.under_way)
 
     @property
     def num_waiting(self) -> int:
@@ -103,14 +96,19 @@ class Scheduler:
     @property
     def num_under_way(self) -> int:
         """Steps planned and neither completed nor abandoned."""
-        return len(self._under_way)
+        return len(self.under_way)
 
-    def finish(self, seq: Sequence) -> None:
-        """Take a finished sequence (stopped or aborted, wherever it is) out and free what it holds."""
-        for queue in (self.running, self.waiting, self._held, self._ending):
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """Take a sequence that has ended (stopped or aborted, wherever it is) out and free what it holds.
+
+        The queue is looked through for those that wait in it only: it may be long.
+        """
+        is_waiting = seq.status is SequenceStatus.WAITING
+        for queue in (self.waiting, self._held) if is_waiting else (self.running, self._ending):
             if seq in queue:
                 queue.remove(seq)
         self._release(seq)
+        seq.finish(reason)
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, which is under way from now on.
@@ -130,12 +128,12 @@ class Scheduler:
         if not running:
             # The last one that ran may have been preempted for a head of the queue that holds blocks already.
             batch = self._prefill()
-            can_go_on = batch is not None or bool(self._under_way) or not self.has_unfinished()
+            can_go_on = batch is not None or bool(self.under_way) or not self.has_unfinished()
             assert can_go_on, "unfinished sequences, and none can run"
             return batch
         self._steps_since_prefill += 1
-        batch = decode_batch(running, self._table, self.block_manager.block_size)
-        self._launch([(seq, 1) for seq in running])
+        batch = decode_batch(running, self._table)
+        self._launch_decode(running)
         return batch
 
     def _prefill(self) -> ScheduledBatch | None:
@@ -144,24 +142,39 @@ class Scheduler:
             return None
         self._steps_since_prefill = 0
         batch = prefill_batch(chunks, self._table, state_saves, uses_mrope=self.limits.uses_mrope)
-        self._launch(chunks)
+        self._launch_prefill(chunks)
         return batch
 
-    def _launch(self, scheduled: SequenceOf[tuple[Sequence, int]]) -> None:
+    def _launch_prefill(self, chunks: SequenceOf[tuple[Sequence, int]]) -> None:
         """Count what the step that was just put together will have done: (sequence, number of tokens) of each row."""
-        manager = self.block_manager
-        for seq, num in scheduled:
+        for seq, num in chunks:
             seq.num_computed_tokens += num
-            manager.commit(seq)
-            if not manager.has_offered_all(seq):
-                self._unoffered.append(seq)
-            manager.free_behind_window(seq)
-            if seq.num_computed_tokens == seq.num_tokens:
-                seq.expect()
-                if seq.is_at_its_end:
-                    self._ending.append(seq)
-        manager.launch_step()
-        self._under_way.append([_Row(seq, seq.epoch) for seq, _ in scheduled])
+            self._offer(seq)
+        self._launch([seq for seq, _ in chunks], [seq for seq, _ in chunks if not seq.num_uncomputed_tokens])
+
+    def _launch_decode(self, running: list[Sequence]) -> None:
+        """The same, of a step of one token each."""
+        for seq in running:
+            seq.num_computed_tokens += 1
+            if not seq.num_computed_tokens % self._block_size:
+                self._offer(seq)
+        self._launch(running, running)
+
+    def _launch(self, sequences: list[Sequence], sampling: list[Sequence]) -> None:
+        """A step of `sequences` is under way, which will bring a token to those that are `sampling`."""
+        self.block_manager.free_behind_window(sequences)
+        for seq in sampling:
+            seq.num_expected += 1
+            seq.num_tokens += 1
+            if seq.num_tokens == seq.max_num_tokens:
+                self._ending.append(seq)
+        self.block_manager.launch_step()
+        self.under_way.launch(sequences)
+
+    def _offer(self, seq: Sequence) -> None:
+        self.block_manager.commit(seq)
+        if not self.block_manager.has_offered_all(seq):
+            self._unoffered.append(seq)
 
     def complete(self) -> list[Sequence | None]:
         """Book the oldest step under way, which has run; returns its sequences in batch order.
@@ -169,7 +182,12 @@ class Scheduler:
         None where nobody waits any more for what the step brings.
         """
         self.block_manager.complete_step()
-        return [row.seq if row.counts else None for row in self._under_way.popleft()]
+        return self.under_way.complete()
+
+    def outrun(self, seq: Sequence) -> None:
+        """The step that was completed last brings `seq` more tokens than were expected."""
+        seq.outrun()
+        self._behind.append(seq)
 
     def _offer_what_has_arrived(self) -> None:
         """Full blocks whose last tokens were on their way when they were computed."""
@@ -193,9 +211,12 @@ class Scheduler:
         is under way. And who waits could have what a sequence at its end holds, but for a full block whose last token
         has not arrived: then it can be offered.
         """
-        behind = [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
-        if self._under_way and (behind or (self._ending and self.waiting)):
+        if self._ending and self.waiting and self.under_way:
             return True
+        behind = [seq for seq in self._behind if seq in self.running and seq.num_uncomputed_tokens > 1]
+        if behind and self.under_way:
+            return True
+        self._behind = []
         if behind and self.waiting and self.waiting[0].block_table:
             self._preempt(self.waiting[0])
         for seq in behind:
@@ -210,20 +231,19 @@ class Scheduler:
         Every sequence that had begun, in a step or not, gives back its blocks and its slot and starts again with the
         tokens it has: what the steps have left in the cache and in the sampler is nobody's.
         """
-        under_way, self._under_way = self._under_way, deque()
+        steps = self.under_way.abandon()
         self.block_manager.abandon_steps()
-        in_steps = (row.seq for rows in under_way for row in rows if not row.seq.is_finished)
-        everybody = {seq.seq_id: seq for seq in (*self.waiting, *self.running, *self._ending, *in_steps)}
+        everybody = {seq.seq_id: seq for seq in (*self.waiting, *self.running, *self._ending, *chain(*steps))}
         for seq in everybody.values():
             self.block_manager.free(seq)
             seq.forget_expected()
             seq.slot = None
             seq.status = SequenceStatus.WAITING
-        self.running, self._ending, self._unoffered = [], [], []
+        self.running, self._ending, self._unoffered, self._behind = [], [], [], []
         self.waiting = deque(sorted(everybody.values(), key=lambda seq: seq.arrival))
         self._table.reset()
         self._steps_since_prefill = 0
-        return [row.seq for row in under_way[0] if not row.seq.is_finished] if under_way else []
+        return steps[0] if steps else []
 
     def run_alone(self, group: Iterable[Sequence] | None) -> None:
         """From now on only `group` runs and all others wait; None: everybody may again. Nothing is under way."""
@@ -236,8 +256,9 @@ class Scheduler:
     def reset(self) -> None:
         """Forget every sequence and everything that the cache holds, whatever stood here."""
         self.waiting.clear()
-        self.running, self._ending, self._unoffered, self._held, self._alone = [], [], [], [], None
-        self._under_way.clear()
+        self.running, self._ending, self._unoffered, self._behind = [], [], [], []
+        self._held, self._alone = [], None
+        self.under_way.abandon()
         self._steps_since_prefill = 0
         self._table.reset()
         self.block_manager.reset()
@@ -324,9 +345,9 @@ class Scheduler:
         None where somebody would have to be preempted while steps are under way: one of them may bring an end, and
         what is recomputed begins with all tokens.
         """
-        for seq in sorted(self.block_manager.without_room(self.running), key=lambda seq: seq.arrival):
+        for seq in sorted(self._table.without_room(self.running), key=lambda seq: seq.arrival):
             while seq.slot is not None and not self.block_manager.allocate(seq, seq.num_tokens):
-                if self._under_way:
+                if self.under_way:
                     return None
                 self._preempt(self._latest_arrival())
         return self.running[:]

@@ -75,11 +75,6 @@ class Sequence:
         self.state_source, self.snapshot_positions = None, ()
         self.forget_expected()
 
-    def expect(self) -> None:
-        """A step is under way that will bring one more token."""
-        self.num_expected += 1
-        self.num_tokens += 1
-
     def append(self, token: int) -> None:
         """One more generated token: the next of those expected, if any is."""
         self.output_token_ids.append(token)
@@ -118,11 +113,6 @@ class Sequence:
         return self.num_tokens - self.num_expected
 
     @property
-    def is_at_its_end(self) -> bool:
-        """It will have all of its tokens once the steps under way have run."""
-        return self.max_num_tokens is not None and self.num_tokens >= self.max_num_tokens
-
-    @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
 
@@ -138,3 +128,4 @@ class Sequence:
     def finish(self, reason: FinishReason) -> None:
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
+        self.epoch += 1

@@ -22,38 +22,20 @@ from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters, StateSnapshots, state_alignment
-from npu_runner.engine.detokenizer import IncrementalDetokenizer, detokenizer_for, token_text
+from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
-from npu_runner.engine.logprobs import LogprobsRecord
+from npu_runner.engine.generation import End, Generation
 from npu_runner.engine.quarantine import Quarantine
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
-from npu_runner.outputs import (
-    CompletionOutput,
-    EngineStats,
-    FinishReason,
-    RequestOutput,
-)
-from npu_runner.runner.base import NO_TOKEN, ModelRunnerOutput, RunnerInfo
+from npu_runner.outputs import CompletionOutput, EngineStats, RequestOutput
+from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
 from npu_runner.sampling_params import SamplingParams
 from strategies import pick_strategy
 
 logger = logging.getLogger(__name__)
-_NOT_A_NUMBER = ("the model's output is not a number (NaN or infinity): the weights are broken, or too much for the "
-                 "dtype; try dtype float32")
-
-
-@dataclass(eq=False)
-class _Generation:
-    """One sequence with its text so far, and what ends it."""
-
-    sequence: Sequence
-    detokenizer: IncrementalDetokenizer
-    end_tokens: frozenset[int]
-    logprobs: LogprobsRecord | None
-    finished: CompletionOutput | None = None
 
 
 def _make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> BlockManager:
@@ -73,7 +55,7 @@ def _make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> Blo
 @dataclass(eq=False)
 class _Request:
     request_id: str
-    generations: list[_Generation] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
     num_cached_tokens: int | None = None
 
 
@@ -113,7 +95,7 @@ class LLMEngine:
 
         self._token_text = functools.partial(token_text, self.processor.tokenizer)
         self._requests: dict[str, _Request] = {}
-        self._generation_of: dict[int, _Generation] = {}
+        self._generation_of: dict[int, Generation] = {}
         self._next_seq_id = 0
         self._ready: list[RequestOutput] = []
         self._stats = EngineStats(kv_blocks_total=self.block_manager.num_usable)
@@ -136,10 +118,7 @@ class LLMEngine:
                 max_num_tokens=len(prompt.token_ids) + min(room, params.max_tokens or room),
             )
             self._next_seq_id += 1
-            generation = _Generation(
-                sequence, detokenizer_for(params, self.processor.tokenizer), end_tokens,
-                None if params.logprobs is None else LogprobsRecord(params.logprobs),
-            )
+            generation = Generation(sequence, self.processor.tokenizer, end_tokens)
             request.generations.append(generation)
             self._generation_of[sequence.seq_id] = generation
             self.scheduler.add(sequence)
@@ -152,7 +131,7 @@ class LLMEngine:
         request = self._requests.get(request_id)
         for generation in request.generations if request else []:
             if generation.finished is None:
-                self._finish(generation, "abort")
+                self._finish(generation, End("abort"))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests or self._ready)
@@ -200,31 +179,38 @@ class LLMEngine:
             self._look_for_culprit(batch, error)
             return
         self._under_way.popleft()
-        num_dropped = 0
-        for row, sequence in enumerate(self.scheduler.complete()):
-            if sequence is None:
-                num_dropped += 1
-            else:
-                self._book(batch, row, sequence, output)
+        sequences = self.scheduler.complete()
+        self._book(batch, sequences, output)
         if self._quarantine.step_ended():
             self._lower_limits()
-        self._count(batch.is_prefill, batch.num_tokens - (0 if batch.is_prefill else num_dropped))
+        self._count(batch.is_prefill, batch.num_tokens if batch.is_prefill else len(sequences) - sequences.count(None))
 
     def _drain(self) -> None:
         """Nobody waits any more: what is under way brings what is dropped."""
         while self._under_way:
             self._collect()
 
-    def _book(self, batch: ScheduledBatch, row: int, sequence: Sequence, output: ModelRunnerOutput) -> None:
-        tokens = output.sampled_token_ids[row]
-        if batch.is_prefill and tokens:
-            self._note_cached_tokens(sequence)
-        for index, token in enumerate(tokens):
-            if sequence.is_finished:
-                return  # what a step brings beyond the end is dropped
-            if index == 1:
-                sequence.outrun()
-            self._append(sequence, token, output, row)
+    def _book(self, batch: ScheduledBatch, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
+        """What a step brings to those that still wait for it; in short, since it is done for every generated token."""
+        generations, logprobs = self._generation_of, output.logprobs
+        for row, (sequence, tokens) in enumerate(zip(sequences, output.sampled_token_ids, strict=True)):
+            if sequence is None or not tokens:
+                continue
+            if batch.is_prefill:
+                self._note_cached_tokens(sequence)
+            generation = generations[sequence.seq_id]
+            end = generation.append(tokens[0], logprobs, row)
+            if end is None and len(tokens) > 1:
+                end = self._append_more(generation, tokens[1:], output, row)
+            if end is not None:
+                self._finish(generation, end)
+
+    def _append_more(self, generation: Generation, tokens: list[int], output: ModelRunnerOutput,
+                     row: int) -> End | None:
+        """Tokens that a step brings beyond its first; those behind an end are dropped."""
+        self.scheduler.outrun(generation.sequence)
+        ends = (generation.append(token, output.logprobs, row) for token in tokens)
+        return next((end for end in ends if end is not None), None)
 
     # -- steps that fail -------------------------------------------------------------------------------------------
 
@@ -259,7 +245,8 @@ class LLMEngine:
         reason = str(error).partition("\n")[0]
         for generation in list(self._requests[request_id].generations):
             if generation.finished is None:
-                self._finish(generation, "error", error=f"alone in its step, this request fails: {reason}", code=code)
+                self._finish(generation, End("error", error=f"alone in its step, this request fails: {reason}",
+                                             code=code))
 
     def _lower_limits(self) -> None:
         """A step that only its size drove out of memory is not made again: what its halves took is the limit now."""
@@ -270,7 +257,7 @@ class LLMEngine:
             logger.warning("a %s ran out of memory and its halves did not: steps stay below half of it from now on",
                            batch.describe())
 
-    # -- one token -------------------------------------------------------------------------------------------------
+    # -- completions -----------------------------------------------------------------------------------------------
 
     def _note_cached_tokens(self, sequence: Sequence) -> None:
         """The request's first prefill counts; a preempted one finds its own blocks."""
@@ -278,34 +265,14 @@ class LLMEngine:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_cached_tokens
 
-    def _append(self, sequence: Sequence, token: int, output: ModelRunnerOutput, row: int) -> None:
-        generation = self._generation_of[sequence.seq_id]
-        if token == NO_TOKEN:
-            self._finish(generation, "error", error=_NOT_A_NUMBER)
-            return
-        sequence.append(token)
-        params = sequence.params
-        if generation.logprobs is not None and output.logprobs is not None:
-            generation.logprobs.append(output.logprobs, row)
-        may_stop = not params.min_tokens or sequence.num_output_tokens >= params.min_tokens
-        if may_stop and token in generation.end_tokens:
-            generation.detokenizer.append_end_token(token)
-            self._finish(generation, "stop", stop_reason=token if token in params.stop_token_ids else None)
-        elif (stop := generation.detokenizer.append([token], stops_allowed=may_stop)) is not None:
-            self._finish(generation, "stop", stop_reason=stop)
-        elif sequence.max_num_tokens is not None and sequence.num_known_tokens >= sequence.max_num_tokens:
-            self._finish(generation, "length")
-
-    def _finish(self, generation: _Generation, reason: FinishReason, *, stop_reason: str | int | None = None,
-                error: str | None = None, code: str | None = None) -> None:
+    def _finish(self, generation: Generation, end: End) -> None:
         sequence = generation.sequence
-        sequence.finish(reason)
-        self.scheduler.finish(sequence)
+        self.scheduler.finish(sequence, end.reason)
         token_ids, record = sequence.output_token_ids, generation.logprobs
-        answer = self._split(generation.detokenizer.finish(), sequence)
+        answer = self._split(generation.finish_text(), sequence)
         generation.finished = CompletionOutput(
-            index=sequence.index, text=answer.content, token_ids=token_ids, finish_reason=reason,
-            stop_reason=stop_reason, error=error, error_code=code, reasoning_content=answer.reasoning,
+            index=sequence.index, text=answer.content, token_ids=token_ids, finish_reason=end.reason,
+            stop_reason=end.stop_reason, error=end.error, error_code=end.code, reasoning_content=answer.reasoning,
             num_reasoning_tokens=answer.num_reasoning_tokens,
             logprobs=None if record is None else record.finish(token_ids, self._token_text),
         )

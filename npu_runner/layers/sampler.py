@@ -137,16 +137,15 @@ class Sampler:
         plan = self._state.plan(host_slots)
         if plan.counted is not None:
             slots_B = slots_B.long()
-        tokens_B1, token_ids_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan)
+        tokens_B1, token_ids_B1, next_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan)
         logprobs = None
         if plan.logprobs is not None:
             logprobs = _logprobs(plan.logprobs.take(logits_BV).float(), plan.logprobs.take(tokens_B1),
                                  plan.num_logprobs)
         token_ids_B = token_ids_B1.squeeze(-1)
         records = [logprobs.records().view(-1)] if logprobs is not None else []
-        int32_ids_B = token_ids_B.to(torch.int32)
-        output = SamplerOutput(token_ids_B, int32_ids_B.clamp(min=0), logprobs, plan.logprob_rows,
-                               self._download(torch.cat([int32_ids_B, receipts_B, *records])))
+        output = SamplerOutput(token_ids_B, next_B1.squeeze(-1), logprobs, plan.logprob_rows,
+                               self._download(torch.cat([token_ids_B, receipts_B, *records])))
         # Last: a call that fails for want of memory changes nothing, and can be made again.
         self._state.prepare_advance(plan, slots_B, tokens_B1.squeeze(-1), host_slots)()
         if watches := self._state.watches(host_slots):
@@ -162,10 +161,11 @@ class Sampler:
         self._untold.clear()
 
     def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor,
-                plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """(a token per row, in rows without one any; the same with -1 in those), (B, 1) each, the latter int32."""
+                plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, 1) each: a token per row, any or -1 where there is none; int32, there -1; int32, there a valid one."""
         if plan.is_plain_draw and (drawn_B1 := self._draw_at_once(logits_BV, slots_B, uniforms_B, plan)) is not None:
-            return drawn_B1, drawn_B1
+            int32_ids_B1 = drawn_B1.to(torch.int32)
+            return drawn_B1, int32_ids_B1, int32_ids_B1.clamp(min=0)
         largest_B1, tokens_B1, is_unusable_B1 = _most_probable(logits_BV)
         adjusted_AV, is_unusable_A1 = logits_BV, is_unusable_B1
         if plan.adjusted is not None:
@@ -179,11 +179,12 @@ class Sampler:
                                   group.rows.take(tokens_B1), group.rows.take(slots_B),
                                   group.rows.take(uniforms_B)[:, None])
             tokens_B1 = group.rows.put(tokens_B1, drawn_G1)
-        token_ids_B1 = tokens_B1.to(torch.int32).masked_fill_(is_unusable_B1, -1)
+        next_B1 = tokens_B1.to(torch.int32)
+        token_ids_B1 = next_B1.masked_fill(is_unusable_B1, -1)
         if plan.adjusted is not None:
             token_ids_A1 = plan.adjusted.take(token_ids_B1).masked_fill(is_unusable_A1, -1)
             token_ids_B1 = plan.adjusted.put(token_ids_B1, token_ids_A1)
-        return tokens_B1, token_ids_B1
+        return tokens_B1, token_ids_B1, next_B1
 
     def _draw_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan) -> Tensor | None:
         """A draw for every row as the platform does it; None where it leaves that to `_draw`."""

@@ -52,8 +52,6 @@ class ModelRunnerOutput:
     were not numbers. A row may bring several tokens.
     """
 
-    req_ids: list[str]
-    req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]
     logprobs: StepLogprobs | None = None
 

@@ -95,6 +95,8 @@ class StepRunner:
         self.clock = StepClock()
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
         self.last_tokens_S = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
+        # Slots of the last step that sampled, and the same on the device as its indices want them.
+        self._kept_rows: tuple[np.ndarray, Tensor] | None = None
         self._last_number = 0
         self._newest: StepUnderWay | None = None
 
@@ -200,7 +202,10 @@ class StepRunner:
         if not len(slots_B):
             return
         tokens_B = torch.empty_like(slots_B) if sampled is None else sampled.next_input_ids_B
-        self.last_tokens_S.index_copy_(0, slots_B.long(), self.tp.broadcast(tokens_B))
+        host_slots_B = step.batch.slots_B[step.batch.samples_B]
+        if self._kept_rows is None or not np.array_equal(self._kept_rows[0], host_slots_B):
+            self._kept_rows = host_slots_B, slots_B.long()
+        self.last_tokens_S.index_copy_(0, self._kept_rows[1], self.tp.broadcast(tokens_B))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -214,20 +219,24 @@ class StepRunner:
         if self.sampler is None:
             return None
         batch = step.batch
-        tokens: list[list[int]] = [[] for _ in range(batch.batch_size)]
-        logprobs = None
-        if sampled is not None:
-            on_host = sampled.to_host()
-            self._check_receipts(step, on_host)
-            rows = np.flatnonzero(batch.samples_B)
-            for row, token in zip(rows, on_host.token_ids_B.tolist(), strict=True):
-                tokens[row] = [token]
-            if on_host.records_LC is not None:
-                places_B = np.full(batch.batch_size, -1, dtype=np.int32)
-                places_B[rows[on_host.logprob_rows]] = np.arange(len(on_host.logprob_rows), dtype=np.int32)
-                logprobs = StepLogprobs(places_B.tolist(), on_host.records_LC)
-        request_ids = batch.request_ids
-        return ModelRunnerOutput(request_ids, {name: i for i, name in enumerate(request_ids)}, tokens, logprobs)
+        if sampled is None:
+            return ModelRunnerOutput([[] for _ in range(batch.batch_size)])
+        on_host = sampled.to_host()
+        self._check_receipts(step, on_host)
+        tokens = [[token] for token in on_host.token_ids_B.tolist()]
+        if len(tokens) < batch.batch_size:
+            of_rows = iter(tokens)
+            tokens = [next(of_rows) if samples else [] for samples in batch.samples_B.tolist()]
+        return ModelRunnerOutput(tokens, self._logprobs(batch, on_host))
+
+    @staticmethod
+    def _logprobs(batch: ScheduledBatch, on_host: HostSample) -> StepLogprobs | None:
+        if on_host.records_LC is None:
+            return None
+        rows = np.flatnonzero(batch.samples_B)
+        places_B = np.full(batch.batch_size, -1, dtype=np.int32)
+        places_B[rows[on_host.logprob_rows]] = np.arange(len(on_host.logprob_rows), dtype=np.int32)
+        return StepLogprobs(places_B.tolist(), on_host.records_LC)
 
     def _prefill(self, step: PreparedStep) -> Tensor:
         inputs, batch = step.inputs, step.batch

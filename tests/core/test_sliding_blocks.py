@@ -26,7 +26,7 @@ def compute(blocks: BlockManager, seq: Sequence, num_tokens: int) -> None:
     assert blocks.allocate(seq, seq.num_computed_tokens + num_tokens)
     seq.num_computed_tokens += num_tokens
     blocks.commit(seq)
-    blocks.free_behind_window(seq)
+    blocks.free_behind_window([seq])
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -115,14 +115,14 @@ def test_a_prefix_whose_window_is_gone_is_not_found() -> None:
 
 def test_the_running_table_forgets_the_blocks_that_were_given_back() -> None:
     blocks = BlockManager(20, 4, sliding_window=6)
-    table = RunningTable(2, 10, loses_blocks=True)
+    table = RunningTable(2, 10, 4, loses_blocks=True)
     seq = sequence_of([1] * 5)
     table.enter(seq)
     compute(blocks, seq, 5)
     for token in range(20):
         seq.append(token)
         assert blocks.allocate(seq, seq.num_tokens)
-        batch = decode_batch([seq], table, 4)
+        batch = decode_batch([seq], table)
         assert batch.block_tables_BW[0].tolist() == seq.block_table
         compute(blocks, seq, 1)
     assert seq.num_null_blocks > 3

@@ -151,7 +151,7 @@ class World:
     def _submit(self, batch: ScheduledBatch) -> None:
         self._check_batch(batch)
         self.planned.append((batch.request_ids, batch.query_lens_B.tolist()))
-        step = Step(batch, [row.seq for row in self.scheduler._under_way[-1]], [], self.rng.random() < self.failing)
+        step = Step(batch, self.scheduler.under_way.newest, [], self.rng.random() < self.failing)
         if not any(before.fails for before in self.steps):
             self._run(step)
         self.steps.append(step)
@@ -198,7 +198,7 @@ class World:
             assert sequence is step.sequences[row]
             for index, token in enumerate(step.tokens[row]):
                 if index == 1:
-                    sequence.outrun()
+                    self.scheduler.outrun(sequence)
                 assert token == next_token(sequence.tokens(0, sequence.num_known_tokens))
                 sequence.append(token)
                 if sequence.num_known_tokens >= self.wanted_lens[sequence.seq_id]:
@@ -225,8 +225,7 @@ class World:
             self.sampler[entry.slot] = sequence.seq_id
 
     def _end(self, sequence: Sequence) -> None:
-        sequence.finish("stop")
-        self.scheduler.finish(sequence)
+        self.scheduler.finish(sequence, "stop")
         del self.live[sequence.seq_id]
 
     def _check_batch(self, batch: ScheduledBatch) -> None:

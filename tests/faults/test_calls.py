@@ -13,41 +13,44 @@ from npu_runner.engine.executors.channel import RING_SIZE
 from tests.oracle.running import greedy
 
 
-def step(name: str, token: int) -> ScheduledBatch:
+def step(token: int) -> ScheduledBatch:
     """A prompt of one token, nobody's."""
     batch = probe_batch(uses_mrope=False)
-    return replace(batch, request_ids=[name], token_ids_T=batch.token_ids_T + token, freed_slots=[0])
+    return replace(batch, token_ids_T=batch.token_ids_T + token, freed_slots=[0])
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_results_belong_to_their_steps(size: int, checkpoint: Any) -> None:
     with LLM(checkpoint("qwen3"), platform="cpu", tensor_parallel_size=size, max_model_len=256, max_num_seqs=2) as llm:
         executor = llm.engine._executor
-        expected = {}
-        for token in range(8):
-            expected[f"r{token}"] = executor.execute_model(step(f"r{token}", token)).sampled_token_ids
-        assert len({str(tokens) for tokens in expected.values()}) > 4, "one can be told from another"
+        # Seven steps that can be told from one another by what they bring.
+        answers: dict[int, int] = {}
+        for token in range(40):
+            ((answer,),) = executor.execute_model(step(token)).sampled_token_ids
+            answers.setdefault(answer, token)
+        steps = [step(token) for token in answers.values()]
+        a, b, c, d, e, f, g = steps[:7]
 
-        def collected() -> str:
-            output = executor.collect()
-            (name,) = output.req_ids
-            assert output.sampled_token_ids == expected[name]
-            return name
+        def collected() -> ScheduledBatch:
+            ((answer,),) = executor.collect().sampled_token_ids
+            return steps[list(answers).index(answer)]
 
-        executor.submit(step("r0", 0))
-        executor.submit(step("r1", 1))
+        executor.submit(a)
+        executor.submit(b)
         with pytest.raises(AssertionError, match=f"{RING_SIZE} steps are under way"):
-            executor.submit(step("r2", 2))
-        assert collected() == "r0"
-        executor.submit(step("r2", 2))
-        assert [collected(), collected()] == ["r1", "r2"]
-        for num_abandoned in (1, 2, 2, 1):
-            for token in range(num_abandoned):
-                executor.submit(step(f"r{3 + token}", 3 + token))
+            executor.submit(c)
+        assert collected() is a
+        executor.submit(c)
+        assert collected() is b
+        assert collected() is c
+        for abandoned in ([d], [d, e], [d, e], [d]):
+            for batch in abandoned:
+                executor.submit(batch)
             executor.abandon()
-            executor.submit(step("r5", 5))
-            executor.submit(step("r6", 6))
-            assert [collected(), collected()] == ["r5", "r6"]
+            executor.submit(f)
+            executor.submit(g)
+            assert collected() is f
+            assert collected() is g
         llm.engine.scheduler.reset()  # the slots were used behind its back
         (output,) = llm.generate(["which"], greedy(4))
         assert len(output.token_ids) == 4

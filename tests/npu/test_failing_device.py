@@ -48,6 +48,7 @@ def assert_right_or_explained(found: dict[str, dict[str, Any]]) -> list[str]:
     return errors
 
 
+@pytest.mark.full("a sweep over the allocations of a start; memory that comes back stays")
 def test_memory_that_is_gone_for_good_ends_the_job_with_the_ledger(tmp_path: Path) -> None:
     """From every allocation of the run on, all fail."""
     numbers = [*range(1, 10, 2), *range(10, 20, 3), 100]  # the start takes about nine, serving nine more

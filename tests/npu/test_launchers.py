@@ -115,6 +115,7 @@ def test_arguments_and_exit_status_pass_through(installed: dict[str, str]) -> No
 
 
 @pytest.mark.npu
+@pytest.mark.full("the whole regression of a host; the launcher stays, and the regression that fails")
 def test_the_regression_reports_what_ran(installed: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "regression"
     command = [ROOT / "scripts/regress_ascend.sh", "--out", out, "--rows", "3", "--quick", "--bench",

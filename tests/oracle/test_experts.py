@@ -58,6 +58,7 @@ def test_with_pictures_and_chunks(num_tokens: int, is_turned: bool, checkpoint: 
         assert_equals_reference(path, llm, prompts, images)
 
 
+@pytest.mark.full("inductor compiles for a minute; the same experts without a compiler stay")
 def test_the_experts_of_a_compiled_step_equal_those_of_an_eager_one() -> None:
     ops = pick_platform("cpu").make_ops()
     generator = torch.Generator().manual_seed(0)

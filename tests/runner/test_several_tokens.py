@@ -34,8 +34,7 @@ class KnowsWhatFollows:
     def __call__(self) -> ModelRunnerOutput:
         output = self.collect()
         tokens = []
-        for row, given in zip(self._llm.engine.scheduler._under_way[0], output.sampled_token_ids, strict=True):
-            sequence = row.seq
+        for sequence, given in zip(self._llm.engine.scheduler.under_way.oldest, output.sampled_token_ids, strict=True):
             start = sequence.num_output_tokens
             answer = self._answers[sequence.request_id.rpartition("-")[2], sequence.index]
             tokens.append([*given, *[*answer, 5, 5, 5][start + 1 : start + 1 + self._surplus]] if given else given)

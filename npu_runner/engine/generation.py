@@ -1,0 +1,71 @@
+"""One completion while it grows: its tokens, its text and what ends it. Knows nothing of steps or of other requests."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from npu_runner.core.sequence import Sequence
+from npu_runner.engine.detokenizer import detokenizer_for
+from npu_runner.engine.logprobs import LogprobsRecord
+from npu_runner.outputs import CompletionOutput, FinishReason
+from npu_runner.runner.base import NO_TOKEN, StepLogprobs
+
+
+class End(NamedTuple):
+    """Why a completion is over; `error` says it in words where that is its own fault or the model's."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+    error: str | None = None
+    code: str | None = None
+
+
+_LENGTH = End("length")
+_NOT_A_NUMBER = End("error", error="the model's output is not a number (NaN or infinity): the weights are broken, or "
+                                   "too much for the dtype; try dtype float32")
+
+
+class Generation:
+    """`end_tokens` end it where stops are allowed. Where no stop string is looked for, the text is made at the end."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, end_tokens: frozenset[int]):
+        params = sequence.params
+        self.sequence = sequence
+        self.logprobs = None if params.logprobs is None else LogprobsRecord(params.logprobs)
+        self.finished: CompletionOutput | None = None
+        self._detokenizer = detokenizer_for(params, tokenizer)
+        self._end_tokens = end_tokens
+        self._looks_for_stops = bool(params.stop)
+        self._most_tokens = (sequence.max_num_tokens or sys.maxsize) - sequence.num_prompt_tokens
+        self._has_end_token = False
+
+    def append(self, token: int, logprobs: StepLogprobs | None, row: int) -> End | None:
+        """One more token, of a step's row; returns what ends the completion with it."""
+        if token == NO_TOKEN:
+            return _NOT_A_NUMBER
+        sequence = self.sequence
+        sequence.append(token)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.append(logprobs, row)
+        num_tokens = len(sequence.output_token_ids)
+        params = sequence.params
+        if token in self._end_tokens and num_tokens >= params.min_tokens:
+            self._has_end_token = True
+            return End("stop", token if token in params.stop_token_ids else None)
+        if self._looks_for_stops:
+            stop = self._detokenizer.append([token], stops_allowed=num_tokens >= params.min_tokens)
+            if stop is not None:
+                return End("stop", stop)
+        return _LENGTH if num_tokens >= self._most_tokens else None
+
+    def finish_text(self) -> str:
+        """End the text, and return all of it."""
+        token_ids = self.sequence.output_token_ids
+        if not self._looks_for_stops:
+            self._detokenizer.append(token_ids[: len(token_ids) - self._has_end_token])
+        if self._has_end_token:
+            self._detokenizer.append_end_token(token_ids[-1])
+        return self._detokenizer.finish()
