@@ -132,7 +132,8 @@ def kill_at_random(
         else:
             wait_for_rows(job, output, num_rows(output) + rng.randint(1, 6))
         groups = victims()
-        kind = rng.choice(["replica", *groups])
-        if groups[kind] and job.poll() is None:
+        kinds = [kind for kind in ("replica", *groups) if groups[kind]]
+        if kinds and job.poll() is None:
+            kind = rng.choice(kinds)
             kill(rng.choice(groups[kind]))
             num_kills[kind] += 1
