@@ -136,7 +136,7 @@ start() {
     for index in "${!hosts[@]}"; do
         where="--address '$address'"
         [ "$index" -gt 0 ] || where="--head --node-ip-address '${address%:*}' --port $port"
-        if ! run "${hosts[index]}" "$(in_environment "ray start $where --resources '{\"NPU\": ${counts[index]}}'")"; then
+        if ! run "${hosts[index]}" "$(in_environment "ray start $where --disable-usage-stats --resources '{\"NPU\": ${counts[index]}}'")"; then
             printf 'ray_ascend.sh: %s: Ray did not start there; what was started is stopped\n' "${hosts[index]}" >&2
             hosts=("${hosts[@]:0:index+1}")
             stop || true

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from npu_runner.platforms.npu.platform import NpuPlatform
 from npu_runner.replicas.placement import on_devices, place
 from tests.batch.scripted import row, write_rows
 from tests.cann.environment import environment
+from tests.npu.programs.generate import Case
+from tests.npu.running import FLOAT32, SMALL, on_npu
 
 CORES = list(range(24))
 
@@ -95,19 +99,19 @@ NPU = [sys.executable, "-m", "npu_runner", "batch", "-i", "in.jsonl", "--platfor
        "--max-num-seqs", "8", "--vision-cache-bytes", "64M", "--preprocessing-workers", "1"]  # fmt: skip
 
 
-def both_ways(folder: Path, *options: str) -> str:
-    """The job over all devices and over one; what the first one said. Answers are the same."""
+def both_ways(folder: Path, *options: str, look: Callable[[], Any] = lambda: None) -> list[Any]:
+    """The job over one device and over all: answers are the same. Returns what `look` saw after each."""
     env = environment(num_devices=2, memory_bytes=1 << 30, allow_fp32_attention=True)
-    said = []
-    for name, size in (("all.jsonl", "auto"), ("one.jsonl", "1")):
+    seen = []
+    for name, size in (("one.jsonl", "1"), ("all.jsonl", "auto")):
         done = subprocess.run([*NPU, *options, "-o", name, "--data-parallel-size", size], env=env, cwd=folder,
                               capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
-        said.append(done.stderr)
-    both, one = ((folder / name).read_bytes().splitlines() for name in ("all.jsonl", "one.jsonl"))
+        seen.append(look())
+    one, both = ((folder / name).read_bytes().splitlines() for name in ("one.jsonl", "all.jsonl"))
     assert sorted(one) == sorted(both)
-    assert "replica 1 " in said[0]
-    return said[0]
+    assert "replica 1 " in done.stderr
+    return seen
 
 
 @pytest.mark.npu
@@ -121,7 +125,7 @@ def test_a_job_over_all_npus_answers_as_one(tmp_path: Path, fixed_time: None) ->
 @pytest.mark.npu
 @pytest.mark.slow
 @pytest.mark.full("three replicas of the npu platform, one of which compiles; kept graphs of one process stay")
-def test_one_replica_compiles_a_graph_and_all_others_load_it(
+def test_replicas_load_the_graph_that_an_earlier_one_compiled(
     tmp_path: Path, checkpoint: Any, fixed_time: None
 ) -> None:
     write_rows(tmp_path / "in.jsonl", [
@@ -129,10 +133,33 @@ def test_one_replica_compiles_a_graph_and_all_others_load_it(
          "body": {"prompt": [5, 6, 7 + n], "max_tokens": 6, "temperature": 0}} for n in range(8)
     ])  # fmt: skip
     graphs = tmp_path / "graphs"
-    both_ways(tmp_path, "--model", str(checkpoint("qwen3", num_hidden_layers=1)), "--dtype", "float32",
-              "--attention-backend", "fused", "--graph-mode", "max-autotune", "--graph-batch-sizes", "2",
-              "--graph-cache-dir", str(graphs), "--kv-cache-bytes", "4M")  # fmt: skip
-    (folder,) = [path for path in graphs.iterdir() if path.is_dir()]
-    written = {path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    sealed = (folder / "manifest.json").stat().st_mtime_ns
-    assert max(written) == sealed, "who comes later loads the graph as it is, and compiles none in its place"
+
+    def files() -> dict[str, int]:
+        return {str(path.relative_to(graphs)): path.stat().st_mtime_ns for path in graphs.rglob("*")
+                if path.is_file() and path.suffix != ".lock"}  # fmt: skip
+
+    model = str(checkpoint("qwen3", num_hidden_layers=1))
+    compiled, loaded = both_ways(
+        tmp_path, "--model", model, "--dtype", "float32", "--attention-backend", "fused", "--graph-mode", "max-autotune",
+        "--graph-batch-sizes", "2", "--graph-cache-dir", str(graphs), "--kv-cache-bytes", "4M", look=files,
+    )  # fmt: skip
+    assert any(name.endswith("manifest.json") for name in compiled)
+    assert loaded == compiled, "neither was a graph compiled for another device, nor one in its place"
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@pytest.mark.full("two processes of the npu platform compile at once; kept graphs of one stay")
+def test_of_two_that_start_together_one_compiles_and_the_other_waits_and_loads(
+    tmp_path: Path, checkpoint: Any
+) -> None:
+    settings = {"graph_mode": "max-autotune", "graph_batch_sizes": [2], "graph_cache_dir": str(tmp_path / "graphs"),
+                "kv_cache_bytes": 4 << 20, **FLOAT32, **SMALL}
+    case = Case(str(checkpoint("qwen3", num_hidden_layers=1)), settings, "texts", 2, max_tokens=6)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (found[0] for found in threads.map(lambda folder: on_npu([case], folder), folders))
+    assert {first["graphs"], second["graphs"]} == {"2", "2 (kept from an earlier run: 2)"}
+    assert first["tokens"] == second["tokens"]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,14 +32,16 @@ exec bash -c "$command"
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
+def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     (tmp_path / "bin").mkdir()
     ssh = tmp_path / "bin/ssh"
     ssh.write_text(SSH)
     ssh.chmod(0o755)
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "SSH_LOG": str(tmp_path / "ssh.log"), "ROOT": str(ROOT),
-            "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": f"/tmp/ray-launched-{os.getpid()}", "PYTHONPATH": PYTHONPATH}
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a short name: sockets have a place in it
+    yield {**os.environ, "PATH": path, "SSH_LOG": str(tmp_path / "ssh.log"), "ROOT": str(ROOT),
+           "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder, "PYTHONPATH": PYTHONPATH}  # fmt: skip
+    shutil.rmtree(folder)
 
 
 def launch(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -114,7 +119,7 @@ def test_a_cluster_is_started_works_and_is_stopped(env: dict[str, str], tmp_path
         address=$(sed -n 's/.*--ray \\([^ ]*\\).*/\\1/p' started)
         python -m tests.replicas.scripted_job "$(printf {shlex.quote(json.dumps({**job, "ray": "%s"}))} "$address")"
         {shlex.join([str(LAUNCHER), "stop", *hosts])}
-        ! pgrep -f raylet"""
+        ! pgrep -x raylet"""
     done = subprocess.run([*alone, "bash", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f":{port} --data-parallel-size auto" in done.stdout
