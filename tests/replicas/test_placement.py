@@ -140,8 +140,9 @@ def test_replicas_load_the_graph_that_an_earlier_one_compiled(
 
     model = str(checkpoint("qwen3", num_hidden_layers=1))
     compiled, loaded = both_ways(
-        tmp_path, "--model", model, "--dtype", "float32", "--attention-backend", "fused", "--graph-mode", "max-autotune",
-        "--graph-batch-sizes", "2", "--graph-cache-dir", str(graphs), "--kv-cache-bytes", "4M", look=files,
+        tmp_path, "--model", model, "--dtype", "float32", "--attention-backend", "fused", "--graph-mode",
+        "max-autotune", "--graph-batch-sizes", "2", "--graph-cache-dir", str(graphs), "--kv-cache-bytes", "4M",
+        look=files,
     )  # fmt: skip
     assert any(name.endswith("manifest.json") for name in compiled)
     assert loaded == compiled, "neither was a graph compiled for another device, nor one in its place"
