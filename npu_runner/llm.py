@@ -30,6 +30,8 @@ from npu_runner.multimodal.tools import parse_tools
 from npu_runner.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
 from npu_runner.pooling_params import PoolingParams
 from npu_runner.prompt_feed import PromptFeed, Request
+from npu_runner.prompt_replicas.answers import PromptReplicas
+from npu_runner.replicas.options import ReplicaOptions
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.workers.options import PreprocessingOptions
 from npu_runner.workers.prompts import PromptTask, PromptWorkers, chat_task, text_task
@@ -47,6 +49,8 @@ PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
 EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
 _AnyParams = SamplingParams | PoolingParams
+_Answers = Iterator[tuple[int, str, RequestOutput | RequestError]]
+"""(index in the call, request_id, answer)"""
 _Parse = Callable[[Any], PromptTask | PromptInputs]
 _IDLE_SECONDS = 0.2
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
@@ -54,29 +58,45 @@ _READ_SECONDS = 0.05
 
 
 class LLM:
-    """A loaded model. `settings` are the fields of RunnerConfig and of PreprocessingOptions; an unknown one is a
-    ConfigError.
+    """A loaded model. `settings` are the fields of RunnerConfig, of PreprocessingOptions and of ReplicaOptions; an
+    unknown one is a ConfigError.
 
         with LLM("path/to/checkpoint") as llm:
             for result in llm.chat(conversations, SamplingParams(temperature=0)):
                 print(result.text)
 
     Pictures and long texts are prepared in worker processes, ahead of the model. These start with the first of them and
-    end with `close`. Not thread-safe.
+    end with `close`. With `data_parallel_size` there are several of it, each in a process of its own with devices and
+    workers of its own; answers are those of one. Not thread-safe.
     """
 
     def __init__(self, model: str | Path, **settings: Any):
-        config, options = _split_settings(model, settings)
-        self.options = options
-        self.engine = LLMEngine(config)
-        self._max_ready = max_waiting_requests(self.engine.max_num_seqs)
-        self._workers = PromptWorkers(self.engine.processor, options, max_ready=self._max_ready)
+        config, self.options, several = _split_settings(model, settings)
+        self._replicas: PromptReplicas | None = None
+        self._engine: LLMEngine | None = None
+        source: LLMEngine | PromptReplicas
+        if several.data_parallel_size == 1:
+            source = self._engine = LLMEngine(config)
+            self._max_ready = max_waiting_requests(self.engine.max_num_seqs)
+            self._workers = PromptWorkers(self.engine.processor, self.options, max_ready=self._max_ready)
+        else:
+            source = self._replicas = PromptReplicas(config, self.options, several)
+        self.config, self.processor = source.config, source.processor
+        self.generation_defaults: Mapping[str, Any] = source.generation_defaults
         self.num_requests = 0
         """So far: the request_id of the next one is request-<num_requests>."""
         self._call = 0
         """Number of the call that the engine works for; a stream of an earlier one has ended."""
         self._is_torn = False
         """A call was interrupted, or is under way: what the engine holds is nobody's any more."""
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine of this process. Raises ConfigError where several replicas have one each."""
+        if self._engine is None:
+            raise ConfigError("data_parallel_size: each replica has an engine in a process of its own; `stats()`, "
+                              "`config` and `processor` are those of all")
+        return self._engine
 
     @overload
     def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False,
@@ -137,10 +157,10 @@ class LLM:
         one always is that makes the model fail.
         """
         rules = MediaRules(
-            allowed_dir=allowed_media_dir, max_images=self.engine.config.max_images_per_prompt,
+            allowed_dir=allowed_media_dir, max_images=self.config.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes,
         )
-        processor = self.engine.processor
+        processor = self.processor
         kwargs = None if chat_template_kwargs is None else plain_template_kwargs(dict(chat_template_kwargs))
         kwargs_and_effort = kwargs_with_effort(kwargs, reasoning_effort, processor.template_reads)
         checked_tools = None if tools is None else parse_tools(tools)
@@ -171,7 +191,7 @@ class LLM:
         Prompts are those of `generate`, instructions and template included; everything else is as in `chat`.
         """
         items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        self.engine.processor.check_runner("pooling")
+        self.processor.check_runner("pooling")
         given = PoolingParams() if pooling_params is None else pooling_params
         results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
         if isinstance(results, list):
@@ -179,11 +199,15 @@ class LLM:
         return ((index, EmbeddingRequestOutput.of(output)) for index, output in results)
 
     def stats(self) -> EngineStats:
-        return self.engine.stats()
+        """Counters and gauges; of several replicas their sums, as they told last."""
+        return self.engine.stats() if self._replicas is None else self._replicas.stats()
 
     def close(self) -> None:
         """End all processes and free the device. May be called twice."""
         self._call += 1
+        if self._replicas is not None:
+            self._replicas.close()
+            return
         try:
             self._workers.close()
         finally:
@@ -208,8 +232,11 @@ class LLM:
             for index, request in enumerate(self._requests(items, params, parse)):
                 if isinstance(request.prompt, RequestError):
                     raise _with_index(index, request.prompt)
-        feed = self._feed(self._requests(items, params, parse), inf if isinstance(items, Sequence) else _READ_SECONDS)
-        results = self._results(feed, total, use_tqdm, return_errors)
+        requests = self._requests(items, params, parse)
+        read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
+        answers = self._answers(requests, read_seconds) if self._replicas is None else self._answers_of_replicas(
+            self._replicas, requests, read_seconds)
+        results = self._results(answers, total, use_tqdm, return_errors)
         if stream_results:
             return results
         finished = dict(results)
@@ -218,7 +245,7 @@ class LLM:
     def _params(self, given: _AnyParams | Iterable[_AnyParams] | None,
                 count: int | None) -> _AnyParams | Iterable[_AnyParams]:
         if given is None:
-            return SamplingParams(**self.engine.generation_defaults)
+            return SamplingParams(**self.generation_defaults)
         if count is not None and isinstance(given, Sized) and len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
         if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
@@ -236,7 +263,7 @@ class LLM:
                 raise RequestError(f"{index} sampling_params for more prompts; pass one, or one for each")
             try:
                 if one is not last or resolved is None:
-                    last, resolved = one, self.engine.processor.resolve_params(one)
+                    last, resolved = one, self.processor.resolve_params(one)
                 prompt: PromptTask | PromptInputs | RequestError = parse(item)
             except RequestError as error:
                 prompt = error
@@ -248,7 +275,7 @@ class LLM:
             max_source_pixels=self.engine.config.max_source_pixels, read_seconds=read_seconds,
         )  # fmt: skip
 
-    def _results(self, feed: PromptFeed, total: int | None, use_tqdm: bool, return_errors: bool) -> Results:
+    def _results(self, answers: _Answers, total: int | None, use_tqdm: bool, return_errors: bool) -> Results:
         self._call += 1
         call = self._call
         if self._is_torn:
@@ -256,9 +283,11 @@ class LLM:
         self._is_torn = True
         try:
             with tqdm(total=total, disable=not use_tqdm, unit="request") as bar:
-                for index, output in self._answers(feed, return_errors):
+                for index, name, found in answers:
+                    if isinstance(found, RequestError) and not return_errors:
+                        raise _with_index(index, found)
                     bar.update()
-                    yield index, output
+                    yield index, RequestOutput.failed(name, found) if isinstance(found, RequestError) else found
                     if call != self._call:
                         raise RequestError("these results ended when the LLM was called again, or closed",
                                            code="results_ended")
@@ -275,22 +304,30 @@ class LLM:
 
     def _forget(self) -> None:
         """Whatever is under way is nobody's. Nothing is repaired, all is made again."""
-        self._workers.close()
-        self.engine.reset()
+        if self._replicas is not None:
+            self._replicas.forget()
+        else:
+            self._workers.close()
+            self.engine.reset()
         self._is_torn = False
 
-    def _answers(self, feed: PromptFeed, return_errors: bool) -> Results:
-        engine = self.engine
+    def _answers_of_replicas(self, replicas: PromptReplicas, requests: Iterator[Request],
+                             read_seconds: float) -> _Answers:
+        first = replicas.num_read
+        for index, found in replicas.answers(requests, read_seconds):
+            self.num_requests = replicas.num_read
+            yield index, f"request-{first + index}", found
+
+    def _answers(self, requests: Iterator[Request], read_seconds: float) -> _Answers:
+        engine, feed = self.engine, self._feed(requests, read_seconds)
         room = WaitingRoom(engine.max_num_seqs)
         first, indices = self.num_requests, dict[str, int]()
         while engine.has_unfinished_requests() or not feed.is_over:
             for index, error in self._admit(feed, room, first, indices):
-                if not return_errors:
-                    raise _with_index(index, error)
-                yield index, RequestOutput.failed(f"request-{first + index}", error)
+                yield index, f"request-{first + index}", error
             if engine.has_unfinished_requests():
                 for output in engine.step():
-                    yield indices.pop(output.request_id), output
+                    yield indices.pop(output.request_id), output.request_id, output
 
     def _admit(self, feed: PromptFeed, room: WaitingRoom, first: int,
                indices: dict[str, int]) -> Iterator[tuple[int, RequestError]]:
@@ -318,16 +355,20 @@ class LLM:
             num_waiting += ready.params.n
 
 
-def _split_settings(model: str | Path, settings: Mapping[str, Any]) -> tuple[RunnerConfig, PreprocessingOptions]:
-    of_model, of_prompts = ({field.name for field in dataclasses.fields(kind)}
-                            for kind in (RunnerConfig, PreprocessingOptions))
+def _split_settings(
+    model: str | Path, settings: Mapping[str, Any]
+) -> tuple[RunnerConfig, PreprocessingOptions, ReplicaOptions]:
+    of_model, of_prompts, of_replicas = ({field.name for field in dataclasses.fields(kind)}
+                                         for kind in (RunnerConfig, PreprocessingOptions, ReplicaOptions))
+    known = of_model | of_prompts | of_replicas
     for name in settings:
-        if name not in of_model | of_prompts:
-            near = difflib.get_close_matches(name, of_model | of_prompts, n=3) or sorted(of_model | of_prompts)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or sorted(known)
             raise ConfigError(f"unknown setting {name!r}; did you mean {', '.join(near)}?")
     options = PreprocessingOptions(**{name: value for name, value in settings.items() if name in of_prompts})
+    several = ReplicaOptions(**{name: value for name, value in settings.items() if name in of_replicas})
     config = {name: value for name, value in settings.items() if name in of_model}
-    return RunnerConfig.from_keywords(model, **config), options
+    return RunnerConfig.from_keywords(model, **config), options, several
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -14,6 +14,7 @@ from npu_runner.errors import RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
+from npu_runner.workers.pool import NOT_YET
 from npu_runner.workers.prompts import Prepared, PromptProcessor, PromptTask, PromptWorkers
 
 # Tasks that wait for a worker hold the caller's pictures: no further request is read while they are larger together.
@@ -39,7 +40,8 @@ class ReadyRequest:
 
 
 class PromptFeed:
-    """One call's requests, in the order in which they are ready. `requests` is read in the caller's thread, by `get`.
+    """One call's requests, in the order in which they are ready. `requests` is read in the caller's thread, by `get`;
+    it gives NOT_YET while it has none and may have more later.
 
     `max_ahead`: most requests that were read and not fetched. `read_seconds`: how long one `get` may go on reading.
     """
@@ -85,6 +87,8 @@ class PromptFeed:
             request = next(self._requests, None)
             if request is None:
                 self._is_read = True
+                return
+            if request is NOT_YET:
                 return
             self._params[self._num_read] = request.params
             self._hand_out(self._num_read, request.prompt)

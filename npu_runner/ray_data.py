@@ -65,7 +65,7 @@ class LLMPredictor:
         except RequestError as error:
             raise ConfigError(f"sampling_params of all rows: {error}") from error
         self._llm = self._load()
-        self._defaults = {**self._llm.engine.generation_defaults, **self._defaults}
+        self._defaults = {**self._llm.generation_defaults, **self._defaults}
 
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """`batch`: columns as numpy arrays or lists, all of one length (batch_format "numpy", the default)."""

@@ -3,11 +3,12 @@
 Everything but the model is real: the input file and its index, the queue of rows, sockets, processes, the output file
 with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back as answer.
 
-    python scripts/bench_scale.py [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--profile]
+    python scripts/bench_scale.py [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--profile]
 
-`--carry`: rows travel with their bytes, as to another host. Prints a table, then one JSON line: rows/s from the first
-row handed out to the last one on disk, microseconds of the driver's processor a row, and how much the driver's peak of
-memory grew while it served (numpy, the index and the code are there before).
+`--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
+for it on this host (without `--carry` they read the input, as with --shared-input). Prints a table, then one JSON line:
+rows/s from the first row handed out to the last one on disk, microseconds of the driver's processor a row, and how much
+the driver's peak of memory grew while it served (numpy, the index and the code are there before).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import cProfile
 import dataclasses
 import functools
 import json
+import logging
 import os
 import pstats
 import resource
@@ -24,7 +26,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +37,15 @@ from bench_common import commit, versions
 import npu_runner
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
-from npu_runner.batch.files.input_file import InputFile, RowFile
+from npu_runner.batch.files.elsewhere import CarriedRows, SharedFile
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.driver import Driver, hooks_for
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.tally import Outcome, Tally
-from npu_runner.batch.rows.input_row import InputRow
+from npu_runner.batch.rows.input_row import InputRow, RowSource
 from npu_runner.replicas.base import (
     Begun,
     Event,
@@ -70,7 +74,7 @@ class EchoReplica(Replica):
 
     name, can_restart, num_rows_ahead = "echo", False, MAX_ROWS
 
-    def __init__(self, source: RowFile):
+    def __init__(self, source: RowSource):
         self._source = source
         self._rows: deque[Any] = deque()
         self._events: list[Event] = []
@@ -86,7 +90,7 @@ class EchoReplica(Replica):
     def submit(self, run: RowRun) -> None:
         self._rows.extend(run.rows())
 
-    def recall(self, num_rows: int) -> None:
+    def recall(self, num_rows: int, *, begun: bool = False) -> None:
         self._events.append(Returned([self._rows.pop().number for _ in range(min(num_rows, len(self._rows)))]))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
@@ -111,19 +115,24 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N")
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--carry", action="store_true", help="rows travel with their bytes")
+    parser.add_argument("--ray", action="store_true", help="replicas are Ray actors of this host")
     parser.add_argument("--profile", action="store_true", help="where the driver's time goes, instead of figures")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench_scale-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench_scale-") as folder, ExitStack() as opened:
         write_input(Path(folder) / "in.jsonl", arguments.rows)
+        if arguments.ray:
+            opened.enter_context(ray_cluster(max(arguments.replicas)))
         measured = []
         for count in arguments.replicas:
             profiler = cProfile.Profile() if arguments.profile else None
-            measured.append(measure(Path(folder), count, is_carried=arguments.carry, profiler=profiler))
+            measured.append(measure(Path(folder), count, is_carried=arguments.carry,
+                                    is_ray=arguments.ray, profiler=profiler))  # fmt: skip
             show(measured[-1])
             if profiler is not None:
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     print(json.dumps({"bench": "bench_scale", "commit": commit(), "cores": len(os.sched_getaffinity(0)),
-                      "rows": arguments.rows, "carried": arguments.carry, "measured": measured, **versions()}))
+                      "rows": arguments.rows, "carried": arguments.carry, "ray": arguments.ray,
+                      "measured": measured, **versions()}))
 
 
 def write_input(path: Path, num_rows: int) -> None:
@@ -134,7 +143,39 @@ def write_input(path: Path, num_rows: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def measure(folder: Path, num_replicas: int, *, is_carried: bool, profiler: cProfile.Profile | None) -> dict[str, Any]:
+@contextmanager
+def ray_cluster(num_cpus: int) -> Iterator[None]:
+    """With a core for each replica, whatever the host has."""
+    import ray
+
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
+             logging_level=logging.ERROR)  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray: bool) -> list[Any]:
+    """What makes each of them."""
+    from bench_scale import EchoReplica  # by its name, so that replicas can import what they are sent
+
+    names = [f"echo {number}" for number in range(num_replicas)]
+    if not is_ray:
+        placement, make = Placement(platform="cpu", description="cpu"), functools.partial(EchoReplica, file.source)
+        return [functools.partial(ProcessReplica, name, make, placement, num_rows_ahead=MAX_ROWS,
+                                  inherited=(file.source.descriptor,)) for name in names]  # fmt: skip
+    from npu_runner.replicas.ray_cluster import Demand
+    from npu_runner.replicas.ray_replica import RayReplica
+
+    make = functools.partial(EchoReplica, CarriedRows(file.name) if is_carried else SharedFile(file.name))
+    demand = Demand(platform="cpu", resource="CPU", amount=1)
+    return [functools.partial(RayReplica, name, make, demand, num_rows_ahead=MAX_ROWS) for name in names]
+
+
+def measure(
+    folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, profiler: cProfile.Profile | None
+) -> dict[str, Any]:
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
     tally, suspects = Tally(), Suspects(None)
@@ -146,15 +187,7 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, profiler: cPro
         hooks = hooks_for(book, suspects, print)
         if is_carried:
             hooks = dataclasses.replace(hooks, make_run=book.run_with_data)
-        from bench_scale import EchoReplica  # by its name, so that replicas can import what they are sent
-
-        make = functools.partial(EchoReplica, file.source)
-        placement = Placement(platform="cpu", description="cpu")
-        replicas = [
-            functools.partial(ProcessReplica, f"echo {number}", make, placement, num_rows_ahead=MAX_ROWS,
-                              inherited=(file.source.descriptor,))
-            for number in range(num_replicas)
-        ]  # fmt: skip
+        replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray)
         with Fleet(replicas, RowQueue(book.num_rows), hooks) as fleet:
             fleet.load()
             peak_before, used = peak_kib(), time.process_time()

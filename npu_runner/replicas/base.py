@@ -149,7 +149,9 @@ class Replica(ABC):
     can_restart: bool
     """Whether another one may take its place when it has died. Not in this process: what is torn stays torn."""
     num_rows_ahead: int
-    """Rows that it can prepare before it is ready."""
+    """Rows that it can prepare before it is ready. May grow once it is there, wherever that is."""
+    waits_for: str | None = None
+    """What nobody has free for it, as people read it: it is not there, and nobody waits until it is."""
 
     @abstractmethod
     def start(self, wake: Callable[[], None]) -> None:
@@ -165,8 +167,9 @@ class Replica(ABC):
         """Hand over rows. Returns at once. One that is dead takes them too, and says so in `poll`."""
 
     @abstractmethod
-    def recall(self, num_rows: int) -> None:
-        """Ask for as many rows back as are not begun, `num_rows` at most. One Returned answers each call."""
+    def recall(self, num_rows: int, *, begun: bool = False) -> None:
+        """Ask for as many rows back as are not begun, `num_rows` at most; with `begun` for those as well, whose work is
+        lost. One Returned answers each call."""
 
     @abstractmethod
     def poll(self, timeout_seconds: float) -> list[Event]:

@@ -23,6 +23,8 @@ _MAX_ROWS_OF_RUN = 32
 # Rows that one replica has and has not begun, with which it does not wait until others have none.
 _FEW_ROWS = 10
 _LOOK_SECONDS = 1.0
+# All places wait so long for devices before the job gives up; what is done stays done.
+ROOM_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class FleetHooks:
     """These rows run alone from now on, in this run and in later ones: they were under way when replicas died."""
     accuse: Callable[[int, ReplicaDeadError], Verdict | None]
     """This row alone was under way in a death. The verdict, if that is enough to give it up."""
+    recruit: Callable[[int], Sequence[MakeReplica]] | None = None
+    """Asked now and then, with the number of places there are: further ones, if devices have come for them."""
 
 
 class Fleet:
@@ -60,10 +64,13 @@ class Fleet:
         self._rows = rows
         self._hooks = hooks
         self._max_restarts = max_restarts
-        self._woken: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        wake = self._woken.put if len(replicas) > 1 else _nobody_waits
-        self.slots = [Slot(number, make, wake) for number, make in enumerate(replicas)]
+        self._woken: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        self.slots = [Slot(number, make, self._woken.put) for number, make in enumerate(replicas)]
+        first = self.slots[0].replica
+        self._works_here = len(self.slots) == 1 and first is not None and not first.can_restart
+        """The only replica works in this thread, in its `poll`, and wakes nobody."""
         self._look_at = 0.0
+        self._without_room_since: float | None = None
         self._facts: ReplicaFacts | None = None
         self._has_begun, self._terms = False, None
         self._finished: list[FinishedRow] = []
@@ -83,18 +90,48 @@ class Fleet:
                 closing.result()
 
     def load(self) -> ReplicaFacts:
-        """Start all replicas and wait until each is ready, or dead for good; they prepare their first rows meanwhile.
+        """Start all replicas and wait until each is ready, dead for good, or without room. They prepare rows meanwhile.
 
         Raises ConfigError where a setting is wrong or two of them would answer otherwise, ReplicaDeadError where none
         is left.
         """
+        self.start()
+        while not self.is_loaded:
+            self._hand_out()
+            self._poll_replicas(0.2)
+        return self.facts
+
+    @property
+    def facts(self) -> ReplicaFacts:
+        """What replicas have in common, once one is loaded."""
+        assert self._facts is not None, "nobody is left, and nobody has said so"
+        return self._facts
+
+    def start(self) -> None:
+        """As `load`, which does not wait: `poll` goes on with it."""
         for slot in self.slots:
             slot.start()
         self._hand_out()
-        while any(slot.replica is None or slot.facts is None for slot in self._places()):
-            self._poll_replicas(0.2)
-        assert self._facts is not None, "nobody is left, and nobody has said so"
-        return self._facts
+
+    @property
+    def is_loaded(self) -> bool:
+        places = self._places()
+        is_any = any(slot.facts is not None for slot in places)
+        return is_any and all(slot.facts is not None or slot.waits_for is not None for slot in places)
+
+    def wake(self) -> None:
+        """Have `poll` return, or look again for rows to hand out. From any thread; not for a replica of this one."""
+        self._woken.put(None)
+
+    def forget(self, first: int) -> None:
+        """Rows before `first` are nobody's any more: replicas are asked for those that they have, begun or not. Of what
+        comes all the same `poll` tells."""
+        self._rows.forget(first)
+        for slot in self.slots:
+            slot.is_reserved = slot.lone is not None or (slot.is_reserved and self._rows.has_suspects)
+            if slot.replica is not None and slot.held:
+                slot.is_asked = True
+                slot.replica.recall(len(slot.held), begun=True)
 
     def begin(self, terms: Any) -> None:
         """From here on rows are answered. `terms` go to every replica, to later ones as well."""
@@ -125,30 +162,49 @@ class Fleet:
     def _poll_replicas(self, timeout_seconds: float) -> None:
         for slot in self._whom_to_ask(timeout_seconds):
             try:
-                for event in slot.poll(timeout_seconds if len(self.slots) == 1 else 0.0):
+                for event in slot.poll(timeout_seconds if self._works_here else 0.0):
                     self._take(slot, event)
             except ReplicaDeadError as error:
                 self._bury(slot, error)
             except NpuRunnerError as error:
-                if not slot.num_deaths or slot.facts is not None:
+                if slot.facts is not None or not (slot.num_deaths or self._has_begun):
                     raise
-                # The first one of this place could be loaded: another try may go well.
-                self._bury(slot, ReplicaDeadError(f"{slot.name} could not be loaded again: {error}", rows=()))
+                # Others could be loaded: they go on, and another try may go well.
+                self._bury(slot, ReplicaDeadError(f"{slot.name} could not be loaded: {error}", rows=()))
         for slot in self._places():
             if slot.replica is None:
                 slot.restart()
 
+    def _look_around(self) -> None:
+        """Have devices come, or are there none any more?"""
+        places = self._places()
+        for make in () if self._hooks.recruit is None else self._hooks.recruit(len(places)):
+            slot = Slot(len(self.slots), make, self._woken.put)
+            self._hooks.say(f"{slot.name} is added: there are devices for it")
+            self.slots.append(slot)
+            slot.start()
+        if not places or not all(slot.waits_for for slot in places):
+            self._without_room_since = None
+            return
+        self._without_room_since = self._without_room_since or time.monotonic()
+        if time.monotonic() - self._without_room_since > ROOM_SECONDS:
+            raise ReplicaDeadError(f"no replica is left: {places[0].name} and all others wait for "
+                                   f"{places[0].waits_for}, and nobody had it free for {ROOM_SECONDS:g} s")
+
     def _whom_to_ask(self, timeout_seconds: float) -> Iterable[Slot]:
         """Those that have something to say; all of them, once in a while: one that is stopped says nothing."""
-        if len(self.slots) == 1 or time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
+        if self._works_here:
             return self.slots
-        woken: set[Slot] = set()
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._look_around()
+            return self.slots
+        woken: set[Slot | None] = set()
         with contextlib.suppress(queue.Empty):
             woken.add(self._woken.get(timeout=timeout_seconds))
             while True:
                 woken.add(self._woken.get_nowait())
-        return woken or self.slots
+        return [slot for slot in woken if slot is not None] if woken else self.slots
 
     def _take(self, slot: Slot, event: Event) -> None:
         if isinstance(event, Finished):
@@ -158,8 +214,7 @@ class Fleet:
             self._finished += event.rows
             slot.num_finished += len(event.rows)
             slot.gave_nothing = False  # what its workers prepared then may wait now
-            if slot.lone is not None and slot.lone not in slot.held:
-                slot.lone, slot.is_reserved = None, self._rows.has_suspects
+            self._free(slot)
         elif isinstance(event, Begun):
             slot.begun.update(event.indices)
         elif isinstance(event, Returned):
@@ -167,8 +222,14 @@ class Fleet:
             slot.held.difference_update(event.indices)
             slot.begun.difference_update(event.indices)
             self._rows.put_back(event.indices)
+            self._free(slot)
         elif isinstance(event, Ready):
             self._welcome(slot, event.facts)
+
+    def _free(self, slot: Slot) -> None:
+        """It may take others again, if the suspect that it had alone is gone."""
+        if slot.lone is not None and slot.lone not in slot.held:
+            slot.lone, slot.is_reserved = None, self._rows.has_suspects
 
     def _welcome(self, slot: Slot, facts: ReplicaFacts) -> None:
         if self._facts is None:
@@ -278,10 +339,6 @@ class Fleet:
             return
         slot.lone = self._rows.take_suspect()
         self._give(slot, [slot.lone])
-
-
-def _nobody_waits(slot: Slot) -> None:
-    """One replica alone is waited for in its own `poll`."""
 
 
 def _refuse_another(name: str, first: ReplicaFacts, facts: ReplicaFacts) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from npu_runner.errors import ConfigError
 
-AUTO = "auto"
 _PROBE = "npu_runner.platforms.device_probe"
 
 

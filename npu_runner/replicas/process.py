@@ -1,7 +1,6 @@
 """A replica in a process of this host, with devices of its own, as the driver sees it. Knows nothing of what it serves.
 
-The other end is process_main.py. Commands go out as they come; what comes back is read by a thread, as far as there is
-room, so that a driver that waits for a slow disk holds up the replica and not the memory of the host.
+The other end is process_main.py.
 """
 
 from __future__ import annotations
@@ -20,38 +19,31 @@ from pathlib import Path
 from typing import Any
 
 import npu_runner
-from npu_runner.errors import NpuRunnerError, ReplicaDeadError
+from npu_runner.errors import ReplicaDeadError
 from npu_runner.replicas import family
-from npu_runner.replicas.base import Event, Replica, RowRun
-from npu_runner.replicas.inbox import Inbox
+from npu_runner.replicas.base import Replica
 from npu_runner.replicas.placement import Placement
+from npu_runner.replicas.remote import RemoteReplica
 from npu_runner.workers.channel import Channel, ChannelClosed
 
 STOPPED_SECONDS = 60.0
 _GRACE_SECONDS = 3.0
-_MAX_INBOX_BYTES = 64 << 20
 _numbers = itertools.count()
 
 
-class ProcessReplica(Replica):
+class ProcessReplica(RemoteReplica):
     """Has the replica that `make` (picklable) makes run there. `inherited`: descriptors that it has too."""
-
-    can_restart = True
 
     def __init__(
         self, name: str, make: Callable[[], Replica], placement: Placement, *, num_rows_ahead: int,
         inherited: Sequence[int] = (),
     ):  # fmt: skip
-        self.name = name
-        self.num_rows_ahead = num_rows_ahead
-        self._make = make
+        super().__init__(name, make, num_rows_ahead=num_rows_ahead)
         self._placement = placement
         self._inherited = tuple(inherited)
         self._token = f"{os.getpid()}-{next(_numbers)}"
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
-        self._inbox = Inbox(_MAX_INBOX_BYTES)
-        self._failure: NpuRunnerError | None = None
         self._stopped_since: float | None = None
 
     @property
@@ -80,33 +72,9 @@ class ProcessReplica(Replica):
             )
         self._reader = threading.Thread(target=self._read, args=(wake,), name=f"{self.name}: reader", daemon=True)
         self._reader.start()
-        self._send(sys.path)
-        self._send(self._placement.cores)
-        self._send(self._make)
-
-    def begin(self, terms: Any) -> None:
-        self._send(("begin", terms))
-
-    def submit(self, run: RowRun) -> None:
-        self._send(("submit", run))
-
-    def recall(self, num_rows: int) -> None:
-        self._send(("recall", num_rows))
-
-    def poll(self, timeout_seconds: float) -> list[Event]:
-        message = self._inbox.get(timeout_seconds)
-        events: list[Event] = []
-        while message is not None:
-            if isinstance(message, NpuRunnerError):
-                self._failure = message
-                break
-            events += message
-            message = self._inbox.get(0.0)
-        if not events:
-            self._end_if_stopped()
-            if self._failure is not None:
-                raise self._named(self._failure)
-        return events
+        self._tell(sys.path)
+        self._tell(self._placement.cores)
+        self._tell(self._make)
 
     def close(self) -> None:
         if self._process is None:
@@ -127,9 +95,9 @@ class ProcessReplica(Replica):
             print(f"{self.name}: processes {left} do not end", file=sys.stderr, flush=True)
         self._process = None
 
-    def _send(self, message: Any) -> None:
-        with contextlib.suppress(ChannelClosed):  # it is dead: `poll` says so
-            self._channel.send(message)
+    def _tell(self, command: Any) -> None:
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send(command)
 
     def _read(self, wake: Callable[[], None]) -> None:
         is_open = True
@@ -149,19 +117,14 @@ class ProcessReplica(Replica):
             return "it closed its connection"
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
-    def _named(self, error: NpuRunnerError) -> NpuRunnerError:
-        where = f"{self.name} ({self._placement.description}, process {self.process_id})"
-        if isinstance(error, ReplicaDeadError):
-            return ReplicaDeadError(f"{where} died: {error}", request_ids=error.request_ids, blame=error.blame,
-                                    rows=error.rows)
-        error.args = (f"{where}: {error}",)
-        return error
+    def _where(self) -> str:
+        return f"{self._placement.description}, process {self.process_id}"
 
-    def _end_if_stopped(self) -> None:
+    def _look_after(self) -> None:
         """The system's word for it: a compiler may hold the interpreter's lock for minutes, and gives no sign."""
         if not family.is_stopped(self.process_id):
             self._stopped_since = None
             return
         self._stopped_since = self._stopped_since or time.monotonic()
-        if time.monotonic() - self._stopped_since > STOPPED_SECONDS and self._failure is None:
+        if time.monotonic() - self._stopped_since > STOPPED_SECONDS:
             self._failure = ReplicaDeadError(f"it has been stopped for {STOPPED_SECONDS:g} seconds (SIGSTOP)")

@@ -97,7 +97,7 @@ class Servant:
                     self._num_held += len(value)
                     replica.submit(value)
                 elif name == "recall":
-                    replica.recall(value)
+                    replica.recall(value[0], begun=value[1])
                 else:
                     self._has_begun = True
                     replica.begin(value)

@@ -6,13 +6,18 @@ with its actor; its ranks and workers end with it. Knows nothing of rows.
 
 from __future__ import annotations
 
+import functools
+import pickle
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
+import npu_runner
+from npu_runner.errors import ConfigError
 from npu_runner.replicas.base import Finished, Replica
 from npu_runner.replicas.inbox import Inbox
 from npu_runner.replicas.process_main import Servant
@@ -44,9 +49,11 @@ class _Link:
 class RayServant:
     """`tell` and `hear` run in a thread each, so that commands keep their order and never wait for what comes back."""
 
-    def __init__(self, make: Callable[[], Replica]):
+    def __init__(self, name: str, version: str, packed_make: bytes):
+        """`version`: of the driver's package. `packed_make`: what makes the replica, for that version to read."""
         wait_briefly()
         self._link = _Link()
+        make = functools.partial(_made, name, version, packed_make)
         self._thread = threading.Thread(target=Servant(make, self._link).run, name="servant", daemon=True)
         self._thread.start()
 
@@ -71,6 +78,14 @@ class RayServant:
         self._link.commands.put(_END)
         self._link.events.close()
         self._thread.join()
+
+
+def _made(name: str, version: str, packed_make: bytes) -> Replica:
+    if version != npu_runner.__version__:
+        raise ConfigError(f"{name} on host {socket.gethostname()}: has npu-runner {npu_runner.__version__}, the driver "
+                          f"{version}; install the same on every host")
+    make: Callable[[], Replica] = pickle.loads(packed_make)
+    return make()
 
 
 def size_of(message: Any) -> int:

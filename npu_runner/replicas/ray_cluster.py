@@ -9,13 +9,13 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from npu_runner.errors import ConfigError
-from npu_runner.replicas.placement import AUTO
+from npu_runner.replicas.options import AUTO
 
 _CONNECT_SECONDS = 5.0
 # What Ray calls the devices of a platform.
@@ -24,11 +24,30 @@ _RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What one replica takes. `options`: of its actor. `num_cores`: its share of the cluster's."""
+    """What each replica takes: `amount` of `resource`. `num_cores`: its share of the cluster's."""
 
     platform: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    resource: str
+    amount: int
     num_cores: int = 1
+    most: int | None = None
+    """Replicas that are wanted; None: as many as there is room for."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of an actor."""
+        if self.resource == "CPU":
+            return {"num_cpus": self.amount}
+        return {"num_gpus": self.amount} if self.resource == "GPU" else {"resources": {self.resource: self.amount}}
+
+    @property
+    def wanted(self) -> str:
+        return f"{self.resource} {self.amount}"
+
+    def num_places(self, resources: Mapping[str, float]) -> int:
+        """Replicas that a cluster with these resources has room for, if nobody else takes any."""
+        room = int(resources.get(self.resource, 0)) // self.amount
+        return room if self.most is None else min(room, self.most)
 
 
 @contextlib.contextmanager
@@ -49,7 +68,7 @@ def cluster(address: str) -> Iterator[Mapping[str, float]]:
         ray.shutdown()
 
 
-def demands(resources: Mapping[str, float], platform: str, num_replicas: int | str, num_ranks: int) -> list[Demand]:
+def demand(resources: Mapping[str, float], platform: str, num_replicas: int | str, num_ranks: int) -> Demand:
     """What each of `num_replicas` of `num_ranks` devices takes; "auto": as many replicas as there are devices for."""
     if platform == "auto":
         platform = next((name for name in ("npu", "cuda") if resources.get(_RESOURCES[name])), "cpu")
@@ -59,30 +78,31 @@ def demands(resources: Mapping[str, float], platform: str, num_replicas: int | s
         raise ConfigError(f"ray: the cluster has no resource {resource}, which platform {platform} takes; it has "
                           f"{_shown(resources)}. Start nodes that have it, or name another platform")
     if platform == "cpu":
-        return _on_cores(there, num_replicas)
-    if num_replicas == AUTO:
-        if there % num_ranks or there < num_ranks:
-            raise ConfigError(f"data_parallel_size auto: tensor_parallel_size {num_ranks} does not divide the {there} "
-                              f"{resource} of the cluster; set one that does, or a number of replicas")
-        num_replicas = there // num_ranks
-    count = int(num_replicas)
-    if count * num_ranks > there:
-        raise ConfigError(f"data_parallel_size {count}: with tensor_parallel_size {num_ranks} it takes "
-                          f"{count * num_ranks} {resource}, the cluster has {there}; at most {there // num_ranks} fit")
-    taken = {"num_gpus": num_ranks} if platform == "cuda" else {"resources": {resource: num_ranks}}
+        return _of_cores(there, num_replicas)
+    if there < num_ranks:
+        raise ConfigError(f"data_parallel_size {num_replicas}: one replica of tensor_parallel_size {num_ranks} takes "
+                          f"{num_ranks} {resource}, the cluster has {there}; start nodes that have them")
+    if num_replicas == AUTO and there % num_ranks:
+        raise ConfigError(f"data_parallel_size auto: tensor_parallel_size {num_ranks} does not divide the {there} "
+                          f"{resource} of the cluster; set one that does, or a number of replicas")
+    most = None if num_replicas == AUTO else int(num_replicas)
+    count = min(there // num_ranks, most or there)
     share = max(1, int(resources.get("CPU", count)) // count)
-    return [Demand(platform=platform, options=taken, num_cores=share)] * count
+    return Demand(platform=platform, resource=resource, amount=num_ranks, num_cores=share, most=most)
 
 
-def _on_cores(there: int, num_replicas: int | str) -> list[Demand]:
+def _of_cores(there: int, num_replicas: int | str) -> Demand:
     if num_replicas == AUTO:
         raise ConfigError("data_parallel_size auto: takes all devices, and the cpu platform has cores only; give a "
                           f"number of replicas, which share {there} cores")
-    count = int(num_replicas)
-    if count > there:
-        raise ConfigError(f"data_parallel_size {count}: a replica takes a core at least, the cluster has {there}")
-    share = there // count
-    return [Demand(platform="cpu", options={"num_cpus": share}, num_cores=share)] * count
+    share = max(1, there // int(num_replicas))
+    return Demand(platform="cpu", resource="CPU", amount=share, num_cores=share, most=int(num_replicas))
+
+
+def resources_now() -> Mapping[str, float]:
+    """What the cluster has in all; a host that was lost is counted for some seconds still."""
+    found: Mapping[str, float] = ray.cluster_resources()
+    return found
 
 
 def _knock(address: str) -> None:

@@ -6,6 +6,7 @@ The other end is ray_actor.py. Nothing here starts an actor again: the fleet doe
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -13,70 +14,46 @@ from typing import Any
 
 import ray
 
-from npu_runner.errors import NpuRunnerError, ReplicaDeadError
-from npu_runner.replicas.base import Event, Replica, RowRun
-from npu_runner.replicas.inbox import Inbox
+import npu_runner
+from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
+from npu_runner.replicas.base import Replica
 from npu_runner.replicas.ray_actor import RayServant, size_of
 from npu_runner.replicas.ray_cluster import Demand
+from npu_runner.replicas.remote import RemoteReplica
 
-_MAX_INBOX_BYTES = 64 << 20
-# An actor that nobody has room for waits for ever, and Ray says nothing.
-_ROOM_SECONDS = 600.0
+# An actor that nobody has room for waits for ever, and Ray says nothing; one that has room is there sooner.
+WAITING_SECONDS = 30.0
 _END_SECONDS = 10.0
 
 
-class RayReplica(Replica):
+class RayReplica(RemoteReplica):
     """Has the replica that `make` (picklable) makes run in an actor that takes `demand`."""
 
-    can_restart = True
-
     def __init__(self, name: str, make: Callable[[], Replica], demand: Demand, *, num_rows_ahead: int):
-        self.name = name
-        self.num_rows_ahead = num_rows_ahead
-        self._make = make
+        super().__init__(name, make, num_rows_ahead=0)  # rows for an actor that nobody has room for would lie there
+        self._num_rows_ahead = num_rows_ahead
         self._demand = demand
-        self._inbox = Inbox(_MAX_INBOX_BYTES)
-        self._failure: NpuRunnerError | None = None
         self._actor: Any = None
-        self._has_room = False
+        self._is_there = False
 
     def start(self, wake: Callable[[], None]) -> None:
         remote: Any = ray.remote  # its types know no groups
         actor_class = remote(concurrency_groups={"commands": 1, "events": 1})(RayServant)
         self._started = time.monotonic()
-        self._actor = actor_class.options(max_restarts=0, **self._demand.options).remote(self._make)
+        packed = pickle.dumps(self._make)  # what only the same version may read
+        self._actor = actor_class.options(max_restarts=0, **self._demand.options).remote(
+            self.name, npu_runner.__version__, packed)
         self._reader = threading.Thread(target=self._read, args=(wake,), name=f"{self.name}: reader", daemon=True)
         self._reader.start()
 
-    def begin(self, terms: Any) -> None:
-        self._actor.tell.remote(("begin", terms))
-
-    def submit(self, run: RowRun) -> None:
-        self._actor.tell.remote(("submit", run))
-
-    def recall(self, num_rows: int) -> None:
-        self._actor.tell.remote(("recall", num_rows))
-
-    def poll(self, timeout_seconds: float) -> list[Event]:
-        message = self._inbox.get(timeout_seconds)
-        events: list[Event] = []
-        while message is not None:
-            if isinstance(message, NpuRunnerError):
-                self._failure = message
-                break
-            events += message
-            message = self._inbox.get(0.0)
-        if not events:
-            self._end_without_room()
-            if self._failure is not None:
-                raise self._named(self._failure)
-        return events
+    def _tell(self, command: tuple[str, Any]) -> None:
+        self._actor.tell.remote(command)
 
     def close(self) -> None:
         if self._actor is None:
             return
         self._inbox.close()
-        if self._failure is None and self._has_room:
+        if self._failure is None and self._is_there:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(self._actor.end.remote(), timeout=_END_SECONDS)
         ray.kill(self._actor, no_restart=True)
@@ -87,31 +64,29 @@ class RayReplica(Replica):
         try:
             while True:
                 messages = ray.get(self._actor.hear.remote())
-                self._has_room = True
+                if not self._is_there:
+                    self._is_there, self.waits_for, self.num_rows_ahead = True, None, self._num_rows_ahead
                 for message in messages:
                     self._inbox.put(message, size_of(message))
                 if messages:
                     wake()
         except ray.exceptions.RayError as error:
-            self._inbox.put(ReplicaDeadError(_obituary(error)), 0)
+            self._inbox.put(_last_word(error), 0)
             wake()
 
-    def _end_without_room(self) -> None:
-        if not self._has_room and self._failure is None and time.monotonic() - self._started > _ROOM_SECONDS:
-            wanted = ", ".join(f"{name} {value}" for name, value in self._demand.options.items())
-            self._failure = ReplicaDeadError(f"no host of the cluster had {wanted} free within {_ROOM_SECONDS:g} s")
+    def _look_after(self) -> None:
+        if not self._is_there and time.monotonic() - self._started > WAITING_SECONDS:
+            self.waits_for = self._demand.wanted
 
-    def _named(self, error: NpuRunnerError) -> NpuRunnerError:
-        where = f"{self.name} (actor {self._actor._actor_id.hex()})"
-        if isinstance(error, ReplicaDeadError):
-            return ReplicaDeadError(f"{where} died: {error}", request_ids=error.request_ids, blame=error.blame,
-                                    rows=error.rows)
-        error.args = (f"{where}: {error}",)
-        return error
+    def _where(self) -> str:
+        return f"actor {self._actor._actor_id.hex()}"
 
 
-def _obituary(error: Exception) -> str:
+def _last_word(error: ray.exceptions.RayError) -> NpuRunnerError:
     """Ray says a lot; what happened stands in one line of it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "Error" in line or "died" in line or "killed" in line),
-                lines[0] if lines else type(error).__name__)
+    reason = next((line for line in reversed(lines) if "Error" in line or "died" in line or "killed" in line),
+                  lines[0] if lines else type(error).__name__)
+    if "creation task" in str(error):  # an exception there, as other code or none raises; not a death
+        return ConfigError(f"its host cannot run it ({reason}); install the same npu-runner[ray] on every host")
+    return ReplicaDeadError(reason)

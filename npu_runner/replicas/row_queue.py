@@ -17,6 +17,7 @@ class RowQueue:
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
+        self.first = 0
         self._next = 0
         self._limit = num_rows
         self._again: deque[int] = deque()
@@ -27,6 +28,15 @@ class RowQueue:
     def allow(self, limit: int) -> None:
         """Rows from `limit` on have to wait."""
         self._limit = min(limit, self.num_rows)
+
+    def forget(self, first: int) -> None:
+        """Rows before `first` are handed out no more, whoever brings them back."""
+        self.first = first
+        self._next, self._limit = max(self._next, first), max(self._limit, first)
+        for waiting in (self._again, self._alone):
+            kept = [row for row in waiting if row >= first]
+            waiting.clear()
+            waiting.extend(kept)
 
     def __len__(self) -> int:
         """Rows that may be handed out now, without those that run alone."""
@@ -50,7 +60,7 @@ class RowQueue:
 
     def put_back(self, rows: Iterable[int]) -> None:
         """Rows that were handed out and not done; suspects among them run alone."""
-        for row in sorted(rows, reverse=True):
+        for row in sorted((row for row in rows if row >= self.first), reverse=True):
             (self._alone if row in self._are_alone else self._again).appendleft(row)
 
     def suspect(self, rows: Iterable[int]) -> None:

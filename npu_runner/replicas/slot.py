@@ -46,6 +46,11 @@ class Slot:
         self.replica.start(lambda: self._wake(self))
 
     @property
+    def waits_for(self) -> str | None:
+        """What nobody has free for the replica of this place; None: it is there, dead or about to come."""
+        return None if self.replica is None or self.facts is not None else self.replica.waits_for
+
+    @property
     def max_rows(self) -> int:
         """Rows that it has use for now."""
         if self.replica is None:

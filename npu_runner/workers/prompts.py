@@ -155,6 +155,12 @@ class PromptWorkers:
         self._queue: deque[_Numbered] = deque()
         self._num_put = 0
         self._pending_bytes: dict[int, int] = {}
+        self._num_replaced = 0
+
+    @property
+    def num_replaced(self) -> int:
+        """Workers that died or were killed for being stuck, and were replaced."""
+        return self._num_replaced + (0 if self._pool is None else self._pool.num_replaced)
 
     @property
     def num_workers(self) -> int:
@@ -200,6 +206,7 @@ class PromptWorkers:
         """End the workers and drop what they had to do; the next task starts new ones."""
         if self._pool is not None:
             self._pool.close()
+            self._num_replaced += self._pool.num_replaced
             self._pool = None
         self._pending_bytes = {}
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"config"}, {"checkpoint_files"}, {"generation_config", "model_config", "assets"},
     {"config_reading", "checkpoint", "pooling_config"}, {"grammars"}, {"multimodal"},
     {"core", "platforms"}, {"layers"}, {"weights"}, {"models"}, {"strategies"}, {"runner"}, {"engine", "workers"},
-    {"prompt_feed", "replicas"}, {"llm"}, {"batch", "ray_data"}, {"cli"},
+    {"prompt_feed", "replicas"}, {"prompt_replicas"}, {"llm"}, {"batch", "ray_data"}, {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

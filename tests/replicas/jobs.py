@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,22 +16,25 @@ from typing import Any
 
 REPLICA, RANK = b"npu_runner.replicas.process_main", b"npu_runner.engine.executors.worker"
 _ANY = b"npu_runner."
+ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 def start_scripted(
-    folder: Path, *, stage: str = "", stdout: int | None = None, **options: Any
+    folder: Path, *, stage: str = "", stdout: int | None = None, platform: str = "cpu", **options: Any
 ) -> subprocess.Popen[bytes]:
-    """A job over scripted engines, from in.jsonl to out.jsonl in `folder`."""
+    """A job over scripted engines, from in.jsonl to out.jsonl in `folder`, which is where it runs."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     fields = {
-        "input": str(folder / "in.jsonl"), "output": str(folder / "out.jsonl"), "model": str(model),
-        "preprocessing_workers": 1, "progress": "off", "data_parallel_size": 2, **options,
+        "platform": platform, "model": str(model), "input": str(folder / "in.jsonl"),
+        "output": str(folder / "out.jsonl"), "preprocessing_workers": 1, "progress": "off", "data_parallel_size": 2,
+        **options,
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "tests.replicas.scripted_job", json.dumps(fields)], stderr=subprocess.PIPE,
-        stdout=stdout, env={**os.environ, "STAGE": stage},
+        stdout=stdout, env={**os.environ, "STAGE": stage, "PYTHONPATH": PYTHONPATH}, cwd=folder,
     )  # fmt: skip
 
 
@@ -110,3 +114,26 @@ def _runs(pid: int) -> bool:
 
 def leftovers(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"model", "in.jsonl", "out.jsonl", "out.jsonl.manifest.json"}
+
+
+def singly(pids: list[int]) -> list[list[int]]:
+    """Each may be killed by itself."""
+    return [[pid] for pid in pids]
+
+
+def kill_at_random(
+    job: subprocess.Popen[bytes], output: Path, rng: random.Random,
+    victims: Callable[[], dict[str, list[list[int]]]], num_kills: dict[str, int],
+) -> None:  # fmt: skip
+    """Up to three deaths in a job. `victims`: of each kind, groups of processes that die at once."""
+    for _ in range(rng.randint(1, 3)):
+        if rng.random() < 0.3:
+            time.sleep(rng.uniform(0.0, 8.0))
+        else:
+            wait_for_rows(job, output, num_rows(output) + rng.randint(1, 6))
+        groups = victims()
+        kinds = [kind for kind in ("replica", *groups) if groups[kind]]
+        if kinds and job.poll() is None:
+            kind = rng.choice(kinds)
+            kill(rng.choice(groups[kind]))
+            num_kills[kind] += 1

@@ -19,10 +19,11 @@ from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError, ModelError, NpuRunnerError
 from npu_runner.outputs import RequestOutput
-from npu_runner.replicas import process
+from npu_runner.replicas import fleet, process
 from tests.batch.scripted import ScriptedEngine, ScriptedModel
 
 STEP_SECONDS = 0.005
+HOLD = "HOLD_REPLICAS"
 
 
 @dataclass
@@ -31,6 +32,8 @@ class StagedEngine(ScriptedEngine):
 
     def step(self) -> list[RequestOutput]:
         time.sleep(STEP_SECONDS)
+        if is_held():
+            return []
         texts = [text for _, text, _ in self.waiting] + [text for _, text, _ in self.running.values()]
         if any(text.startswith("kill") for text in texts):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -46,6 +49,12 @@ class StagedEngine(ScriptedEngine):
         return super().describe()
 
 
+def is_held() -> bool:
+    """Nothing is answered while the file is there that the environment names."""
+    path = os.environ.get(HOLD)
+    return path is not None and os.path.exists(path)
+
+
 def stage_directions() -> list[str]:
     return os.environ.get("STAGE", "").split(",")
 
@@ -59,14 +68,15 @@ def open_model(config: RunnerConfig) -> ScriptedModel:
 
 
 def main(options: dict[str, Any]) -> int:
-    model = options.pop("model")
+    model, platform = options.pop("model"), options.pop("platform")
     for name in ("summary", "report", "error_file"):
         if name in options:
             options[name] = Path(options[name])
     if "impatient" in stage_directions():
-        process.STOPPED_SECONDS = 1.0
+        process.STOPPED_SECONDS = fleet.ROOM_SECONDS = 1.0
+    config = RunnerConfig(model=model, platform=platform)
     try:
-        summary = run_batch(RunnerConfig(model=model, platform="cpu"), BatchOptions(**options), open_model=open_model)
+        summary = run_batch(config, BatchOptions(**options), open_model=open_model)
     except NpuRunnerError as error:
         print(error, file=sys.stderr)
         return 2 if type(error).__name__ in ("ConfigError", "ModelError") else 1

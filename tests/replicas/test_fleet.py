@@ -63,7 +63,7 @@ class ScriptedReplica(Replica):
     def submit(self, run: RowRun) -> None:
         self._waiting += run.indices
 
-    def recall(self, num_rows: int) -> None:
+    def recall(self, num_rows: int, *, begun: bool = False) -> None:
         kept = max(0, len(self._waiting) - num_rows)
         self._waiting, returned = self._waiting[:kept], self._waiting[kept:]
         self._events.append(Returned(returned))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from npu_runner.platforms.npu.platform import NpuPlatform
 from npu_runner.replicas.placement import on_devices, place
 from tests.batch.scripted import row, write_rows
 from tests.cann.environment import environment
+from tests.npu.programs.generate import Case
+from tests.npu.running import FLOAT32, SMALL, on_npu
 
 CORES = list(range(24))
 
@@ -91,19 +95,72 @@ def test_replicas_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) ->
     assert [placement.cores for placement in place("cpu", 3, 2)] == [{1}, {3}, {1}]
 
 
+NPU = [sys.executable, "-m", "npu_runner", "batch", "-i", "in.jsonl", "--platform", "npu", "--max-model-len", "512",
+       "--max-num-seqs", "8", "--vision-cache-bytes", "64M", "--preprocessing-workers", "1"]  # fmt: skip
+
+
+def both_ways(folder: Path, *options: str, look: Callable[[], Any] = lambda: None) -> list[Any]:
+    """The job over one device and over all: answers are the same. Returns what `look` saw after each."""
+    env = environment(num_devices=2, memory_bytes=1 << 30, allow_fp32_attention=True)
+    seen = []
+    for name, size in (("one.jsonl", "1"), ("all.jsonl", "auto")):
+        done = subprocess.run([*NPU, *options, "-o", name, "--data-parallel-size", size], env=env, cwd=folder,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        seen.append(look())
+    one, both = ((folder / name).read_bytes().splitlines() for name in ("one.jsonl", "all.jsonl"))
+    assert sorted(one) == sorted(both)
+    assert "replica 1 " in done.stderr
+    return seen
+
+
 @pytest.mark.npu
 @pytest.mark.slow
 @pytest.mark.full("two jobs of the npu platform through the command; placement by itself stays")
 def test_a_job_over_all_npus_answers_as_one(tmp_path: Path, fixed_time: None) -> None:
     write_rows(tmp_path / "in.jsonl", [row(f"r{n}", f"Hello {n}!", max_tokens=12) for n in range(8)])
-    env = environment(num_devices=2, memory_bytes=1 << 30, allow_fp32_attention=True)
-    command = [sys.executable, "-m", "npu_runner", "batch", "-i", "in.jsonl", "--platform", "npu", "--dtype", "float32",
-               "--attention-backend", "fused", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
-               "--vision-cache-bytes", "64M", "--preprocessing-workers", "1"]  # fmt: skip
-    for name, size in (("one.jsonl", "1"), ("all.jsonl", "auto")):
-        done = subprocess.run([*command, "-o", name, "--data-parallel-size", size], env=env, cwd=tmp_path,
-                              capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-    one, both = ((tmp_path / name).read_bytes().splitlines() for name in ("one.jsonl", "all.jsonl"))
-    assert sorted(one) == sorted(both)
-    assert "replica 1 " in done.stderr
+    both_ways(tmp_path, "--dtype", "float32", "--attention-backend", "fused", "--enforce-eager")
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@pytest.mark.full("three replicas of the npu platform, one of which compiles; kept graphs of one process stay")
+def test_replicas_load_the_graph_that_an_earlier_one_compiled(
+    tmp_path: Path, checkpoint: Any, fixed_time: None
+) -> None:
+    write_rows(tmp_path / "in.jsonl", [
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions",
+         "body": {"prompt": [5, 6, 7 + n], "max_tokens": 6, "temperature": 0}} for n in range(8)
+    ])  # fmt: skip
+    graphs = tmp_path / "graphs"
+
+    def files() -> dict[str, int]:
+        return {str(path.relative_to(graphs)): path.stat().st_mtime_ns for path in graphs.rglob("*")
+                if path.is_file() and path.suffix != ".lock"}  # fmt: skip
+
+    model = str(checkpoint("qwen3", num_hidden_layers=1))
+    compiled, loaded = both_ways(
+        tmp_path, "--model", model, "--dtype", "float32", "--attention-backend", "fused", "--graph-mode",
+        "max-autotune", "--graph-batch-sizes", "2", "--graph-cache-dir", str(graphs), "--kv-cache-bytes", "4M",
+        look=files,
+    )  # fmt: skip
+    assert any(name.endswith("manifest.json") for name in compiled)
+    assert loaded == compiled, "neither was a graph compiled for another device, nor one in its place"
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@pytest.mark.full("two processes of the npu platform compile at once; kept graphs of one stay")
+def test_of_two_that_start_together_one_compiles_and_the_other_waits_and_loads(
+    tmp_path: Path, checkpoint: Any
+) -> None:
+    settings = {"graph_mode": "max-autotune", "graph_batch_sizes": [2], "graph_cache_dir": str(tmp_path / "graphs"),
+                "kv_cache_bytes": 4 << 20, **FLOAT32, **SMALL}
+    case = Case(str(checkpoint("qwen3", num_hidden_layers=1)), settings, "texts", 2, max_tokens=6)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (found[0] for found in threads.map(lambda folder: on_npu([case], folder), folders))
+    assert {first["graphs"], second["graphs"]} == {"2", "2 (kept from an earlier run: 2)"}
+    assert first["tokens"] == second["tokens"]

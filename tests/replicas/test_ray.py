@@ -5,7 +5,6 @@ Raylets, actors and their deaths are real; engines follow a script. Skipped wher
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -21,103 +20,160 @@ from tests.replicas.jobs import (
     kill,
     leftovers,
     num_rows,
-    processes,
     start_scripted,
     wait_for_rows,
     wait_until,
     wait_until_gone,
 )
+from tests.replicas.ray_nodes import Node, need_ray, nodes, other_package, wait_for_resource
+from tests.replicas.scripted_job import HOLD
 from tests.replicas.test_scripted_deaths import NUM_ROWS, lines, rows, run, undisturbed
 
 __all__ = ["undisturbed"]
 pytestmark = pytest.mark.usefixtures("fixed_time")
-ROOT = Path(__file__).parents[2]
-ACTOR = b"ray::RayServant"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nobody answers a row while this file is there."""
+    return tmp_path_factory.mktemp("hold") / "hold"
+
+
+@pytest.fixture(scope="module")
+def cluster(held: Path) -> Iterator[Node]:
     """A head with two cores, on this host and for it alone."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'npu-runner[ray]'")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        from ray.cluster_utils import Cluster
-
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-        yield made
-        made.shutdown()
+    need_ray()
+    with nodes() as made:
+        made.append(Node(num_cpus=2, environment={HOLD: str(held)}))
+        wait_for_resource(made[0].address, "CPU", 2)
+        yield made[0]
 
 
-def actors() -> list[int]:
-    """Process ids of the actors of a cluster that this process has started."""
-    return processes(ACTOR, os.getpid())
+@pytest.fixture
+def joined(cluster: Node, held: Path) -> Iterator[Any]:
+    """Adds nodes to the cluster; the cluster is alone again afterwards."""
+    with nodes() as made:
+        def join(**options: Any) -> Node:
+            environment = {HOLD: str(held), **options.pop("environment", {})}
+            made.append(Node(cluster.address, environment=environment, **options))
+            return made[-1]
+
+        yield join
+    wait_for_resource(cluster.address, "CPU", 2)
 
 
-def start(folder: Path, cluster: Any, **options: Any) -> subprocess.Popen[bytes]:
+def start(folder: Path, cluster: Node, **options: Any) -> subprocess.Popen[bytes]:
+    write_rows(folder / "in.jsonl", rows())
     return start_scripted(folder, ray=cluster.address, progress="lines", **options)
+
+
+def finished(job: subprocess.Popen[bytes], folder: Path, undisturbed: list[bytes]) -> str:
+    """What it said. All rows are there once, and nothing else is left."""
+    status, said = ended(job)
+    assert status == 3, said
+    assert lines(folder) == undisturbed
+    assert leftovers(folder) == set()
+    return said
+
+
+def refused(job: subprocess.Popen[bytes], folder: Path) -> str:
+    """What it said before a row moved."""
+    status, said = ended(job)
+    assert status == 2, said
+    assert num_rows(folder / "out.jsonl") == 0
+    return said
 
 
 @pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
 @pytest.mark.slow
 @pytest.mark.parametrize("shared_input", [False, True])
 def test_rows_travel_as_bytes_or_as_places(
-    shared_input: bool, cluster: Any, tmp_path: Path, undisturbed: list[bytes]
+    shared_input: bool, cluster: Node, tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
-    write_rows(tmp_path / "in.jsonl", rows())
-    status, said = ended(start(tmp_path, cluster, shared_input=shared_input))
-    assert status == 3, said
-    assert lines(tmp_path) == undisturbed
+    said = finished(start(tmp_path, cluster, shared_input=shared_input), tmp_path, undisturbed)
     assert "replica 0" in said
     assert "replica 1" in said
-    wait_until_gone(actors())
-    assert leftovers(tmp_path) == set()
+    wait_until_gone(cluster.actors())
 
 
 @pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
 @pytest.mark.slow
 def test_an_actor_that_is_killed_is_named_and_another_one_takes_its_place(
-    cluster: Any, tmp_path: Path, undisturbed: list[bytes]
+    cluster: Node, tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
-    write_rows(tmp_path / "in.jsonl", rows())
     job = start(tmp_path, cluster)
     wait_for_rows(job, tmp_path / "out.jsonl", 1)
-    victim = actors()[0]
-    kill([victim])
-    status, said = ended(job)
-    assert status == 3, said
+    kill(cluster.actors()[:1])
+    said = finished(job, tmp_path, undisturbed)
     assert "died: " in said
     assert "started again (1 of 3)" in said
-    assert lines(tmp_path) == undisturbed
 
 
 @pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
 @pytest.mark.slow
-def test_a_node_that_dies_costs_no_row_though_nobody_has_room_for_another_replica(
-    cluster: Any, tmp_path: Path, undisturbed: list[bytes]
+def test_replicas_come_with_hosts_and_go_with_them(
+    cluster: Node, joined: Any, held: Path, tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
-    node = cluster.add_node(num_cpus=1)
-    write_rows(tmp_path / "in.jsonl", rows())
-    job = start(tmp_path, cluster, data_parallel_size=3)
-    wait_until(lambda: len(actors()) == 3, job)
-    wait_for_rows(job, tmp_path / "out.jsonl", 3)
-    cluster.remove_node(node, allow_graceful=False)
-    status, said = ended(job)
-    assert status == 3, said
-    assert "died: " in said
-    assert lines(tmp_path) == undisturbed
-    wait_until_gone(actors())
+    held.touch()
+    job = start(tmp_path, cluster, data_parallel_size=4)
+    wait_until(lambda: len(cluster.actors()) == 2, job)
+    for _ in range(2):  # a host, then another one in its place
+        node = joined()
+        wait_until(node.actors, job)
+        node.kill()
+    last = []
+    for _ in range(2):
+        last.append(joined())
+        wait_until(last[-1].actors, job)
+    held.unlink()
+    said = finished(job, tmp_path, undisturbed)
+    assert "the cluster has CPU 2: 2 of 4 replicas come when there is CPU 1 more for each" in said
+    assert "replica 2 is added: there are devices for it" in said
+    assert said.count("died: ") == 2
+    assert "replica 3 " in said.partition("replica 2 ")[2], "the summary names all of them"
+    wait_until_gone([pid for node in (cluster, *last) for pid in node.actors()])
+
+
+@pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
+@pytest.mark.slow
+def test_auto_takes_the_devices_that_there_are_and_those_that_come(
+    cluster: Node, joined: Any, held: Path, tmp_path: Path, undisturbed: list[bytes]
+) -> None:
+    held.touch()
+    first = joined(resources='{"NPU": 2}')
+    wait_for_resource(cluster.address, "NPU", 2)
+    job = start(tmp_path, cluster, data_parallel_size="auto", platform="npu")
+    wait_until(lambda: len(first.actors()) == 2, job)
+    second = joined(resources='{"NPU": 1}')
+    wait_until(second.actors, job)
+    held.unlink()
+    assert "replica 2 is added" in finished(job, tmp_path, undisturbed)
+
+
+@pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
+@pytest.mark.slow
+def test_a_host_that_dies_costs_no_row_though_nobody_has_room_for_another_replica(
+    cluster: Node, joined: Any, tmp_path: Path, undisturbed: list[bytes]
+) -> None:
+    node = joined()
+    wait_for_resource(cluster.address, "CPU", 3)
+    job = start(tmp_path, cluster, data_parallel_size=3, output="-", stdout=subprocess.PIPE)
+    wait_until(node.actors, job)
+    node.kill()
+    output, said = job.communicate()
+    assert job.returncode == 3, said
+    assert b"died: " in said
+    assert sorted(output.splitlines()) == undisturbed, "what Ray tells of its nodes is not among the answers"
 
 
 @pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
 @pytest.mark.slow
 def test_a_driver_that_is_killed_leaves_no_actor_and_goes_on_without_ray(
-    cluster: Any, tmp_path: Path, undisturbed: list[bytes]
+    cluster: Node, tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
-    write_rows(tmp_path / "in.jsonl", rows())
     job = start(tmp_path, cluster)
     wait_for_rows(job, tmp_path / "out.jsonl", 20)
-    left = actors()
+    left = cluster.actors()
     assert len(left) == 2
     job.kill()
     job.communicate()
@@ -130,12 +186,11 @@ def test_a_driver_that_is_killed_leaves_no_actor_and_goes_on_without_ray(
 @pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
 @pytest.mark.slow
 def test_a_signal_ends_the_job_in_good_order_and_its_actors_with_it(
-    cluster: Any, tmp_path: Path, undisturbed: list[bytes]
+    cluster: Node, tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
-    write_rows(tmp_path / "in.jsonl", rows())
     job = start(tmp_path, cluster)
     wait_for_rows(job, tmp_path / "out.jsonl", 10)
-    left = actors()
+    left = cluster.actors()
     job.send_signal(signal.SIGTERM)  # Ray has a handler of its own for it
     status, said = ended(job)
     assert (status, "SIGTERM: stopping" in said) == (1, True), said
@@ -146,31 +201,51 @@ def test_a_signal_ends_the_job_in_good_order_and_its_actors_with_it(
 
 @pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
 @pytest.mark.slow
-def test_what_the_cluster_lacks_is_named_before_rows_move(cluster: Any, tmp_path: Path) -> None:
-    write_rows(tmp_path / "in.jsonl", rows())
-    status, said = ended(start(tmp_path, cluster, data_parallel_size=9))
-    assert status == 2, said
-    assert "data_parallel_size 9: a replica takes a core at least, the cluster has 2" in said
+def test_what_the_cluster_lacks_is_named_before_rows_move(cluster: Node, joined: Any, tmp_path: Path) -> None:
+    said = refused(start(tmp_path, cluster, data_parallel_size="auto"), tmp_path)
+    assert "the cpu platform has cores only" in said
     command = [sys.executable, "-m", "npu_runner", "batch", "-i", str(tmp_path / "in.jsonl"), "-o",
                str(tmp_path / "npu.jsonl"), "--platform", "npu", "--ray", cluster.address]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2, done.stderr
-    assert "the cluster has no resource NPU" in done.stderr
-    assert not (tmp_path / "npu.jsonl").exists()
+    for expected in ("the cluster has no resource NPU", "takes 2 NPU, the cluster has 1"):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2, done.stderr
+        assert expected in done.stderr
+        assert not (tmp_path / "npu.jsonl").exists()
+        if "--tensor-parallel-size" not in command:
+            joined(resources='{"NPU": 1}')
+            wait_for_resource(cluster.address, "NPU", 1)
+            command += ["--tensor-parallel-size", "2"]
 
 
 @pytest.mark.full("starts a Ray cluster, whose processes take half a minute on two cores; replicas in processes stay")
 @pytest.mark.slow
-def test_actors_that_would_answer_otherwise_are_refused(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("what", "message"), [
+    ("settings", "max_model_len"),
+    ("version", "has npu-runner other+"),
+    ("package", "install the same npu-runner[ray] on every host"),
+    ("model", "config.json"),
+    ("folder", "there is no folder"),
+])  # fmt: skip
+def test_a_host_that_would_answer_otherwise_is_refused_by_name(
+    what: str, message: str, cluster: Node, joined: Any, tmp_path: Path
 ) -> None:
-    write_rows(tmp_path / "in.jsonl", rows())
-    monkeypatch.setenv("STAGE", "differs")  # what the processes of a node that is started now see
-    node = cluster.add_node(num_cpus=1)
-    try:
-        status, said = ended(start(tmp_path, cluster, data_parallel_size=3))
-    finally:
-        cluster.remove_node(node)
-    assert status == 2, said
-    assert "max_model_len" in said
-    assert num_rows(tmp_path / "out.jsonl") == 0
+    model = tmp_path / "model"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "another").mkdir()
+    (tmp_path / "empty/npu_runner").mkdir(parents=True)
+    (tmp_path / "empty/npu_runner/__init__.py").touch()
+    (tmp_path / "another" / "config.json").write_text('{"another": 1}')
+    options: dict[str, Any] = {
+        "settings": {"environment": {"STAGE": "differs"}},
+        "version": {"environment": {"PYTHONPATH": other_package(tmp_path / "package", "other")}},
+        "package": {"environment": {"PYTHONPATH": str(tmp_path / "empty")}},
+        "model": {"prepare": f"mount --bind {tmp_path}/another {model}"},
+        "folder": {"prepare": f"mount -t tmpfs none {tmp_path}"},
+    }[what]
+    if "prepare" in options and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("hosts that see other files need the right to mount")
+    joined(**options)
+    wait_for_resource(cluster.address, "CPU", 3)
+    said = refused(start(tmp_path, cluster, data_parallel_size=3), tmp_path)
+    assert message in said, said
+    assert "replica " in said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from tests.replicas.jobs import (
     ended,
     family,
     kill,
+    kill_at_random,
     leftovers,
     num_rows,
     processes,
+    singly,
     start_real,
     wait_for_rows,
     wait_until,
@@ -125,19 +127,32 @@ def test_a_rank_that_is_killed_ends_its_replica_alone(folder: Path) -> None:
 @pytest.mark.full("forty kills of drivers, replicas and ranks; chosen moments stay")
 @pytest.mark.timeout(3000)
 def test_killed_at_forty_moments_every_row_is_there_once(folder: Path) -> None:
-    rng, num_kills, num_jobs = random.Random(4), {"driver": 0, "replica": 0, "rank": 0}, 0
+    rng = random.Random(4)
+    num_kills = {"driver": 0, "replica": 0, "rank": 0}
+    killed_until_done(folder, rng, num_kills, lambda output, num_ranks: run_and_kill(
+        folder, output, rng, num_ranks, num_kills))
+
+
+def killed_until_done(folder: Path, rng: random.Random, num_kills: dict[str, int],
+                      run: Callable[[Path, int], int]) -> None:
+    """Jobs, one after the other, each run again until it ends by itself: its rows are there once then.
+
+    `run`: one run for this output, of so many ranks; returns its exit status.
+    """
+    num_jobs = 0
     while sum(num_kills.values()) < NUM_KILLS:
         output = folder / f"killed-{num_jobs}.jsonl"
         num_ranks = rng.choice([1, 1, 2])
         expected = lines(folder / "one.jsonl") if num_ranks == 1 else answers_of_two_ranks(folder)
         while True:
-            status = run_and_kill(folder, output, rng, num_ranks, num_kills)
+            status = run(output, num_ranks)
             found = lines(output) if output.exists() else []
             if status == 3:
                 break
             whole = [line for line in found if line in set(expected)]
             assert len(set(whole)) == len(whole) >= len(found) - 1, "at most the last line is torn"
         assert found == expected
+        output.unlink()
         num_jobs += 1
     print(f"{num_kills} over {num_jobs} jobs")
 
@@ -148,20 +163,14 @@ def run_and_kill(folder: Path, output: Path, rng: random.Random, num_ranks: int,
     job = start_real(folder, output.name, "--data-parallel-size", str(count), "--tensor-parallel-size",
                      str(num_ranks), "--max-replica-restarts", "5")  # fmt: skip
     seen: set[int] = set()
-    for _ in range(rng.randint(1, 3)):
-        if rng.random() < 0.3:
-            time.sleep(rng.uniform(0.0, 8.0))
-        else:
-            wait_for_rows(job, output, num_rows(output) + rng.randint(1, 6))
-        victim = rng.choice(["driver", "replica", "replica", "rank"])
-        pids = {"driver": [job.pid], "replica": processes(REPLICA, job.pid), "rank": processes(RANK, job.pid)}[victim]
-        if not pids or job.poll() is not None:
-            continue
+
+    def victims() -> dict[str, list[list[int]]]:
         seen.update(family(job.pid))
-        kill([rng.choice(pids)])
-        num_kills[victim] += 1
+        return {"driver": [[job.pid]], "replica": singly(processes(REPLICA, job.pid)),
+                "rank": singly(processes(RANK, job.pid))}  # fmt: skip
+
+    kill_at_random(job, output, rng, victims, num_kills)
     status, said = ended(job)
     wait_until_gone(sorted(seen))
     assert status in (3, -signal.SIGKILL), said
     return status
-

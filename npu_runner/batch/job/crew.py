@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from npu_runner.batch.files.input_file import RowFile
@@ -13,7 +13,8 @@ from npu_runner.batch.job.row_server import RowServer, ServerPlan, num_rows_ahea
 from npu_runner.batch.job.tally import ReplicaReport
 from npu_runner.config import RunnerConfig
 from npu_runner.replicas.base import Replica
-from npu_runner.replicas.placement import AUTO, Placement, place
+from npu_runner.replicas.options import AUTO
+from npu_runner.replicas.placement import Placement, place
 from npu_runner.replicas.process import ProcessReplica
 from npu_runner.replicas.slot import MakeReplica, Slot
 from npu_runner.workers.options import num_cpus
@@ -21,13 +22,17 @@ from npu_runner.workers.options import num_cpus
 
 @dataclass(frozen=True, kw_only=True)
 class Crew:
-    """`replicas`: each makes one; `num_workers`: preprocessing workers of all of them."""
+    """`replicas`: each makes one; `workers_each`: preprocessing workers of each of them, on average."""
 
     replicas: list[MakeReplica]
-    num_workers: int
+    workers_each: float
     max_restarts: int = 0
     rows_carry_data: bool = False
     """They do not see the driver's descriptor of the input, nor the input by its path."""
+    recruit: Callable[[int], Sequence[MakeReplica]] | None = None
+    """As in FleetHooks."""
+    notice: str | None = None
+    """What the user should know of them before the first row."""
 
 
 def recruit(
@@ -40,7 +45,7 @@ def recruit(
     if options.data_parallel_size == 1:
         num_workers = options.num_workers(num_cpus())
         plan = make_plan(config, num_workers=num_workers)
-        return Crew(replicas=[functools.partial(RowServer, plan)], num_workers=num_workers)
+        return Crew(replicas=[functools.partial(RowServer, plan)], workers_each=num_workers)
     asked = options.data_parallel_size
     placements = place(config.platform, None if asked == AUTO else int(asked), config.tensor_parallel_size)
     counts = [options.num_workers(placement.num_cores) for placement in placements]
@@ -52,7 +57,9 @@ def recruit(
         functools.partial(_make_process, f"replica {number}", plan, placement)
         for number, (plan, placement) in enumerate(zip(plans, placements, strict=True))
     ]
-    return Crew(replicas=replicas, num_workers=sum(counts), max_restarts=options.max_replica_restarts)
+    return Crew(
+        replicas=replicas, workers_each=sum(counts) / len(counts), max_restarts=options.max_replica_restarts
+    )
 
 
 def _make_process(name: str, plan: ServerPlan, placement: Placement) -> Replica:

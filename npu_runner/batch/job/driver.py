@@ -19,7 +19,7 @@ from npu_runner.outputs import EngineStats
 from npu_runner.replicas.base import FinishedRow, ReplicaStats
 from npu_runner.replicas.fleet import Fleet, FleetHooks, Verdict
 from npu_runner.replicas.row_queue import RowQueue
-from npu_runner.replicas.slot import added
+from npu_runner.replicas.slot import MakeReplica, added
 
 _IDLE_SECONDS = 0.2
 
@@ -69,14 +69,16 @@ class Driver:
 
 
 def hooks_for(
-    book: RowBook, suspects: Suspects, say: Callable[[str], None], *, rows_carry_data: bool = False
-) -> FleetHooks:
+    book: RowBook, suspects: Suspects, say: Callable[[str], None], *, rows_carry_data: bool = False,
+    recruit: Callable[[int], Sequence[MakeReplica]] | None = None,
+) -> FleetHooks:  # fmt: skip
     """What a fleet asks of a job. `rows_carry_data`: rows go to replicas with their bytes."""
     return FleetHooks(
         make_run=book.run_with_data if rows_carry_data else book.run,
         say=say,
         suspect=functools.partial(_suspect, suspects, book),
         accuse=functools.partial(_accuse, suspects, book),
+        recruit=recruit,
     )
 
 

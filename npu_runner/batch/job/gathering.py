@@ -56,28 +56,57 @@ def _actors(
     config: RunnerConfig, options: BatchOptions, source: RowFile, open_model: Callable[[RunnerConfig], ModelSide],
     resources: Mapping[str, float], shared: SharedInput | None,
 ) -> Crew:  # fmt: skip
-    from npu_runner.replicas.ray_cluster import demands
+    from npu_runner.replicas.ray_cluster import demand, resources_now
     from npu_runner.replicas.ray_replica import RayReplica
 
     rows = CarriedRows(source.file_name) if shared is None else SharedFile(shared.path)
-    replicas: list[MakeReplica] = []
-    num_workers = 0
-    taken = demands(resources, config.platform, options.data_parallel_size, config.tensor_parallel_size)
-    for number, demand in enumerate(taken):
-        count = options.num_workers(demand.num_cores)
-        plan = server_plan(
-            config.replace(platform=demand.platform), options=options, source=rows, num_workers=count,
-            open_model=open_model,
-        )  # fmt: skip
-        plan = replace(plan, digest_threads=max(1, min(_MAX_DIGEST_THREADS, demand.num_cores // 2)))
-        make = RemotePlan(server=plan, name=f"replica {number}", shared_input=shared)
-        ahead = num_rows_ahead(plan)
-        replicas.append(functools.partial(RayReplica, make.name, make, demand, num_rows_ahead=ahead))
-        num_workers += count
+    taken = demand(resources, config.platform, options.data_parallel_size, config.tensor_parallel_size)
+    count = options.num_workers(taken.num_cores)
+    plan = server_plan(
+        config.replace(platform=taken.platform), options=options, source=rows, num_workers=count, open_model=open_model
+    )
+    plan = replace(plan, digest_threads=max(1, min(_MAX_DIGEST_THREADS, taken.num_cores // 2)))
+    ahead = num_rows_ahead(plan)
+
+    def make(number: int) -> MakeReplica:
+        remote = RemotePlan(server=plan, name=f"replica {number}", shared_input=shared)
+        return functools.partial(RayReplica, remote.name, remote, taken, num_rows_ahead=ahead)
+
+    recruiter = Recruiter(make, lambda: taken.num_places(resources_now()), taken.num_places(resources))
+    missing = (taken.most or 0) - taken.num_places(resources)
     return Crew(
-        replicas=replicas, num_workers=num_workers, max_restarts=options.max_replica_restarts,
-        rows_carry_data=shared is None,
+        replicas=recruiter.first(), workers_each=count, max_restarts=options.max_replica_restarts,
+        rows_carry_data=shared is None, recruit=recruiter,
+        notice=f"the cluster has {taken.resource} {resources[taken.resource]:g}: {missing} of {taken.most} replicas "
+               f"come when there is {taken.wanted} more for each" if missing > 0 else None,
     )  # fmt: skip
+
+
+class Recruiter:
+    """Makes replicas where a cluster has room for more than there were: at the start, and when hosts have joined.
+
+    A place whose replica has died too often is filled again only by devices that have come since.
+    """
+
+    def __init__(self, make: Callable[[int], MakeReplica], room: Callable[[], int], room_at_first: int):
+        """`room`: replicas that there is room for in all."""
+        self._make = make
+        self._ask = room
+        self._room = room_at_first
+        self._num_made = 0
+
+    def first(self) -> list[MakeReplica]:
+        return self._made(self._room)
+
+    def __call__(self, num_places: int) -> list[MakeReplica]:
+        """`num_places`: those that have a replica, or wait for one."""
+        before, self._room = self._room, self._ask()
+        return self._made(min(self._room - before, self._room - num_places))
+
+    def _made(self, count: int) -> list[MakeReplica]:
+        found = [self._make(self._num_made + number) for number in range(count)]
+        self._num_made += len(found)
+        return found
 
 
 def _shared_input(options: BatchOptions, source: RowFile) -> SharedInput | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from npu_runner.errors import ConfigError
 from npu_runner.limits import LIMITS
-from npu_runner.replicas.placement import AUTO
+from npu_runner.replicas.options import AUTO, ReplicaOptions
 from npu_runner.workers.options import PreprocessingOptions, default_num_workers
 
 PROGRESS_STYLES = ("auto", "bar", "lines", "off")
@@ -47,7 +47,8 @@ class BatchOptions:
     """How often a replica that died is started again; its rows go to the others."""
     ray: str | None = field(default=None, metadata={"alone": AUTO})
     """Run the replicas as actors of the Ray cluster at HOST:PORT, on whatever hosts have room; auto, or the option
-    alone: of the cluster that this host belongs to. data_parallel_size counts them then."""
+    alone: of the cluster that this host belongs to. data_parallel_size is the most of them then; they come and go with
+    the hosts of the cluster."""
     shared_input: bool = False
     """With ray: every host sees the input under the same path, so rows travel as places in it and not as bytes."""
     preprocessing_workers: int | None = None
@@ -73,11 +74,7 @@ class BatchOptions:
     """bar, lines or off; auto: a bar on a terminal and lines elsewhere."""
 
     def __post_init__(self) -> None:
-        if self.data_parallel_size != AUTO and (not isinstance(self.data_parallel_size, int)
-                                                or self.data_parallel_size < 1):
-            raise ConfigError(f"data_parallel_size: {self.data_parallel_size!r} is no number of replicas, nor auto")
-        if self.max_replica_restarts < 0:
-            raise ConfigError(f"max_replica_restarts: {self.max_replica_restarts} is negative; 0 starts none again")
+        ReplicaOptions(data_parallel_size=self.data_parallel_size, max_replica_restarts=self.max_replica_restarts)
         if self.shared_input and self.ray is None:
             raise ConfigError("shared_input: replicas of this host read the input as it is; it goes with ray")
         if self.preprocessing_workers is not None and self.preprocessing_workers < 1:

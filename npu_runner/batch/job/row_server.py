@@ -1,15 +1,11 @@
-"""A replica in this process: preprocessing workers and the engine behind the contract. Knows nothing of the output.
-
-Every other replica is one of these in a process of its own, on this host or on another one.
-"""
+"""A job's replica in this process: preprocessing workers and an engine. Knows nothing of the output."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +20,11 @@ from npu_runner.batch.rows.input_row import InputRow, RowSource
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.waiting import max_waiting_requests
-from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
+from npu_runner.errors import ConfigError, RequestError
 from npu_runner.multimodal.media import MediaRules
-from npu_runner.replicas.base import (
-    Begun,
-    Event,
-    Finished,
-    Progressed,
-    RawRow,
-    Ready,
-    Replica,
-    ReplicaFacts,
-    ReplicaStats,
-    Returned,
-    RowRun,
-)
+from npu_runner.replicas.base import RawRow, ReplicaFacts, Returned, RowRun
+from npu_runner.replicas.inline import InlineReplica
 from npu_runner.workers.pool import NOT_YET, PoolLimits, WorkerPool
-
-_REPORT_SECONDS = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +81,14 @@ def num_rows_ahead(plan: ServerPlan) -> int:
     return plan.limits.max_ready + 2 * plan.limits.num_workers
 
 
-class RowServer(Replica):
-    """Works in its caller's thread, in `poll`: the first one loads the model."""
-
-    can_restart = False
+class RowServer(InlineReplica):
+    """Serves the rows of a job's input."""
 
     def __init__(self, plan: ServerPlan, name: str = "this process"):
-        self.name = name
+        super().__init__(name)
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
         self._feed = _Feed()
-        self._open = ExitStack()
-        self._events: list[Event] = []
-        self._engine: Any = None
-        self._loop: ServingLoop | None = None
-        self._failure: NpuRunnerError | None = None
-        self._report_at = 0.0
 
     def start(self, wake: Callable[[], None]) -> None:
         self._model = self._plan.open_model(self._plan.config)
@@ -142,54 +117,17 @@ class RowServer(Replica):
         self._feed.add([_input_row(row) for row in run.rows()])
         self._pool.look_again()
 
-    def recall(self, num_rows: int) -> None:
+    def recall(self, num_rows: int, *, begun: bool = False) -> None:
         found = self._feed.take_back(num_rows)
         if self._loop is not None and len(found) < num_rows:
-            found += self._loop.give_back(num_rows - len(found))
+            found += self._loop.give_back(num_rows - len(found), begun=begun)
         self._events.append(Returned(found))
 
-    def poll(self, timeout_seconds: float) -> list[Event]:
-        if self._failure is None:
-            self._work(timeout_seconds)
-        events, self._events = self._events, []
-        if self._failure is not None and not events:
-            raise self._failure
-        return events
+    def _wait_to_begin(self) -> None:
+        self._pool.raise_failure()
 
-    def close(self) -> None:
-        self._open.close()
-
-    def stats(self) -> ReplicaStats:
-        """The figures of this moment."""
-        if self._engine is None:
-            return ReplicaStats()
-        return ReplicaStats(
-            engine=replace(self._engine.stats()),
-            wait_seconds=0.0 if self._loop is None else self._loop.wait_seconds,
-            num_workers_replaced=self._pool.num_replaced,
-        )
-
-    def _work(self, timeout_seconds: float) -> None:
-        if self._engine is None:
-            self._events.append(Ready(self._load()))
-        elif self._loop is None:
-            self._pool.raise_failure()
-        else:
-            self._serve(self._loop, 0.0 if self._events else timeout_seconds)
-
-    def _serve(self, loop: ServingLoop, timeout_seconds: float) -> None:
-        try:
-            loop.turn(timeout_seconds)
-        except NpuRunnerError as error:
-            self._failure = error  # raised by the next `poll`: what was done before it is done
-        if loop.begun:
-            self._events.append(Begun(loop.begun))
-        if loop.finished:
-            self._events.append(Finished(loop.finished))
-        if loop.finished or time.monotonic() >= self._report_at:
-            self._report_at = time.monotonic() + _REPORT_SECONDS
-            self._events.append(Progressed(self.stats()))
-        loop.begun, loop.finished = [], []
+    def _num_workers_replaced(self) -> int:
+        return self._pool.num_replaced
 
     def _load(self) -> ReplicaFacts:
         with ExitStack() as hashing:

@@ -172,7 +172,9 @@ class _Job:
         book = RowBook(work.rows, work.wanted, file.source)
         suspects = Suspects(destination.path, overwrite=self._options.overwrite)
         with gathered(taken, self._options, file.source, self._open_model) as crew:
-            self._num_workers = crew.num_workers
+            self._num_workers = round(crew.workers_each * len(crew.replicas))
+            if crew.notice is not None:
+                self._progress.say(crew.notice)
             self._serve_with(crew, work, destination, book, suspects, loading=making.loading(given, taken, destination))
 
     def _serve_with(
@@ -182,7 +184,8 @@ class _Job:
         queue = RowQueue(book.num_rows)
         if self._options.ordered and destination.path is None:
             queue.allow(self._window(crew))
-        hooks = hooks_for(book, suspects, self._progress.say, rows_carry_data=crew.rows_carry_data)
+        hooks = hooks_for(book, suspects, self._progress.say, rows_carry_data=crew.rows_carry_data,
+                          recruit=crew.recruit)  # fmt: skip
         given_up = known_suspects(queue, book, suspects)
         with (
             Fleet(crew.replicas, queue, hooks, max_restarts=crew.max_restarts, given_up=given_up) as fleet,
@@ -204,7 +207,10 @@ class _Job:
             if self._options.overwrite:
                 suspects.clear()
             fleet.begin(self._stamp(manifest))
-            self._drive(fleet, book, suspects, self._delivery(writers, queue, crew))
+            try:
+                self._drive(fleet, book, suspects, self._delivery(writers, queue, crew))
+            finally:
+                self._num_workers = round(crew.workers_each * len(fleet.slots))
 
     def _digests(self, work: _Work) -> WeightDigests:
         return WeightDigests(work.model_folder, num_threads=max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2)))
