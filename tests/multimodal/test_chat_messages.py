@@ -58,7 +58,7 @@ def control_ids(processor: ChatProcessor, token_ids: list[int]) -> list[int]:
         ([user([text(None)])], "invalid_type", "messages[0].content[0].text"),
         ([user([{"type": "text"}])], "invalid_type", "messages[0].content[0].text"),
         ([user([{"text": "x"}])], "unsupported_part", "messages[0].content[0].type"),
-        ([user([text("x"), {"type": "video", "video": "a.mp4"}])], "unsupported_part", "messages[0].content[1].type"),
+        ([user([text("x"), {"type": "audio", "video": "a.mp4"}])], "unsupported_part", "messages[0].content[1].type"),
         (
             [user([text("x"), {"type": "image_url", "image_url": "x"}])],
             "unsupported_part",
