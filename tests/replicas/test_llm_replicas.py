@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, RequestError
 from npu_runner.outputs import RequestOutput
 from npu_runner.prompt_replicas import answers
+from npu_runner.prompt_replicas.wire import pack_answer
 from npu_runner.replicas.placement import Placement
 from npu_runner.replicas.process import ProcessReplica
 from tests.replicas.jobs import REPLICA, family, kill, processes, wait_until_gone
@@ -80,6 +82,13 @@ def test_two_replicas_answer_as_one_in_order_or_as_they_finish(
     assert several.generate([], GREEDY) == []
     with pytest.raises(ConfigError, match="each replica has an engine"):
         several.engine.stats()
+
+
+def test_log_probabilities_travel_without_the_tokenizer(
+    expected: tuple[list[RequestOutput], list[RequestOutput]]
+) -> None:
+    output = expected[1][0]
+    assert len(pack_answer(output)) < 4_000 < len(pickle.dumps(output))
 
 
 def test_what_cannot_be_served_is_named_in_its_place(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import npu_runner
 from tests.batch.scripted import write_rows
 from tests.replicas.jobs import (
     ended,
@@ -221,7 +222,7 @@ def test_what_the_cluster_lacks_is_named_before_rows_move(cluster: Node, joined:
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "message"), [
     ("settings", "max_model_len"),
-    ("version", "has npu-runner other+"),
+    ("version", f"has npu-runner other+{npu_runner.__version__}, the driver {npu_runner.__version__}"),
     ("package", "install the same npu-runner[ray] on every host"),
     ("model", "config.json"),
     ("folder", "there is no folder"),
