@@ -236,6 +236,7 @@ class StepRunner:
         scores = under_way.prompt_scores.to_host() if under_way.prompt_scores is not None else []
         if sampled is None:
             return ModelRunnerOutput([[] for _ in range(batch.batch_size)], prompt_scores=scores)
+        assert isinstance(sampled, SamplerOutput), f"a step that samples left {type(sampled).__name__}"
         on_host = sampled.to_host()
         self.check_receipts(step, on_host.receipts_B)
         tokens = [[token] for token in on_host.token_ids_B.tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import POOLING, assert_same, expected_vector, save_bare, write_modules
+from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
 from tests.oracle.running import SMALL
 
 Make = Callable[..., Path]
@@ -167,6 +169,25 @@ def test_what_a_model_was_not_loaded_for_is_refused_before_any_work(
         assert refused.value.code == "wrong_endpoint"
     with pytest.raises(ConfigError, match="no graph has a use"):
         LLM(embedding_model[1], platform=platform_name, graph_mode="reduce-overhead", **SMALL)
+
+
+def test_a_family_that_only_transformers_knows_gives_no_vectors(tmp_path: Path) -> None:
+    path = make_foreign_checkpoint(tmp_path, "gemma")
+    with pytest.raises(ConfigError, match="served through transformers, which generates text only; set runner to gen"):
+        LLM(path, platform="cpu", runner="pooling", **SMALL)
+    write_modules(path)
+    with pytest.raises(ConfigError, match=r"runner 'auto': .* generates text only"):
+        LLM(path, platform="cpu", **SMALL)
+
+
+def test_lengths_that_a_checkpoint_names_are_the_only_ones(checkpoint: Make, tmp_path: Path) -> None:
+    path = write_modules(save_bare(checkpoint("qwen3"), tmp_path))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [16, 32]}))
+    with LLM(path, platform="cpu", **SMALL) as llm:
+        assert len(llm.embed("a", PoolingParams(dimensions=32))[0].embedding) == 32
+        with pytest.raises(RequestError, match="33 is none of those the checkpoint names, 16, 32"):
+            llm.embed("a", PoolingParams(dimensions=33))
 
 
 def test_modules_that_are_not_served_are_named(checkpoint: Make, tmp_path: Path) -> None:
