@@ -1,11 +1,13 @@
-"""Draws tokens with every sampling parameter on the npu platform and writes them, as JSON, on the last line.
+"""Draws tokens with every sampling parameter on the npu platform and writes them, as JSON, on the last line, with what
+of masks the emulation has run on the AI CPU.
 
-    python -m tests.npu.programs.sampling
+    python -m tests.npu.programs.sampling [--count]
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from npu_runner.grammars.compile import with_grammar
 from npu_runner.grammars.matchers import Matchers
 from npu_runner.layers.steering import SteeredRows
 from npu_runner.sampling_params import SamplingParams
-from tests.cann.environment import has_real_cann
 from tests.oracle.tiny_checkpoints import write_tokenizer
 from tests.runner.sampler_steps import Conversation, make_sampler
 from tests.runner.test_sampler_state import SEVERAL, VOCAB, conversation, spell
@@ -88,13 +89,14 @@ def main() -> None:
     platform.prepare_process(0, 1)
     device, draw_from_softmax = platform.set_device(0), platform.make_ops().softmax_draw()
     tokens = draw(device, draw_from_softmax)
-    if not has_real_cann():
+    on_ai_cpu: dict[str, int] = {}
+    if "--count" in sys.argv:  # only the emulation can
         from tests.cann.programs.emulation import calls, reset_counters
 
         reset_counters()
         draw_ruled(device, draw_from_softmax)
-        assert calls("ai_cpu") == {}, "masks stay on the AI core"
-    print(json.dumps(tokens))
+        on_ai_cpu = calls("ai_cpu")
+    print(json.dumps({"tokens": tokens, "masks_on_ai_cpu": on_ai_cpu}))
 
 
 if __name__ == "__main__":
