@@ -58,8 +58,7 @@ class SchedulerAlone:
             sequence.append(7)
             # Answers of different lengths, so that they do not end together.
             if sequence.num_output_tokens > NUM_OUTPUT_TOKENS * (1 + sequence.seq_id % 7) // 7:
-                sequence.finish("length")
-                self.scheduler.finish(sequence)
+                self.scheduler.finish(sequence, "length")
                 completion = CompletionOutput(0, "x", sequence.output_token_ids, "length")
                 done.append(RequestOutput(sequence.request_id, [completion], 3))
         return done

@@ -229,5 +229,5 @@ print(sorted(row["id"] for row in out) == list(range(24)), os.path.exists("died"
 @pytest.mark.full("starts Ray, whose processes take half a minute on two cores; the class itself stays, without it")
 @pytest.mark.slow
 def test_an_actor_that_is_killed_costs_no_row(tmp_path: Path) -> None:
-    # The raylet's word about the death stands before it.
-    assert run_with_ray(KILLED, tmp_path).splitlines()[-1] == "True True {''}"
+    # The raylet's word about the death stands before it or behind it.
+    assert "True True {''}" in run_with_ray(KILLED, tmp_path).splitlines()
