@@ -68,7 +68,7 @@ def open_model(config: RunnerConfig) -> ScriptedModel:
 
 
 def main(options: dict[str, Any]) -> int:
-    model, platform = options.pop("model"), options.pop("platform")
+    model, platform = options.pop("model"), options.pop("platform", "cpu")
     for name in ("summary", "report", "error_file"):
         if name in options:
             options[name] = Path(options[name])
