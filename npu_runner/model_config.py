@@ -110,6 +110,8 @@ class PoolingConfig:
     """To length 1 (L2)."""
     dimensions: tuple[int, ...] | None = None
     """The lengths that a vector may be cut to; None: any."""
+    default_prompt: str | None = None
+    """What sentence-transformers would put before every text unasked, by its name; nobody does so here."""
 
     def describe(self) -> str:
         return "last token, normalised" if self.is_normalised else "last token, not normalised"

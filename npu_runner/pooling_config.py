@@ -35,7 +35,9 @@ def read_pooling(folder: Path, runner: str) -> PoolingConfig | None:
                          f"Pooling and, if it is there, Normalize{_INSTEAD}")
     _check_transformer(folder / modules[0][1])
     _check_mode(folder / modules[1][1])
-    return PoolingConfig(is_normalised="Normalize" in kinds, dimensions=_dimensions(folder))
+    library = read_json(folder, "config_sentence_transformers.json") or {}
+    return PoolingConfig(is_normalised="Normalize" in kinds, dimensions=_dimensions(folder),
+                         default_prompt=library.get("default_prompt_name"))
 
 
 def _modules(folder: Path) -> list[tuple[str, str]] | None:

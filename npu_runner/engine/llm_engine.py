@@ -81,6 +81,10 @@ class LLMEngine:
         self.processor = processor or strategy.processor(config)
         self._eos_token_ids = self.processor.end_token_ids(self.model_config)
         self.generation_defaults = dict(self.model_config.generation_defaults)
+        if self.processor.pooling is not None and self.processor.pooling.default_prompt is not None:
+            logger.warning("the checkpoint's config_sentence_transformers.json puts its prompt %r before every text, "
+                           "which is not done here: write it into the texts that need it",
+                           self.processor.pooling.default_prompt)
         if self.model_config.generation_not_served:
             logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
                            "from those it was made for: %s", self.model_config.generation_not_served)

@@ -16,6 +16,7 @@ from npu_runner.assets import SHAPES_VL
 from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.engine.executors import shared_memory
 from npu_runner.engine.executors.base import Executor
+from npu_runner.engine.generation import Generation
 from tests.faults.interrupts import PARAMS, PROMPTS, SETTINGS, answers
 from tests.oracle.running import greedy, runner_of
 
@@ -66,7 +67,7 @@ def test_after_an_exception_in_a_step_the_next_call_answers_as_a_fresh_one(size:
         scheduler = llm.engine.scheduler
         places: list[tuple[Any, str]] = [(executor, "submit"), (executor, "collect"), (scheduler, "schedule"),
                                          (scheduler, "complete"), (llm.engine.block_manager, "commit"),
-                                         (llm.engine, "_append")]
+                                         (Generation, "append"), (llm.engine, "_book")]
         if size == 1:
             runner = runner_of(llm)
             sampler: Any = runner.steps.sampler
@@ -91,7 +92,7 @@ def test_after_an_exception_in_a_step_the_next_call_answers_as_a_fresh_one(size:
 
 def test_an_interrupt_while_it_is_cleaned_up_loses_nothing(checkpoint: Any, expected: Any) -> None:
     with LLM(checkpoint("qwen3"), **SETTINGS) as llm:
-        with raising(llm.engine, "reset", 1), raising(llm.engine, "_append", 7), pytest.raises(Injected):
+        with raising(llm.engine, "reset", 1), raising(Generation, "append", 7), pytest.raises(Injected):
             answers(llm)
         assert_recovers(llm, expected)
 

@@ -190,6 +190,18 @@ def test_lengths_that_a_checkpoint_names_are_the_only_ones(checkpoint: Make, tmp
             llm.embed("a", PoolingParams(dimensions=33))
 
 
+def test_a_prompt_that_the_checkpoint_would_put_before_every_text_is_named(
+    checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_modules(save_bare(checkpoint("qwen3"), tmp_path))
+    library = {"prompts": {"query": "Query: "}, "default_prompt_name": None}
+    for name in (None, "query"):
+        (path / "config_sentence_transformers.json").write_text(json.dumps({**library, "default_prompt_name": name}))
+        with LLM(path, platform="cpu", **SMALL):
+            pass
+        assert ("puts its prompt 'query' before every text" in caplog.text) == (name is not None)
+
+
 def test_modules_that_are_not_served_are_named(checkpoint: Make, tmp_path: Path) -> None:
     path = save_bare(checkpoint("qwen3"), tmp_path)
     write_modules(path, pooling_mode_mean_tokens=True, pooling_mode_lasttoken=False)
