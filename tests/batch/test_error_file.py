@@ -17,6 +17,8 @@ from tests.batch.job_folder import Job, numbered
 from tests.batch.scripted import OvertakingEngine, ScriptedEngine, read_rows, row, write_rows
 from tests.replicas.jobs import ended, start_scripted
 
+ROOT = Path(__file__).parents[2]
+
 pytestmark = pytest.mark.usefixtures("fixed_time")
 MIXED = [row(f"r{n}", f"bad {n}" if n % 4 == 1 else f"engine error {n}" if n % 4 == 3 else f"text {n}")
          for n in range(40)] + [b"{broken"]
@@ -122,7 +124,8 @@ options = {{"input": {str(job.input)!r}, "output": {str(job.output)!r}, "model":
            "error_file": {str(errors)!r}, "preprocessing_workers": 1}}
 sys.exit(scripted_job.main(options))
 """)
-    done = subprocess.run([sys.executable, str(job.folder / "vanishes.py")], env={**os.environ})
+    done = subprocess.run([sys.executable, str(job.folder / "vanishes.py")],
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 9
     job.run(error_file=errors)
     assert sorted(name for name in names(job.output) if name != "more") == sorted(ANSWERED)
