@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -127,8 +128,10 @@ def test_what_cannot_be_shown_is_named(name: str) -> None:
 
 def test_a_damaged_frame_that_is_not_shown_counts_since_others_lean_on_it() -> None:
     data = bytearray(film(MOVING, kind="matroska"))
-    at = len(data) // 2
-    data[at : at + 20] = bytes(20)  # of frame 6; the decoder makes something up
+    with av.open(io.BytesIO(data)) as container:
+        packets = [packet for packet in container.demux(video=0) if packet.size]
+    (at,) = (packet.pos + packet.size // 2 for packet in packets if float(packet.pts * packet.time_base) == 0.6)
+    data[at : at + 20] = b"\xff" * 20  # the decoder makes something up
     with pytest.raises(RequestError, match=r"damaged after 0\.6 seconds") as caught:
         frames_of(bytes(data), [29])
     assert caught.value.code == "video_broken"

@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.npu, pytest.mark.slow]
 emulated = pytest.mark.skipif(has_real_cann(), reason="a device's attention takes no float32: compared in bfloat16")
 
 NUM_PICTURES = 100
+# The worst step shows the tower pairs of frames, as many as a step has room for, in float32.
+ROOM = 2 << 30
 BUCKETS = [1, 4, 16]
 MODES = ["eager", "reduce-overhead", "max-autotune"]
 
@@ -37,7 +39,7 @@ def shapes_on_cpu() -> dict[str, Any]:
 
 @emulated
 def test_shapes_vl(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
-    (result,) = on_npu([shapes("reduce-overhead")], tmp_path)
+    (result,) = on_npu([shapes("reduce-overhead")], tmp_path, memory_bytes=ROOM)
     assert result["tokens"] == shapes_on_cpu["tokens"]
     assert_graphs_are_whole(result, BUCKETS)
 
@@ -45,7 +47,7 @@ def test_shapes_vl(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.full("prefills run eagerly with graphs, too; eager decode steps stay with tiny models")
 @emulated
 def test_shapes_vl_without_graphs(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
-    (result,) = on_npu([shapes("eager")], tmp_path)
+    (result,) = on_npu([shapes("eager")], tmp_path, memory_bytes=ROOM)
     assert result["tokens"] == shapes_on_cpu["tokens"]
 
 
@@ -54,11 +56,11 @@ def test_shapes_vl_without_graphs(shapes_on_cpu: dict[str, Any], tmp_path: Path)
 @emulated
 def test_shapes_vl_through_the_graph_engine_compiled_and_kept(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
     case = shapes("max-autotune", graph_cache_dir=str(tmp_path / "graphs"))
-    (compiled,) = on_npu([case], tmp_path)
+    (compiled,) = on_npu([case], tmp_path, memory_bytes=ROOM)
     assert compiled["tokens"] == shapes_on_cpu["tokens"]
     assert_graphs_are_whole(compiled, BUCKETS)
     assert "kept" not in compiled["graphs"]
-    (loaded,) = on_npu([case], tmp_path)
+    (loaded,) = on_npu([case], tmp_path, memory_bytes=ROOM)
     assert loaded["tokens"] == shapes_on_cpu["tokens"]
     assert loaded["graphs"] == "1, 4, 16 (kept from an earlier run: 1, 4, 16)"
     assert loaded["after"]["traced"] == 0, "what is loaded is not traced again"

@@ -37,9 +37,10 @@ def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Any] = (
     ids = torch.tensor([list(token_ids)])
     inputs = {"input_ids": ids}
     if config.model_type in VISION_OF:
-        inputs["mm_token_type_ids"] = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
         films = [image for image in images if isinstance(image, bytes)]
-        if films:
+        if films:  # without any a model of random weights may still have chosen the placeholder
+            inputs["mm_token_type_ids"] += 2 * (ids == config.video_token_id).int()
             from tests.oracle.films_reference import film_inputs
 
             inputs.update(film_inputs(path, films))

@@ -128,9 +128,11 @@ class SharedMemoryExecutor(Executor):
         deadline = time.monotonic() + self._last.timeout
         while late := [rank for rank in self._ranks if rank.num_answered < number]:
             by_descriptor = {rank.wire.fileno(): rank for rank in late}
-            for descriptor in wait(list(by_descriptor), timeout=1.0):
+            answered = wait(list(by_descriptor), timeout=1.0)
+            for descriptor in answered:
                 self._receive(by_descriptor[descriptor])  # type: ignore[index]
-            self._check_alive([rank for rank in late if rank.num_answered < number], deadline)
+            if not answered:
+                self._check_alive(late, deadline)
 
     def _receive(self, rank: RankProcess) -> None:
         try:
@@ -158,13 +160,16 @@ class SharedMemoryExecutor(Executor):
         self._fail(f"rank {rank.number} failed while {rank.phase()}{silent}: {value}",
                    blame=_blame(reply.status, value))
 
-    def _check_alive(self, ranks: list[RankProcess], deadline: float) -> None:
-        for rank in ranks:
+    def _check_alive(self, late: list[RankProcess], deadline: float) -> None:
+        """All ranks: one that has answered may still owe the others its part in what the devices do."""
+        for rank in self._ranks:
+            if rank.process.poll() is not None:
+                self._fail(rank.obituary())
             if rank.seconds_stopped() > STOPPED_SECONDS:
                 self._fail(f"rank {rank.number} has been stopped for {rank.seconds_stopped():.0f} s (state T, as "
                            f"SIGSTOP leaves a process) while {rank.phase()}")
-        if ranks and time.monotonic() > deadline:
-            names = "; ".join(f"rank {rank.number}, {rank.phase()}" for rank in ranks)
+        if time.monotonic() > deadline:
+            names = "; ".join(f"rank {rank.number}, {rank.phase()}" for rank in late)
             self._fail(f"{self._last.what} did not finish within {self._last.timeout:.0f} s ({names}); raise "
                        "step_timeout_seconds if it is only slow")
 
