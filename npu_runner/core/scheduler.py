@@ -93,11 +93,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self._held)
 
-    @property
-    def num_under_way(self) -> int:
-        """Steps planned and neither completed nor abandoned."""
-        return len(self.under_way)
-
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Take a sequence that has ended (stopped or aborted, wherever it is) out and free what it holds.
 

@@ -137,7 +137,7 @@ class World:
             self.scheduler.run_alone(None)
         while len(self.steps) < self.depth and (batch := self.scheduler.schedule()) is not None:
             self._submit(batch)
-        assert self.scheduler.num_under_way == len(self.steps)
+        assert len(self.scheduler.under_way) == len(self.steps)
         if not self.steps:
             assert not self.live
             return
