@@ -240,10 +240,11 @@ def _read_regular(path: Path, max_bytes: int) -> bytes:
     # Not blocking, so that a pipe nobody writes to cannot hang a worker; not following, should a link appear just now.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(max_bytes)
+            return file.read(min(status.st_size, max_bytes))  # read() takes all the memory it is asked for at once
     finally:
         os.close(descriptor)
 

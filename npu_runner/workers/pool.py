@@ -76,6 +76,8 @@ class _Worker(Generic[Task]):
     process: subprocess.Popen[bytes]
     channel: Channel
     is_ready: bool = False
+    is_used: bool = False
+    """It has answered a task before."""
     task: Task | None = None
     attempt: int = 0
     deadline: float = float("inf")
@@ -281,9 +283,15 @@ class WorkerPool(Generic[Task]):
         if outcome == JOB_FAULT:
             raise JobError(value)
         if outcome == OUT_OF_MEMORY:
-            self._deliver(task, self._out_of_memory(), num_bytes)
-            self._remove(worker, selector)  # what it took is in pieces now; the next task starts with a whole one
+            # What a worker may take is in pieces after some tasks, libraries keep some: only a new one can say whether
+            # the task itself is too large.
+            self._remove(worker, selector)
+            if worker.is_used and worker.attempt < MAX_ATTEMPTS:
+                self._again.append((task, worker.attempt + 1))
+            else:
+                self._deliver(task, self._out_of_memory(), num_bytes)
             return
+        worker.is_used = True
         self._deliver(task, value if outcome == RESULT else WorkerFailure("internal_error", value), num_bytes)
 
     def _out_of_memory(self) -> WorkerFailure:
@@ -343,6 +351,8 @@ def _start_worker(limits: PoolLimits, inherited: tuple[int, ...]) -> _Worker[Any
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # glibc gives each thread that a decoder starts 64 MiB of address space to allocate from, and keeps it.
+        "MALLOC_ARENA_MAX": "1",
     }
     with theirs:
         arguments = (theirs.fileno(), os.getpid(), limits.worker_memory_bytes or 0)

@@ -26,6 +26,15 @@ def allocate(num_bytes: int) -> tuple[int, int]:
     return len(bytearray(num_bytes)), os.getpid()
 
 
+_kept: list[bytearray] = []
+
+
+def allocate_and_keep(num_bytes: int) -> int:
+    """Takes so much memory and holds it as long as the process lives."""
+    _kept.append(bytearray(num_bytes))
+    return len(_kept[-1])
+
+
 def without_job(task: str) -> str:
     """A task for which no other one of the job can go on."""
     if task == "gone":

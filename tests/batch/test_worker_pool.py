@@ -19,7 +19,7 @@ import pytest
 from npu_runner.errors import JobError
 from npu_runner.workers.channel import Channel, ChannelClosed
 from npu_runner.workers.pool import Finished, PoolLimits, WorkerFailure, WorkerPool
-from tests.batch.pool_tasks import Unreadable, allocate, modules, picture, square, without_job
+from tests.batch.pool_tasks import Unreadable, allocate, allocate_and_keep, modules, picture, square, without_job
 
 
 def limits(**changes: Any) -> PoolLimits:
@@ -180,8 +180,16 @@ def test_a_task_that_wants_more_memory_than_its_worker_has_fails_by_name_and_the
             assert "worker_memory_bytes" in item.result.message
         else:
             assert item.result[0] == item.task
-    assert pool.num_replaced == 2
+    assert pool.num_replaced == 4, "each of the two was refused by a worker that had served, and by a new one"
     assert len({item.result[1] for item in found if not isinstance(item.result, WorkerFailure)}) == 3
+
+
+def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_for() -> None:
+    mib, tasks = 1 << 20, [80 << 20, 90 << 20, 150 << 20]
+    with WorkerPool(allocate_and_keep, iter(tasks), limits(num_workers=1, worker_memory_bytes=200 * mib)) as pool:
+        found = drain(pool)
+    assert [item.result for item in found] == tasks
+    assert pool.num_replaced == 1
 
 
 def test_a_library_that_aborts_for_want_of_memory_fails_its_task_and_names_the_limit() -> None:
