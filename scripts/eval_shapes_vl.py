@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from npu_runner.assets import SHAPES_VL
-from npu_runner.assets.drawing import EVAL_SEEDS, Example, draw_example
+from npu_runner.assets.drawing import EVAL_SEEDS, Example, draw_example, draw_json_example
 
 MAX_NEW_TOKENS = 96
 
@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=("hf", "runner", "both"), default="hf")
     parser.add_argument("--model", type=Path, default=SHAPES_VL)
     parser.add_argument("--num-pictures", type=int, default=1000, help="questions, each about pictures of its own")
+    parser.add_argument("--json", action="store_true", help="ask for JSON objects instead (without a grammar)")
     parser.add_argument("--processes", type=int, default=1, help="processes that share transformers' part")
     parser.add_argument("--first-seed", type=int, default=EVAL_SEEDS[0])
     parser.add_argument("--output", type=Path, help="also write the closing JSON to this file")
@@ -141,7 +142,7 @@ def main() -> int:
     if seeds[0] not in EVAL_SEEDS or seeds[-1] not in EVAL_SEEDS:
         print(f"seeds {seeds[0]} to {seeds[-1]} leave the evaluation range {EVAL_SEEDS}", file=sys.stderr)
         return 2
-    examples = [draw_example(seed) for seed in seeds]
+    examples = [(draw_json_example if arguments.json else draw_example)(seed) for seed in seeds]
     engines: dict[str, Callable[[Path, Sequence[Example]], Iterator[Answer]]] = {
         "hf": partial(hf_answers, processes=arguments.processes),
         "runner": runner_answers,

@@ -64,6 +64,7 @@ def parse_arguments(family: Family) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="torch.compile every layer")
     parser.add_argument("--save-state", type=Path, help="file for weights and optimizer, to resume from")
     parser.add_argument("--resume", type=Path, help="such a file")
+    parser.add_argument("--init-from", type=Path, help="folder of such a checkpoint, whose weights learn on")
     return parser.parse_args()
 
 
@@ -139,6 +140,8 @@ def validate(family: Family, model: nn.Module, batches: list[dict[str, Any]], de
 def build_model(family: Family, arguments: argparse.Namespace, config: Any) -> nn.Module:
     model = family.model_class(config)
     family.begin(model)
+    if arguments.init_from:
+        model = family.model_class.from_pretrained(arguments.init_from, config=config, dtype=torch.float32)
     model = model.to(arguments.device)
     if arguments.device != "cpu":
         AttentionInterface.register("flash_packed", attend_packed)

@@ -21,11 +21,19 @@ from torch.utils.data import Dataset
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from npu_runner.assets.drawing import draw_group, draw_scene, group_questions, questions, text_question
+from npu_runner.assets.drawing import (
+    draw_group,
+    draw_scene,
+    group_questions,
+    json_question,
+    questions,
+    text_question,
+)
 from npu_runner.assets.questions import SYSTEM_PROMPTS, Question
 
 PART_TEXT_ONLY, PART_WITH_SEVERAL_PICTURES = 0.02, 0.4
 PART_QUESTION_FIRST, PART_SECOND_TURN, PART_WITH_SYSTEM = 0.25, 0.1, 0.3
+PART_IN_JSON = 0.6  # of the samples with one picture: one of their questions
 PADDING_BRANCH = -1
 LENGTH_MULTIPLE = 64
 MAX_BRANCHES = 8
@@ -99,6 +107,8 @@ def build_sample(seed: int, tokenizer: Tokenizer, max_things: int) -> Sample:
     else:
         scenes = [draw_scene(rng, max_things)]
         asked = questions(scenes[0], rng)
+        if rng.random() < PART_IN_JSON:
+            asked[rng.randrange(len(asked))] = json_question(scenes[0], rng)
     images = [scene.image for scene in scenes]
     question_first = rng.random() < PART_QUESTION_FIRST
     if question_first or rng.random() < PART_SECOND_TURN:

@@ -12,7 +12,14 @@ from typing import Any
 
 from PIL import Image
 
-from npu_runner.assets.questions import SYSTEM_PROMPTS, Question, group_questions, questions, text_question
+from npu_runner.assets.questions import (
+    SYSTEM_PROMPTS,
+    Question,
+    group_questions,
+    json_question,
+    questions,
+    text_question,
+)
 from npu_runner.assets.scenes import COLOURS, SHAPES, Scene, draw_scene
 
 __all__ = [
@@ -28,8 +35,10 @@ __all__ = [
     "Scene",
     "draw_example",
     "draw_group",
+    "draw_json_example",
     "draw_scene",
     "group_questions",
+    "json_question",
     "questions",
     "text_question",
 ]
@@ -50,7 +59,8 @@ _PART_WITH_SEVERAL_PICTURES = 0.3
 
 @dataclass(frozen=True)
 class Example:
-    """One question about one to four pictures. `question_first`: the text stands before the pictures."""
+    """One question about one to four pictures. `question_first`: the text stands before the pictures; `schema`: what
+    an answer in JSON has to fit."""
 
     images: tuple[Image.Image, ...]
     question: str
@@ -58,6 +68,7 @@ class Example:
     kind: str
     question_first: bool = False
     system: str | None = None
+    schema: dict[str, Any] | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """OpenAI-style messages; an image part is {"type": "image", "image": PIL image}."""
@@ -85,6 +96,14 @@ def draw_example(seed: int) -> Example:
         question_first=rng.random() < 0.3,
         system=rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else None,
     )
+
+
+def draw_json_example(seed: int) -> Example:
+    """The picture of this seed with a question that is answered by a JSON object."""
+    rng = random.Random(seed)
+    scene = draw_scene(rng)
+    question = json_question(scene, rng)
+    return Example((scene.image,), question.text, question.answer, question.kind, schema=question.schema)
 
 
 def draw_group(rng: random.Random) -> list[Scene]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 from npu_runner.assets.scenes import COLOURS, SHAPES, Item, Scene, Thing
 
@@ -14,6 +16,12 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five")
 ORDINALS = ("first", "second", "third", "fourth")
 # Two centres nearer than this part of the side are neither clearly left/right nor clearly above/below of each other.
 CLEARLY = 0.15
+
+_LEFTMOST: dict[str, Any] = {
+    "count": {"type": "integer", "minimum": 1, "maximum": 5, "description": "of the objects in the picture"},
+    "color": {"enum": list(COLOURS)},
+    "shape": {"enum": list(SHAPES)},
+}
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -24,17 +32,29 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True)
 class Question:
-    """kind: the name accuracy is reported under."""
+    """kind: the name accuracy is reported under; schema: what an answer in JSON has to fit."""
 
     kind: str
     text: str
     answer: str
+    schema: dict[str, Any] | None = None
 
 
 def questions(scene: Scene, rng: random.Random) -> list[Question]:
     """One question of every kind that this picture allows, in a fixed order of kinds."""
     asked = (ask(scene, rng) for ask in _ABOUT_ONE)
     return [question for question in asked if question is not None]
+
+
+def json_question(scene: Scene, rng: random.Random) -> Question:
+    """A question whose answer is a JSON object, written as json.dumps writes it."""
+    if rng.random() < 0.3:
+        asked = _ask_presence(scene, rng)
+        return _in_json(asked.text, {"present": asked.answer == "yes"}, {"present": {"type": "boolean"}})
+    colour, shape = scene.items[0]
+    fields = {"count": len(scene.things), "color": colour, "shape": shape}
+    texts = ("What is on the left?", "What is left of all?")
+    return _in_json(rng.choice(texts), fields, _LEFTMOST)
 
 
 def group_questions(scenes: Sequence[Scene], rng: random.Random) -> list[Question]:
@@ -47,6 +67,11 @@ def text_question(rng: random.Random) -> Question:
     """A question that needs no picture."""
     text, answer = rng.choice(_TEXT_ONLY)
     return Question("text", text, answer)
+
+
+def _in_json(text: str, fields: dict[str, Any], properties: dict[str, Any]) -> Question:
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return Question("json", f"{text} JSON: {', '.join(fields)}", json.dumps(fields), schema)
 
 
 def _color(rng: random.Random) -> str:
