@@ -12,7 +12,7 @@ from pathlib import Path
 from npu_runner.checkpoint_files import require_json
 from npu_runner.errors import ModelError
 from strategies import transformers_model
-from strategies.base import LoadStrategy, VisionEmbeddings
+from strategies.base import LoadStrategy, StagedImages, VisionEmbeddings
 from strategies.llama import LlamaStrategy
 from strategies.mistral import MistralStrategy
 from strategies.qwen2 import Qwen2Strategy
@@ -22,7 +22,8 @@ from strategies.qwen3_5 import Qwen35MoEStrategy, Qwen35MoETextStrategy, Qwen35S
 from strategies.qwen3_next import Qwen3NextStrategy
 from strategies.qwen3_vl import Qwen3VLMoEStrategy, Qwen3VLStrategy
 
-__all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "VisionEmbeddings", "pick_strategy", "strategies_by_model_type"]
+__all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "StagedImages", "VisionEmbeddings", "pick_strategy",
+           "strategies_by_model_type"]
 
 ENTRY_POINT_GROUP = "npu_runner.strategies"
 _OWN: tuple[type[LoadStrategy], ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -19,7 +19,7 @@ from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.pooling_config import read_pooling
 from npu_runner.weights.reader import CheckpointReader
 
-# M picture tokens, D hidden size of the decoder
+# P patches, X values of a patch, M picture tokens, D hidden size of the decoder
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,27 @@ class VisionEmbeddings:
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.main_MD, *self.deepstack))
+
+
+class StagedImages(list[ImageInput]):
+    """Pictures whose patches are on the device, or on their way to it: what `stage_images` makes for `encode_images`.
+
+    `groups`: (places in this list, patches (P, X)) of what the tower takes together.
+    """
+
+    def __init__(self, images: Sequence[ImageInput], groups: Sequence[tuple[list[int], Tensor]]):
+        super().__init__(images)
+        self._groups = list(groups)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is there for them."""
+        return [patches_PX for _, patches_PX in self._groups]
+
+    def take(self) -> Iterator[tuple[list[int], Tensor]]:
+        """The groups, once: each one's memory is the caller's to let go of."""
+        while self._groups:
+            yield self._groups.pop(0)
 
 
 class LoadStrategy(ABC):
@@ -94,6 +115,14 @@ class LoadStrategy(ABC):
     def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
         """Fill `model`; returns the bytes read. Raises WeightsError naming every tensor that does not fit."""
 
+    def stage_images(self, model: nn.Module, images: Sequence[ImageInput]) -> Sequence[ImageInput]:
+        """`images` for `encode_images`, with what it needs of them sent to the device ahead of it: StagedImages.
+
+        Handed out while the step before runs, so it may read nothing that a step writes. As they are: nothing is sent
+        ahead.
+        """
+        return images
+
     def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
-        """Embeddings of `images`, in order, through one call of the tower."""
+        """Embeddings of `images`, in order, through one call of the tower. `images` may be what `stage_images` made."""
         raise TypeError(f"{type(self).__name__} has no vision tower")

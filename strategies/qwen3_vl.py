@@ -5,12 +5,10 @@ Knows nothing of caches, schedulers or prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from npu_runner.checkpoint_files import require_json
@@ -18,18 +16,18 @@ from npu_runner.config_reading import RawConfig, decoder_config, read_rope
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.model_config import ModelConfig, VisionConfig
+from npu_runner.models.vision.patches import cut_patches
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.models.vision_language import VisionLanguageModel
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.video_settings import read_video_settings
-from npu_runner.platforms.upload import upload, upload_together
-from strategies.base import VisionEmbeddings
+from strategies.base import StagedImages, VisionEmbeddings
 from strategies.causal_lm import CausalLMStrategy
 from strategies.moe_reading import read_moe
 from strategies.qwen3 import HEAD_DIM, qwen3_layers
 
-# H, W pixels of a picture; P patches; X values of a patch; M picture tokens; D hidden size
+# P patches; X values of a patch; M picture tokens; D hidden size
 
 
 _DEEPSTACK_LAYERS = (8, 16, 24)
@@ -62,54 +60,42 @@ class Qwen3VLStrategy(CausalLMStrategy):
     def tower(self, vision: VisionConfig, context: LayerContext) -> nn.Module:
         return VisionTower(vision, context)
 
+    def stage_images(self, model: nn.Module, images: Sequence[ImageInput]) -> Sequence[ImageInput]:
+        assert isinstance(model, VisionLanguageModel), f"{type(model).__name__} has no tower"
+        return StagedImages(images, list(self._patches(model.visual, images)))
+
     def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
         assert isinstance(model, VisionLanguageModel), f"{type(model).__name__} has no tower"
         encoded: dict[int, VisionEmbeddings] = {}
-        sizes = [_num_patches(image) for image in images]
-        for order in _by_depth(images):
-            for together in _groups(order, sizes, model.visual.attention.vision_patches):
-                embeddings = self._encode(model.visual, [images[i] for i in together])
-                encoded.update(zip(together, embeddings, strict=True))
+        groups = images.take() if isinstance(images, StagedImages) else self._patches(model.visual, images)
+        for together, patches_PX in groups:
+            embeddings = self._encode(model.visual, [images[i] for i in together], patches_PX)
+            encoded.update(zip(together, embeddings, strict=True))
         return [encoded[i] for i in range(len(images))]
 
-    def _encode(self, tower: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
-        device = tower.patch_embed.weight.device
-        patches_PX = self.normalise(torch.cat([self.patchify(image, device) for image in images]))
+    def _patches(self, tower: nn.Module, images: Sequence[ImageInput]) -> Iterator[tuple[list[int], Tensor]]:
+        """(which of `images` the tower takes together, their patches): all pictures by one copy.
+
+        Where the attention wants small groups, each is cut just before the tower takes it.
+        """
+        weight, most = tower.patch_embed.weight, tower.attention.vision_patches
+        sizes = [_num_patches(image) for image in images]
+        groups = [group for order in _by_depth(images) for group in _groups(order, sizes, most)]
+        for taken in [groups] if most is None else [[group] for group in groups]:
+            yield from zip(taken, cut_patches([[images[i] for i in group] for group in taken], self._settings_of,
+                                              weight.device, weight.dtype), strict=True)
+
+    def _settings_of(self, image: ImageInput) -> ImageSettings:
+        """Of a picture; of frames of films, which have the colours of each."""
+        return self.image_settings if image.pixels_HWC.shape[2] == 3 else self.frame_settings
+
+    @staticmethod
+    def _encode(tower: nn.Module, images: Sequence[ImageInput], patches_PX: Tensor) -> list[VisionEmbeddings]:
         main_MD, levels = tower(patches_PX, [image.grid_thw[1:] for image in images])
         sizes = [image.num_tokens for image in images]
         parts = zip(main_MD.split(sizes), *(level.split(sizes) for level in levels), strict=True)
         # Copies: a cached picture must not keep the whole call's output alive.
         return [VisionEmbeddings(main.clone(), [level.clone() for level in deepstack]) for main, *deepstack in parts]
-
-    def patchify(self, image: ImageInput, device: torch.device) -> Tensor:
-        """(P, X) uint8 in merge-block order, which is that of transformers' Qwen2-VL image processor.
-
-        X = row, column, frame of a film, channel: runs of bytes stay together, and PatchEmbed arranges its weight
-        accordingly.
-        """
-        patch, merge = self.image_settings.patch_size, self.image_settings.merge_size
-        _, rows, columns = image.grid_thw
-        pixels_HWC = upload(image.pixels_HWC, device)
-        colours = image.pixels_HWC.shape[2]
-        blocks = pixels_HWC.view(rows // merge, merge, patch, columns // merge, merge, patch * colours)
-        return blocks.permute(0, 3, 1, 4, 2, 5).reshape(rows * columns, -1)
-
-    def normalise(self, patches_PX: Tensor) -> Tensor:
-        """(P, X) float32: rescaled, less the mean, over the deviation, each in float32 as transformers does it."""
-        if patches_PX.shape[1] == 3 * self.image_settings.patch_size**2:
-            settings, arrays = self.image_settings, self._mean_and_deviation
-        else:
-            settings, arrays = self.frame_settings, self._mean_and_deviation_of_frames
-        mean_X, std_X = upload_together(arrays, patches_PX.device)
-        return patches_PX.float().mul_(settings.rescale_factor).sub_(mean_X).div_(std_X)
-
-    @cached_property
-    def _mean_and_deviation(self) -> list[np.ndarray]:
-        return _by_value(self.image_settings, num_frames=1)
-
-    @cached_property
-    def _mean_and_deviation_of_frames(self) -> list[np.ndarray]:
-        return _by_value(self.frame_settings, num_frames=self.frame_settings.temporal_patch_size)
 
 
 def _by_depth(images: Sequence[ImageInput]) -> list[list[int]]:
@@ -119,12 +105,6 @@ def _by_depth(images: Sequence[ImageInput]) -> list[list[int]]:
     for index in sorted(range(len(images)), key=lambda i: images[i].grid_thw):
         by_colours.setdefault(images[index].pixels_HWC.shape[2], []).append(index)
     return [by_colours[colours] for colours in sorted(by_colours)]
-
-
-def _by_value(settings: ImageSettings, *, num_frames: int) -> list[np.ndarray]:
-    """Mean and deviation of each value of a patch."""
-    return [np.tile(np.array(values, dtype=np.float32), num_frames * settings.patch_size**2)
-            for values in (settings.image_mean, settings.image_std)]
 
 
 def _num_patches(image: ImageInput) -> int:

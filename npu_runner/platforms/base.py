@@ -23,6 +23,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.side_stream import SideStream
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
@@ -277,6 +278,10 @@ class Platform(ABC):
     def download(self, tensor: Tensor) -> Download:
         """`tensor` on its way to the host; what is handed to the device from now on is not waited for."""
         return Download(tensor)
+
+    def side_stream(self) -> SideStream | None:
+        """A new one; None where a device does one thing after the other."""
+        return None
 
     def describe(self) -> dict[str, str]:
         """Names and versions that shape numbers, for manifests and reports."""

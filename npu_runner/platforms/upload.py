@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_DTYPES = {"int32": torch.int32, "float32": torch.float32}
+_DTYPES = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
+# Where arrays lie together, each begins at a multiple of it: kernels read no better from anywhere.
+_ALIGNMENT_BYTES = 64
+
+Shape = tuple[tuple[int, ...], str]
+"""Of an array: extents, and the name of its dtype."""
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
@@ -23,7 +29,36 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """int32 and float32 arrays on the device, each in its shape and dtype, by a single copy."""
-    flat = upload(np.concatenate([array.ravel().view(np.int32) for array in arrays]), device)
-    parts = zip(flat.split([array.size for array in arrays]), arrays, strict=True)
-    return [part.view(_DTYPES[array.dtype.name]).view(array.shape) for part, array in parts]
+    """uint8, int32 and float32 arrays on the device, each in its shape and dtype, by a single copy."""
+
+    def fill(places: Sequence[np.ndarray]) -> None:
+        for place, array in zip(places, arrays, strict=True):
+            np.copyto(place, array)
+
+    return upload_filled([(array.shape, array.dtype.name) for array in arrays], fill, device)
+
+
+def upload_filled(shapes: Sequence[Shape], fill: Callable[[Sequence[np.ndarray]], None],
+                  device: torch.device) -> list[Tensor]:
+    """Arrays of these shapes on the device, by a single copy; `fill` writes them where the copy will read them.
+
+    The memory that it writes to is pinned, where there is such a thing, and kept for later calls. It is not handed out
+    again before the copy is done.
+    """
+    starts, num_bytes = [], 0
+    for extents, dtype in shapes:
+        starts.append(num_bytes)
+        size = math.prod(extents) * _DTYPES[dtype].itemsize
+        num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    fill([view.numpy() for view in _views(host, starts, shapes)])
+    return _views(host.to(device, non_blocking=True), starts, shapes)
+
+
+def _views(buffer: Tensor, starts: Sequence[int], shapes: Sequence[Shape]) -> list[Tensor]:
+    found = []
+    for start, (extents, name) in zip(starts, shapes, strict=True):
+        dtype = _DTYPES[name]
+        part = buffer[start : start + math.prod(extents) * dtype.itemsize]
+        found.append(part.view(dtype).view(extents))
+    return found

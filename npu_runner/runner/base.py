@@ -70,6 +70,8 @@ class MemoryProfile:
     free_before_bytes: int = 0
     weights_bytes: int = 0
     activation_peak_bytes: int = 0
+    staging_bytes: int = 0
+    """What the pictures of a next step take while this one runs, in memory that no step uses."""
     outside_bytes: int = 0
     """Taken since the start beside the allocator: communicators, kernels, streams."""
     other_bytes: int = 0

@@ -109,7 +109,8 @@ def fit_states(shape: StateShape, profile: MemoryProfile, *, is_measured: bool, 
 def memory_left(profile: MemoryProfile, memory_utilization: float, reserved_bytes: int) -> int:
     """What weights and activations leave of a measured device for caches and states."""
     allowed = int(profile.total_bytes * memory_utilization)
-    taken = profile.weights_bytes + profile.activation_peak_bytes + profile.outside_bytes + profile.other_bytes
+    taken = (profile.weights_bytes + profile.activation_peak_bytes + profile.staging_bytes + profile.outside_bytes
+             + profile.other_bytes)
     return allowed - taken - reserved_bytes - HEADROOM_BYTES
 
 
@@ -117,8 +118,10 @@ def memory_ledger(profile: MemoryProfile, is_measured: bool, reserved_bytes: int
                   states: StatePlan | None = None) -> str:
     rows = [("weights", profile.weights_bytes)]
     if is_measured:
-        rows += [("activations, worst step", profile.activation_peak_bytes),
-                 ("outside the allocator", profile.outside_bytes), ("in use by others", profile.other_bytes),
+        rows += [("activations, worst step", profile.activation_peak_bytes)]
+        if profile.staging_bytes:
+            rows += [("pictures of the next step", profile.staging_bytes)]
+        rows += [("outside the allocator", profile.outside_bytes), ("in use by others", profile.other_bytes),
                  ("headroom", HEADROOM_BYTES)]
     rows += [("vision cache, at most", reserved_bytes)]
     if states is not None:

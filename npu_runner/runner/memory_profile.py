@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from npu_runner.platforms.base import MemoryInfo, Platform
 from npu_runner.runner.base import MemoryProfile
 
@@ -25,10 +27,20 @@ class MemoryMeter:
         self.start_step()
         return self.profile(weights_bytes=weights_bytes, cache_bytes=0)
 
-    def profile(self, *, weights_bytes: int, cache_bytes: int) -> MemoryProfile:
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes of the allocator at once; 0 where nothing is measured."""
+        self.start_step()
+        before = self._platform.memory_info()
+        run()
+        self._platform.synchronize()
+        after = self._platform.memory_info()
+        return after.peak_allocated_bytes - before.allocated_bytes if before and after else 0
+
+    def profile(self, *, weights_bytes: int, cache_bytes: int, staging_bytes: int = 0) -> MemoryProfile:
         """All that has been taken beside a KV cache of `cache_bytes`.
 
-        `weights_bytes`, by their shapes, is for platforms that measure nothing.
+        `weights_bytes`, by their shapes, is for platforms that measure nothing. `staging_bytes`: what `peak_of` found
+        for the pictures of a next step.
         """
         self._platform.synchronize()
         info = self._platform.memory_info()
@@ -43,6 +55,7 @@ class MemoryMeter:
             free_before_bytes=before.free_bytes,
             weights_bytes=info.allocated_bytes - before.allocated_bytes - cache_bytes,
             activation_peak_bytes=info.peak_allocated_bytes - info.allocated_bytes,
+            staging_bytes=staging_bytes,
             # What the driver gave since the start, less what the allocator holds of it.
             outside_bytes=max(0, settled.total_bytes - settled.free_bytes - other - settled.reserved_bytes
                               + before.reserved_bytes),

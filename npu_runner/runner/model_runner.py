@@ -30,6 +30,7 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.sampler import Sampler
 from npu_runner.layers.steering import SteeredRows
 from npu_runner.models.contract import LanguageModel
+from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.base import GraphResourceError, GraphSettings
@@ -84,6 +85,9 @@ class ModelRunner(ModelRunnerBase):
         self.largest_image = self.processor.largest_image() if self.strategy.is_multimodal else None
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
         self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)
+        # With one step after the other there is nothing that could be sent ahead of it.
+        is_of_use = self.strategy.is_multimodal and self._schedules_ahead
+        self._side_stream = self.platform.side_stream() if is_of_use else None
         self._is_ready = False
         with torch.inference_mode(), self.guard.starting(lambda: self._phase):
             self.load_model()
@@ -144,13 +148,24 @@ class ModelRunner(ModelRunnerBase):
         self._progress("profiling memory")
         if not self._is_ready:
             self._bind_cache(num_blocks=1)
-        self._meter.start_step()
         batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
         longest = batch_size * (self.settings.max_model_len - 1)
-        self.dummy_run(min(self.settings.max_num_batched_tokens, longest), batch_size)
+        num_tokens = min(self.settings.max_num_batched_tokens, longest)
+        staging_bytes = self._profile_staging(num_tokens, batch_size)
+        self._meter.start_step()
+        self.dummy_run(num_tokens, batch_size)
         states_bytes = self.states.num_bytes if self.states else 0
-        return self._meter.profile(weights_bytes=self._weights_bytes,
+        return self._meter.profile(weights_bytes=self._weights_bytes, staging_bytes=staging_bytes,
                                    cache_bytes=self.k_cache.nbytes + self.v_cache.nbytes + states_bytes)
+
+    def _profile_staging(self, num_tokens: int, batch_size: int) -> int:
+        """Bytes of the pictures of a next step: the allocator gives a side stream memory that steps never get."""
+        if self._side_stream is None or self.largest_image is None:
+            return 0
+        pictures = self._make_pictures(VisionCache(0))
+        images = self._images_of_dummy_run(num_tokens, batch_size)
+        with torch.inference_mode():
+            return self._meter.peak_of(lambda: pictures.stage(images))
 
     def allocate_states(self, profile: MemoryProfile) -> None:
         """Size the pool of states by the ledger, which may lower max_num_seqs, and bind it to the layers.
@@ -266,14 +281,7 @@ class ModelRunner(ModelRunnerBase):
 
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
-        images = []
-        if self.largest_image is not None:
-            # Many pictures cost time; where nobody measures memory, one takes the same path.
-            is_measured = self.platform.memory_info() is not None
-            # Where a chunk begins or ends within a picture, that goes through the tower whole.
-            most = min(self.settings.max_num_batched_tokens,
-                       num_tokens + (batch_size + 1) * self.largest_image.num_tokens)
-            images = dummy_images(self.largest_image, most if is_measured else 0)
+        images = self._images_of_dummy_run(num_tokens, batch_size)
         steps = [] if in_capturing else [dummy_prefill(
             num_tokens, batch_size, block_size=self.settings.block_size, uses_mrope=self.uses_mrope, images=images
         )]
@@ -286,6 +294,15 @@ class ModelRunner(ModelRunnerBase):
         with torch.inference_mode(), self._serving_state_aside(batch_size):
             for step in steps:
                 self.steps.run(step)
+
+    def _images_of_dummy_run(self, num_tokens: int, batch_size: int) -> list[ImageInput]:
+        if self.largest_image is None:
+            return []
+        # Many pictures cost time; where nobody measures memory, one takes the same path.
+        is_measured = self.platform.memory_info() is not None
+        # Where a chunk begins or ends within a picture, that goes through the tower whole.
+        most = min(self.settings.max_num_batched_tokens, num_tokens + (batch_size + 1) * self.largest_image.num_tokens)
+        return dummy_images(self.largest_image, most if is_measured else 0)
 
     @contextmanager
     def _serving_state_aside(self, batch_size: int) -> Iterator[None]:
@@ -399,7 +416,7 @@ class ModelRunner(ModelRunnerBase):
         return StepRunner(*placed, sampler=self._make_sampler(), **shared)
 
     def _make_pictures(self, cache: VisionCache[VisionEmbeddings]) -> Pictures:
-        return Pictures(self.strategy, self.model, cache, self.max_image_tokens)
+        return Pictures(self.strategy, self.model, cache, self.max_image_tokens, self._side_stream)
 
     def _graph_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
         given = self.config.graph_batch_sizes

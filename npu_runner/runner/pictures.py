@@ -6,6 +6,7 @@ T tokens in the step, M picture tokens in the step, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,32 +15,66 @@ from torch import Tensor, nn
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.vision_cache import VisionCache
-from strategies import LoadStrategy, VisionEmbeddings
+from npu_runner.platforms.side_stream import Aside, SideStream
+from strategies import LoadStrategy, StagedImages, VisionEmbeddings
+
+
+@dataclass(frozen=True)
+class StepPictures:
+    """What is there of a step's pictures before the tower: those that were cached, by content hash, and the others in
+    the groups that go through it together. `ahead` has the first group, where it was sent ahead."""
+
+    found: dict[bytes, VisionEmbeddings]
+    groups: list[list[ImageInput]]
+    ahead: Aside[Sequence[ImageInput]] | None
 
 
 class Pictures:
     """What a strategy's tower makes of pictures, kept in `cache` as far as that goes.
 
-    max_tokens: the tower takes no more merged tokens at once, unless it is one picture.
+    max_tokens: the tower takes no more merged tokens at once, unless it is one picture. side_stream: where pictures are
+    sent to the device and cut into patches while the step before runs; None: in front of the tower.
     """
 
-    def __init__(self, strategy: LoadStrategy, model: nn.Module, cache: VisionCache[VisionEmbeddings], max_tokens: int):
+    def __init__(self, strategy: LoadStrategy, model: nn.Module, cache: VisionCache[VisionEmbeddings], max_tokens: int,
+                 side_stream: SideStream | None = None):
         self._strategy = strategy
         self._model = model
+        self._side_stream = side_stream
         self.cache = cache
         self.max_tokens = max_tokens
         self.num_encoded = 0
 
-    def encode(self, images: Sequence[ImageInput]) -> dict[bytes, VisionEmbeddings]:
-        """Embeddings by content hash; those not cached go through the tower together."""
-        found = {image.content_hash: self.cache.get(image.content_hash) for image in images}
-        missing = [image for image in images if found[image.content_hash] is None]
-        for together in self._groups(missing):
-            for image, value in zip(together, self._strategy.encode_images(self._model, together), strict=True):
+    def stage(self, images: Sequence[ImageInput]) -> StepPictures:
+        """Look for a step's pictures in the cache, and send those that are not there ahead of the step.
+
+        Called once the steps before have been handed to the device, before anything waits for them.
+        """
+        values = {image.content_hash: self.cache.get(image.content_hash) for image in images}
+        groups = self._groups([image for image in images if values[image.content_hash] is None])
+        found = {key: value for key, value in values.items() if value is not None}
+        return StepPictures(found, groups, self._send_ahead(groups[0]) if groups else None)
+
+    def _send_ahead(self, images: Sequence[ImageInput]) -> Aside[Sequence[ImageInput]] | None:
+        if self._side_stream is None:
+            return None
+        return self._side_stream.run(lambda: self._strategy.stage_images(self._model, images))
+
+    def encode(self, pictures: StepPictures) -> dict[bytes, VisionEmbeddings]:
+        """Embeddings by content hash of all of a step's; those not cached go through the tower together.
+
+        Uses `pictures` up: the step keeps it until it is collected, and no picture's memory.
+        """
+        found = dict(pictures.found)
+        pictures.found.clear()
+        for index, together in enumerate(pictures.groups):
+            # Only the first group was sent ahead: as a rule there is one.
+            images = together if index or pictures.ahead is None else _joined(pictures.ahead)
+            for image, value in zip(together, self._strategy.encode_images(self._model, images), strict=True):
                 self.cache.put(image.content_hash, value)
                 found[image.content_hash] = value
             self.num_encoded += len(together)
-        return {key: value for key, value in found.items() if value is not None}
+        return found
 
     def _groups(self, images: Sequence[ImageInput]) -> list[list[ImageInput]]:
         """As a rule one: only a chunk that has to reach a boundary may touch more pictures than a step should."""
@@ -53,12 +88,13 @@ class Pictures:
             room -= image.num_tokens
         return groups
 
-    def show(self, batch: ScheduledBatch, x_TD: Tensor, rows_T: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+    def show(self, batch: ScheduledBatch, pictures: StepPictures, x_TD: Tensor,
+             rows_T: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         """Put the pictures' rows into the embeddings; returns those and what the first layers add.
 
         `rows_T` says which row each token shows. Tokens gather, nothing is scattered: that sorts on some devices.
         """
-        embeddings = self.encode(batch.images)
+        embeddings = self.encode(pictures)
         self.cache.pin_only({s.content_hash: embeddings[s.content_hash] for s in batch.image_slices if not s.is_last})
         cuts = [(embeddings[s.content_hash], slice(s.first_row, s.first_row + s.num_rows)) for s in batch.image_slices]
         zero_1D = x_TD.new_zeros((1, x_TD.shape[1]))
@@ -69,3 +105,8 @@ class Pictures:
         levels = [torch.cat([*(value.deepstack[level][cut] for value, cut in cuts), zero_1D])
                   for level in range(num_levels)]
         return x_TD, (rows_T, levels)
+
+
+def _joined(ahead: Aside[Sequence[ImageInput]]) -> Sequence[ImageInput]:
+    images = ahead.result
+    return ahead.join(images.tensors if isinstance(images, StagedImages) else ())

@@ -29,7 +29,7 @@ from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into
 from npu_runner.runner.decode_step import DecodeStep
 from npu_runner.runner.inputs import to_device
 from npu_runner.runner.memory_guard import MemoryGuard
-from npu_runner.runner.pictures import Pictures
+from npu_runner.runner.pictures import Pictures, StepPictures
 from npu_runner.runner.prompt_logprobs import PromptScores, score_prompts
 from npu_runner.runner.state_pool import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
@@ -41,7 +41,7 @@ class PreparedStep:
     """A step whose arrays are on their way to the device. `bucket` is the graph that runs it, None for an eager step.
 
     `number` must come back with its tokens; `plan` is what the attention backend made for an eager step, `state_plan`
-    what the Gated DeltaNet backend made for a prefill.
+    what the Gated DeltaNet backend made for a prefill, `pictures` what a prefill shows.
     """
 
     batch: ScheduledBatch
@@ -51,6 +51,7 @@ class PreparedStep:
     bucket: Bucket | None
     plan: Any
     state_plan: Any = None
+    pictures: StepPictures | None = None
 
 
 class StepResult(Protocol):
@@ -163,7 +164,11 @@ class StepRunner:
     # -- the four phases -------------------------------------------------------------------------------------------
 
     def prepare(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> PreparedStep:
-        """Send the step's arrays to the device, in one copy, and let the attention plan."""
+        """Send the step's arrays to the device, in one copy, and let the attention plan.
+
+        Pictures first: those of a prefill are sent and cut while the step before runs, whoever else waits for it.
+        """
+        pictures = self.pictures.stage(batch.images) if batch.image_slices else None
         arrays = step_arrays(batch, uniforms_B, number, self.block_size)
         bucket = self.buckets.find(batch.batch_size) if self.buckets and not batch.is_prefill else None
         if self._newest is not None and self._rewrites_what_is_read(bucket):
@@ -181,7 +186,7 @@ class StepRunner:
         plan = self.attention.plan_prefill(query_lens, context_lens, batch.block_tables_BW, self.device)
         saves = [StateSave(row=row, offset=offset, slot=slot) for row, offset, slot in batch.state_saves]
         state_plan = self.gated_delta and self.gated_delta.plan_prefill(query_lens, context_lens, saves, self.device)
-        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan)
+        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan, pictures)
 
     def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Put a decode step's arrays into the bucket's static buffers, padded; returns what those hold."""
@@ -264,8 +269,8 @@ class StepRunner:
             self.states.load(batch.state_loads)
         x_TD = self.model.embed(inputs.tokens)
         deepstack = None
-        if batch.image_slices:
-            x_TD, deepstack = self.pictures.show(batch, x_TD, step.tensors["image_rows"])
+        if step.pictures is not None:
+            x_TD, deepstack = self.pictures.show(batch, step.pictures, x_TD, step.tensors["image_rows"])
         metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
         if batch.prompt_scores:

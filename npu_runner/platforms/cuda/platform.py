@@ -22,6 +22,7 @@ from npu_runner.platforms.base import (
 from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -157,6 +158,9 @@ class CudaPlatform(Platform):
 
     def download(self, tensor: Tensor) -> Download:
         return Download.start(tensor, torch.cuda.Event())
+
+    def side_stream(self) -> SideStream:
+        return SideStream(torch.cuda)
 
     def describe(self) -> dict[str, str]:
         import triton

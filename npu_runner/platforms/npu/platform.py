@@ -35,6 +35,7 @@ from npu_runner.platforms.npu.host_settings import (
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, old_cann, old_wheel, soc_name, takes_argument
 from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.side_stream import SideStream
 
 if TYPE_CHECKING:
     from npu_runner.platforms.npu.attention import NpuAttention
@@ -219,6 +220,9 @@ class NpuPlatform(Platform):
 
     def download(self, tensor: Tensor) -> Download:
         return Download.start(tensor, torch.npu.Event(), torch.npu.current_stream())
+
+    def side_stream(self) -> SideStream:
+        return SideStream(torch.npu)
 
     def describe(self) -> dict[str, str]:
         import torch_npu

@@ -1,0 +1,104 @@
+"""From pictures' bytes to the patches that a tower takes: one copy and a few launches for all pictures of a step, of
+whatever sizes. Knows no tower and no cache.
+
+A run is a row of pixels within a patch: what lies together in a picture and in a patch alike. In the device's memory
+all pictures are one row of runs, and patches gather theirs.
+
+P patches of all pictures of a group, R runs of them, X values of a patch (row, column, frame of a film, channel).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npu_runner.models.vision.parts import block_order
+from npu_runner.multimodal.image_settings import ImageSettings
+from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.platforms.upload import Shape, upload_filled
+
+# Gathered as wide as a run divides: a byte at a time is slower everywhere.
+_GATHERED = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+def cut_patches(groups: Sequence[Sequence[ImageInput]], settings_of: Callable[[ImageInput], ImageSettings],
+                device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """The patches (P, X) of each group, picture after picture, each in merge-block order.
+
+    That order is the one of transformers' Qwen2-VL image processor; PatchEmbed arranges its weight by X.
+
+    Rescaled, less the mean, over the deviation, each in float32 as transformers does it, then rounded to `dtype`.
+    Pictures of one group have patches of one length; `settings_of` them are equal.
+    """
+    settings = [settings_of(group[0]) for group in groups]
+    shapes: list[Shape] = []
+    for group, its in zip(groups, settings, strict=True):
+        num_values, num_runs = _num_values(group[0], its), sum(_num_patches(image) * its.patch_size for image in group)
+        shapes += [((2, num_values), "float32"), ((num_runs,), "int32"),
+                   ((sum(image.pixels_HWC.size for image in group),), "uint8")]
+
+    def fill(places: Sequence[np.ndarray]) -> None:
+        for index, (group, its) in enumerate(zip(groups, settings, strict=True)):
+            scales_2X, runs_R, pixels = places[3 * index : 3 * index + 3]
+            scales_2X[:] = _mean_and_deviation(its, scales_2X.shape[1])
+            _fill_runs(group, its, runs_R)
+            _fill_pixels(group, pixels)
+
+    sent = upload_filled(shapes, fill, device)
+    parts = zip(sent[::3], sent[1::3], sent[2::3], settings, strict=True)
+    return [_normalised(_gathered(runs_R, pixels, its.patch_size), scales_2X, its, dtype)
+            for scales_2X, runs_R, pixels, its in parts]
+
+
+def _fill_runs(group: Sequence[ImageInput], settings: ImageSettings, runs_R: np.ndarray) -> None:
+    """Which run of all the group's pictures each row of each patch is."""
+    patch, start, first_run = settings.patch_size, 0, 0
+    for image in group:
+        _, rows, columns = image.grid_thw
+        num_patches = rows * columns
+        places_P2 = block_order(rows, columns, settings.merge_size)
+        top_P = places_P2[:, 0] * (patch * columns) + (places_P2[:, 1] + first_run)
+        stop = start + num_patches * patch
+        below = np.arange(patch, dtype=np.int32) * columns
+        np.add(top_P[:, None], below, out=runs_R[start:stop].reshape(num_patches, patch))
+        start, first_run = stop, first_run + num_patches * patch
+
+
+def _fill_pixels(group: Sequence[ImageInput], pixels: np.ndarray) -> None:
+    start = 0
+    for image in group:
+        stop = start + image.pixels_HWC.size
+        np.copyto(pixels[start:stop].reshape(image.pixels_HWC.shape), image.pixels_HWC)
+        start = stop
+
+
+def _gathered(runs_R: Tensor, pixels: Tensor, patch_size: int) -> Tensor:
+    """(P, X) uint8."""
+    run_bytes = len(pixels) // len(runs_R)
+    width, dtype = next((width, dtype) for width, dtype in _GATHERED if run_bytes % width == 0)
+    runs = F.embedding(runs_R, pixels.view(dtype).view(-1, run_bytes // width))
+    return runs.view(torch.uint8).view(-1, run_bytes * patch_size)
+
+
+def _normalised(patches_PX: Tensor, scales_2X: Tensor, settings: ImageSettings, dtype: torch.dtype) -> Tensor:
+    mean_X, deviation_X = scales_2X
+    return patches_PX.float().mul_(settings.rescale_factor).sub_(mean_X).div_(deviation_X).to(dtype)
+
+
+def _mean_and_deviation(settings: ImageSettings, num_values: int) -> np.ndarray:
+    """(2, X), of each value of a patch."""
+    colours = np.array((settings.image_mean, settings.image_std), dtype=np.float32)
+    return np.tile(colours, num_values // colours.shape[1])
+
+
+def _num_values(image: ImageInput, settings: ImageSettings) -> int:
+    return settings.patch_size**2 * image.pixels_HWC.shape[2]
+
+
+def _num_patches(image: ImageInput) -> int:
+    return math.prod(image.grid_thw)

@@ -1,0 +1,51 @@
+"""Work for a device beside that of its steps: a stream of its own, and an event to wait for. Knows no vendor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Aside(Generic[T]):
+    """What work on a side stream makes, on its way: `result` is for whoever has called `join`."""
+
+    def __init__(self, result: T, event: Any, device: Any):
+        self.result = result
+        self._event = event
+        self._device = device
+
+    def join(self, tensors: Iterable[Tensor]) -> T:
+        """`result`, once the current stream has been told to wait for it; the host does not.
+
+        `tensors`: all of it that the current stream will read. Their memory belongs to the side stream, which else took
+        it for its next work as soon as the host lets go of them.
+        """
+        stream = self._device.current_stream()
+        stream.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        return self.result
+
+
+class SideStream:
+    """`device`: torch's module of the vendor, which has streams and events by the names of torch.cuda."""
+
+    def __init__(self, device: Any):
+        self._device = device
+        self._stream = device.Stream()
+
+    def run(self, work: Callable[[], T]) -> Aside[T]:
+        """Hand out `work()` to the side stream: copies, kernels, and the memory that they take.
+
+        It waits for nothing that other streams have to do, so it may read only what the host sends and what has been
+        there for long, as weights have.
+        """
+        with self._device.stream(self._stream):
+            result = work()
+            event = self._device.Event()
+            event.record()
+        return Aside(result, event, self._device)
