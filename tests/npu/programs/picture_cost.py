@@ -16,6 +16,7 @@ import torch
 from npu_runner import LLM, SamplingParams
 from tests.cann.programs.emulation import counters, reset_counters
 from tests.oracle.reference import random_image
+from tests.oracle.running import runner_of
 
 SIZES = ((64, 64), (128, 96), (64, 96), (160, 96), (32, 96), (96, 128), (96, 96), (32, 64))
 NUM_PICTURES = (1, len(SIZES))
@@ -42,12 +43,27 @@ def of_a_step(llm: LLM, count: int) -> dict[str, Any]:
     return found
 
 
+def of_staging(llm: LLM, count: int) -> Any:
+    """Counters over what happens to pictures before the tower."""
+    runner = runner_of(llm)
+    images = prompt_with(llm, count, seed=0).images
+    torch.npu.synchronize()
+    reset_counters()
+    with torch.inference_mode():
+        staged = runner.strategy.stage_images(runner.model, images)
+    found = counters()
+    torch.npu.synchronize()
+    assert len(staged) == count
+    return {**counters(), "syncs": found.get("syncs", {})}
+
+
 def main(model: str, results_path: str) -> None:
     # One step after the other: with two under way, what belongs to which of them could not be told.
     with LLM(model, platform="npu", max_num_seqs=2, max_model_len=512, graph_mode="eager", dtype="bfloat16",
              async_scheduling=False) as llm:
         of_a_step(llm, 2)  # settles what is lazy
-        found = {str(count): of_a_step(llm, count) for count in NUM_PICTURES}
+        found = {str(count): {"step": of_a_step(llm, count), "staging": of_staging(llm, count)}
+                 for count in NUM_PICTURES}
     Path(results_path).write_text(json.dumps(found))
 
 

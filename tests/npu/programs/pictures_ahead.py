@@ -1,0 +1,81 @@
+"""Generates from pictures with two steps under way on the emulated device, and says what was so when each was staged.
+
+    python -m tests.npu.programs.pictures_ahead MODEL RESULTS.json FAILURE...
+
+For each FAILURE an engine of its own, in which the device fails like that while pictures are staged for the second
+time; "" is none, "fault" a kernel on the stream of the pictures that reads what is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from npu_runner import LLM, SamplingParams
+from npu_runner.errors import NpuRunnerError
+from tests.oracle.reference import random_image
+from tests.oracle.running import runner_of
+
+SIZES = ((64, 64), (128, 96), (64, 96), (160, 96), (32, 96), (96, 128))
+# A step takes two of these prompts at most, so that pictures come in several steps.
+SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 64, "dtype": "float32",
+                            "vision_cache_bytes": 1 << 20}
+FAULT = "fault"
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def prompts_of(llm: LLM) -> list[Any]:
+    rng = np.random.default_rng(3)
+    pictures = [{"type": "image", "image": random_image(rng, *size)} for size in SIZES]
+    text = {"type": "text", "text": "which"}
+    return [llm.engine.processor([{"role": "user", "content": [picture, text]}]) for picture in pictures]
+
+
+def fail(failure: str) -> None:
+    from tests.cann.programs.emulation import set_failures
+
+    if failure == FAULT:
+        torch.nn.functional.embedding(torch.full((1,), 1 << 20).npu(), torch.zeros(4, 4).npu())
+    else:
+        torch.npu.empty_cache()  # nothing is at hand: pictures need memory of their own
+        set_failures(failure)
+
+
+def run(model: str, failure: str) -> dict[str, Any]:
+    with LLM(model, platform="npu", attention_backend="fused", graph_mode="eager", async_scheduling=True,
+             **SETTINGS) as llm:
+        runner = runner_of(llm)
+        stage, seen = runner.strategy.stage_images, []
+        steps_stream = torch.npu.current_stream().stream_id
+
+        def noted(*arguments: Any) -> Any:
+            newest = runner.steps._newest
+            seen.append({"beside": torch.npu.current_stream().stream_id != steps_stream,
+                         "step_runs": newest is not None and not newest.is_done()})
+            if failure and len(seen) == 2:
+                fail(failure)
+            return stage(*arguments)
+
+        runner.strategy.stage_images = noted  # type: ignore[method-assign]
+        result: dict[str, Any] = {"seen": seen, "ledger": llm.engine.ledger}
+        try:
+            outputs = llm.generate(prompts_of(llm), PARAMS)
+            result |= {"tokens": [output.token_ids for output in outputs],
+                       "given_up": [output.completions[0].error_code for output in outputs]}
+        except NpuRunnerError as error:
+            result |= {"error": type(error).__name__, "message": str(error)}
+        stats = llm.stats()
+        return result | {"num_retries": runner.guard.num_retries, "num_encoded": stats.num_images_encoded}
+
+
+def main(model: str, results_path: str, *failures: str) -> None:
+    Path(results_path).write_text(json.dumps([run(model, failure) for failure in failures]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,96 @@
+"""Pictures on the emulated device: what a step's cost, counted, and that they come ahead of it, whatever fails then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner import LLM
+from tests.cann.environment import has_real_cann, run_python
+from tests.npu.programs.pictures_ahead import FAULT, PARAMS, SETTINGS, prompts_of
+
+pytestmark = [
+    pytest.mark.npu,
+    pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN counts, and fails on demand"),
+]
+
+# Gather, cast, times, minus, over, cast again.
+MOST_LAUNCHES = 6
+# Each picture's embeddings and its two deepstack levels are cut out of the call's.
+COPIES_OF_A_PICTURE = 3
+MEMORY_COMES_BACK, MEMORY_IS_GONE = "aclrtMallocPhysical:1-3:207001", "aclrtMallocPhysical:1+:207001"
+
+
+def results_of(program: str, model: Path, folder: Path, *arguments: str, **emulation: Any) -> Any:
+    results = folder / "out.json"
+    done = run_python(["-m", f"tests.npu.programs.{program}", str(model), str(results), *arguments],
+                      allow_fp32_attention=True, **emulation)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(results.read_text())
+
+
+def num_calls(entries: dict[str, dict[str, int]]) -> int:
+    return sum(entry["calls"] for entry in entries.values())
+
+
+@pytest.fixture(scope="module")
+def cost(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = results_of("picture_cost", checkpoint("qwen3_vl"), tmp_path_factory.mktemp("cost"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokens_on_cpu(checkpoint: Any) -> list[list[int]]:
+    with LLM(checkpoint("qwen3_vl"), platform="cpu", **SETTINGS) as llm:
+        return [output.token_ids for output in llm.generate(prompts_of(llm), PARAMS)]
+
+
+def test_pictures_of_eight_sizes_are_sent_by_one_copy_and_cut_by_six_launches(cost: dict[str, Any]) -> None:
+    for count in ("1", "8"):
+        staging = cost[count]["staging"]
+        assert staging["copies"]["h2d"]["calls"] == 1
+        assert num_calls(staging["launches"]) <= MOST_LAUNCHES, staging["launches"]
+        assert staging["syncs"] == {}, "the host waits for nothing"
+
+
+def test_a_step_with_eight_pictures_copies_as_often_as_one_with_one(cost: dict[str, Any]) -> None:
+    one, eight = cost["1"]["step"], cost["8"]["step"]
+    assert eight["copies"]["h2d"]["calls"] == one["copies"]["h2d"]["calls"]
+    assert (one["copies"]["d2h"]["calls"], eight["copies"]["d2h"]["calls"]) == (1, 1)
+    assert num_calls(eight["launches"]) - num_calls(one["launches"]) == 7 * COPIES_OF_A_PICTURE
+    assert num_calls(eight["syncs"]) == 1, "the sampled token is waited for, once"
+
+
+def test_pictures_are_staged_on_a_stream_beside_while_a_step_runs(
+    checkpoint: Any, tokens_on_cpu: list[list[int]], tmp_path: Path
+) -> None:
+    """Nothing runs here before somebody waits: a tower that did not wait for its patches would see none."""
+    (result,) = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, "", lazy=True)
+    assert result["tokens"] == tokens_on_cpu
+    assert len(result["seen"]) > 1
+    assert all(seen["beside"] for seen in result["seen"])
+    assert result["seen"][1]["step_runs"]
+    assert "pictures of the next step" in result["ledger"]
+
+
+def test_memory_that_runs_out_while_pictures_are_staged(
+    checkpoint: Any, tokens_on_cpu: list[list[int]], tmp_path: Path
+) -> None:
+    back, gone = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, MEMORY_COMES_BACK, MEMORY_IS_GONE)
+    assert back["num_retries"] == 1
+    assert back["tokens"] == tokens_on_cpu
+    assert back["num_encoded"] == len(tokens_on_cpu), "the tower has seen each picture once"
+    assert set(gone["given_up"]) == {"out_of_memory"}
+    for tokens, expected in zip(gone["tokens"], tokens_on_cpu, strict=True):
+        assert tokens == expected[: len(tokens)]
+
+
+def test_a_device_that_fails_while_pictures_are_staged_is_named(checkpoint: Any, tmp_path: Path) -> None:
+    """Not waited for for ever, though the event that the step waits for is never recorded."""
+    (result,) = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, FAULT)
+    assert result["error"] == "EngineDeadError"
+    assert "aclnnEmbedding: indices holds 1048576" in result["message"]
+    assert "tokens" not in result
