@@ -67,19 +67,24 @@ def test_a_step_with_eight_pictures_copies_as_often_as_one_with_one(cost: dict[s
 def test_pictures_are_staged_on_a_stream_beside_while_a_step_runs(
     checkpoint: Any, tokens_on_cpu: list[list[int]], tmp_path: Path
 ) -> None:
-    """Nothing runs here before somebody waits: a tower that did not wait for its patches would see none."""
-    (result,) = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, "", lazy=True)
+    """Nothing runs here before somebody waits, and the first pictures last of all: a tower that did not wait for its
+    patches would see none."""
+    found = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, "", lazy=True)
+    (result,) = found["runs"]
     assert result["tokens"] == tokens_on_cpu
     assert len(result["seen"]) > 1
     assert all(seen["beside"] for seen in result["seen"])
     assert result["seen"][1]["step_runs"]
     assert "pictures of the next step" in result["ledger"]
+    assert not found["reuses_memory"], "patches that a step has not read yet are overwritten by the next one's"
 
 
+@pytest.mark.full("two engines, one of which gives up each row; memory that runs out in steps with pictures stays")
 def test_memory_that_runs_out_while_pictures_are_staged(
     checkpoint: Any, tokens_on_cpu: list[list[int]], tmp_path: Path
 ) -> None:
-    back, gone = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, MEMORY_COMES_BACK, MEMORY_IS_GONE)
+    back, gone = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, MEMORY_COMES_BACK,
+                            MEMORY_IS_GONE)["runs"]
     assert back["num_retries"] == 1
     assert back["tokens"] == tokens_on_cpu
     assert back["num_encoded"] == len(tokens_on_cpu), "the tower has seen each picture once"
@@ -88,9 +93,10 @@ def test_memory_that_runs_out_while_pictures_are_staged(
         assert tokens == expected[: len(tokens)]
 
 
+@pytest.mark.full("waits for what never comes; steps of a device that fails stay")
 def test_a_device_that_fails_while_pictures_are_staged_is_named(checkpoint: Any, tmp_path: Path) -> None:
     """Not waited for for ever, though the event that the step waits for is never recorded."""
-    (result,) = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, FAULT)
+    (result,) = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, FAULT)["runs"]
     assert result["error"] == "EngineDeadError"
     assert "aclnnEmbedding: indices holds 1048576" in result["message"]
     assert "tokens" not in result

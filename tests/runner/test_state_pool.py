@@ -95,7 +95,8 @@ def fit(profile: MemoryProfile, **changes: Any) -> StatePlan:
 
 
 def test_states_take_at_most_half_and_the_ledger_adds_up() -> None:
-    profile = MemoryProfile(total_bytes=48 * GIB, weights_bytes=18 * GIB, activation_peak_bytes=2 * GIB)
+    profile = MemoryProfile(total_bytes=48 * GIB, weights_bytes=17 * GIB, activation_peak_bytes=2 * GIB,
+                            staging_bytes=GIB)
     left = int(48 * GIB * 0.9) - 20 * GIB - GIB - GIB // 4
     states = fit(profile)
     assert left // 2 - SHAPE.bytes_per_slot < states.num_bytes <= left // 2
@@ -105,6 +106,7 @@ def test_states_take_at_most_half_and_the_ledger_adds_up() -> None:
                          max_num_batched_tokens=8192, states=states)
     assert left - kv.bytes_per_block < made.num_blocks * kv.bytes_per_block + states.num_bytes <= left
     assert "states of sequences" in made.ledger
+    assert "pictures of the next step" in made.ledger
     assert f"{states.max_num_seqs} sequences" in made.ledger
     assert f"lowered from 256 to {states.max_num_seqs}" in made.ledger
 
