@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _DTYPES = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
-# Where arrays lie together, each begins at a multiple of it: kernels read no better from anywhere.
+# Each of several arrays begins at a multiple of it, as memory of its own would.
 _ALIGNMENT_BYTES = 64
 
 Shape = tuple[tuple[int, ...], str]

@@ -22,7 +22,7 @@ from npu_runner.multimodal.image_settings import ImageSettings
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.platforms.upload import Shape, upload_filled
 
-# Gathered as wide as a run divides: a byte at a time is slower everywhere.
+# (bytes, dtype) that runs are gathered as: the widest that a run divides into, so that there is least to gather.
 _GATHERED = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
