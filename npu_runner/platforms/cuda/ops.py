@@ -7,6 +7,8 @@ one token, in registers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -14,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from npu_runner.platforms.cuda import experts
+from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.ops import Ops
 
 # Heads of one token that one program turns; they share its cos and sin.
@@ -21,8 +24,11 @@ _ROTARY_HEADS = 8
 
 
 class TritonOps(Ops):
+    draws_greedily = True
+
     def __init__(self) -> None:
         self._compiled: set[tuple[int, ...]] = set()
+
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TD, weight_OD, bias_O)
 
@@ -97,6 +103,9 @@ class TritonOps(Ops):
             self._compiled.add(kind)
             experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down)
         return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down)
+
+    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        return draw_from_softmax
 
 
 def _warps(width: int) -> int:
