@@ -9,12 +9,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from bench_cuda_cases import DEVICE, Case
+from bench_cuda_cases import CALLS, DEVICE, Case
+from torch import Tensor
 
 from npu_runner.layers import sampling_ops
+from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.cuda.attention import TritonAttention
 from npu_runner.platforms.cuda.draw import draw_from_softmax
+from npu_runner.platforms.cuda.ops import TritonOps
+from npu_runner.platforms.ops import HeadNorms
 
 _VOCABULARY = 151_936
+# (query heads, kv heads, head dim, dims that turn, a gate beside each query) of Qwen3-0.6B, Qwen3-8B, Qwen3.5-35B-A3B
+_HEADS = {"0.6b": (16, 8, 128, 128, False), "8b": (32, 8, 128, 128, False), "35b-a3b": (16, 2, 256, 64, True)}
+_BLOCK_SIZE = 64
 
 
 def draws() -> Iterator[Case]:
@@ -39,9 +47,52 @@ def draws() -> Iterator[Case]:
                 yield Case(name=f"{kind} of {batch_size}, {way}", call=call, num_bytes=num_bytes, in_graph=True)
 
 
-def plain_draw(logits_BV: torch.Tensor, temperature_B1: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
+def plain_draw(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
     """What the sampler does where a platform has no draw of its own."""
     largest_B1, tokens_B1 = sampling_ops.most_probable(logits_BV)
     unusable_B1 = sampling_ops.is_unusable(logits_BV, largest_B1)
     weights_BV = sampling_ops.token_weights(logits_BV.float(), largest_B1.float(), temperature_B1)
     return sampling_ops.draw(weights_BV, tokens_B1, uniform_B1, min_p_B1=None).masked_fill(unusable_B1, -1)
+
+
+def heads() -> Iterator[Case]:
+    """Norm, rotary embedding and cache write of the heads of a step, or of a prompt."""
+    for model, shape in _HEADS.items():
+        for num_tokens in (1, 8, 64, 256, 8192):
+            layers = [_Heads(num_tokens, *shape) for _ in range(CALLS if num_tokens <= 256 else 3)]
+            for way, run in (("operators", AttentionBackend.norm_rotary_store),
+                             ("kernel", TritonAttention.norm_rotary_store)):
+
+                def call(index: int, layers: Any = layers, run: Any = run) -> Any:
+                    return layers[index % len(layers)].store(run)
+
+                yield Case(name=f"heads of {model}, {num_tokens} tokens, {way}", call=call, in_graph=True,
+                           num_bytes=layers[0].num_bytes)
+
+
+class _Heads:
+    """What one layer's product leaves of a step, and the layer's cache."""
+
+    def __init__(self, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int,
+                 is_gated: bool):
+        width = (1 + is_gated) * head_dim
+        sizes = [num_heads * width, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        qkv = torch.randn(num_tokens, sum(sizes), device=DEVICE).bfloat16()
+        q, k, v = qkv.split(sizes, dim=-1)
+        self.heads = [q.unflatten(-1, (-1, width))[..., :head_dim], *(x.unflatten(-1, (-1, head_dim)) for x in (k, v))]
+        gain_H = torch.ones(head_dim, device=DEVICE, dtype=torch.bfloat16)
+        self.norms = HeadNorms(gain_H, gain_H, 1e-6)
+        self.turns = [torch.randn(num_tokens, rotary_dim, device=DEVICE).bfloat16() for _ in range(2)]
+        num_blocks = -(-num_tokens // _BLOCK_SIZE)
+        k_cache, v_cache = torch.zeros(2, num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, device=DEVICE,
+                                       dtype=torch.bfloat16)
+        self.cache = {"k_cache": k_cache, "v_cache": v_cache,
+                      "slot_mapping_T": torch.randperm(num_blocks * _BLOCK_SIZE, device=DEVICE)[:num_tokens].int()}
+        self.backend = TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                                       block_size=_BLOCK_SIZE, dtype=torch.bfloat16)
+        self.ops = TritonOps()
+        self.num_bytes = 2.0 * 2 * num_tokens * head_dim * (num_heads + 2 * num_kv_heads)
+
+    def store(self, run: Any) -> Tensor:
+        q_TNH: Tensor = run(self.backend, self.ops, *self.heads, self.norms, *self.turns, **self.cache)
+        return q_TNH

@@ -1,10 +1,10 @@
 """Each Triton kernel of Gated DeltaNet, of the experts and of the sampler at real sizes: microseconds, GB/s, TFLOP/s.
 
-    python scripts/bench_cuda_kernels.py [--shape 35b-a3b|9b] [--part steps prompts experts small draws] [--sweep]
+    python scripts/bench_cuda_kernels.py [--shape 35b-a3b|9b] [--part steps prompts experts small draws heads] [--sweep]
 
-Times are those of the kernels alone, from the profiler; of draws those of a graph of several calls, gaps included, beside
-the general operators. Bytes and operations are what the definition needs, whatever the kernel does. Buffers of several
-layers take turns: a model, too, finds none of them in the L2 cache.
+Times are those of the kernels alone, from the profiler; of draws and heads those of a graph of several calls, gaps
+included, beside the general operators. Bytes and operations are what the definition needs, whatever the kernel does.
+Buffers of several layers take turns: a model, too, finds none of them in the L2 cache.
 `--sweep` tries other tile sizes and warps for the products and the scan. Prints tables, then one JSON line.
 """
 
@@ -235,8 +235,15 @@ def draws(_: Shape, __: bool) -> Iterator[Case]:
     yield from bench_cuda_dense.draws()
 
 
+def heads(_: Shape, __: bool) -> Iterator[Case]:
+    """Norm, rotary embedding and cache write of attention's heads."""
+    import bench_cuda_dense
+
+    yield from bench_cuda_dense.heads()
+
+
 PARTS: dict[str, Callable[[Shape, bool], Iterator[Case]]] = {"steps": steps, "prompts": prompts, "experts": experts,
-                                                             "small": small, "draws": draws}
+                                                             "small": small, "draws": draws, "heads": heads}
 
 
 def _always(function: Callable[..., Any], *arguments: Any) -> Callable[[int], Any]:

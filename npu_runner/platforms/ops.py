@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each query and key head; weights (H,) as in `Ops.rms_norm`."""
+
+    q_weight_H: Tensor
+    k_weight_H: Tensor
+    eps: float
 
 
 class Ops(ABC):
