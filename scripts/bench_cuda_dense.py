@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from bench_cuda_cases import CALLS, DEVICE, Case
 from torch import Tensor
 
@@ -17,12 +18,17 @@ from npu_runner.platforms.base import AttentionBackend
 from npu_runner.platforms.cuda.attention import TritonAttention
 from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.cuda.ops import TritonOps
+from npu_runner.platforms.cuda.products import Tile, few_rows
 from npu_runner.platforms.ops import HeadNorms
 
 _VOCABULARY = 151_936
 # (query heads, kv heads, head dim, dims that turn, a gate beside each query) of Qwen3-0.6B, Qwen3-8B, Qwen3.5-35B-A3B
 _HEADS = {"0.6b": (16, 8, 128, 128, False), "8b": (32, 8, 128, 128, False), "35b-a3b": (16, 2, 256, 64, True)}
 _BLOCK_SIZE = 64
+# (output, input features) of Qwen3-8B's weights and of Qwen3-0.6B's
+_WEIGHTS = {"8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (24_576, 4096), "8b down": (4096, 12_288),
+            "8b head": (_VOCABULARY, 4096), "0.6b qkv": (4096, 1024), "0.6b o": (1024, 2048),
+            "0.6b gate_up": (6144, 1024), "0.6b down": (1024, 3072), "0.6b head": (_VOCABULARY, 1024)}
 
 
 def draws() -> Iterator[Case]:
@@ -96,3 +102,33 @@ class _Heads:
     def store(self, run: Any) -> Tensor:
         q_TNH: Tensor = run(self.backend, self.ops, *self.heads, self.norms, *self.turns, **self.cache)
         return q_TNH
+
+
+def products(is_sweep: bool) -> Iterator[Case]:
+    """A few rows times a weight, by the library and by the kernels."""
+    for name, (num_outputs, num_inputs) in _WEIGHTS.items():
+        num_layers = 2 if num_outputs == _VOCABULARY else CALLS
+        weights = [torch.randn(num_outputs, num_inputs, device=DEVICE, dtype=torch.bfloat16) * num_inputs**-0.5
+                   for _ in range(num_layers)]
+        for num_rows in (1, 2, 4, 8):
+            x_MI = torch.randn(num_rows, num_inputs, device=DEVICE).bfloat16()
+            ways: dict[str, Any] = {"library": F.linear, "kernel": few_rows}
+            for tile in _tiles(num_rows) if is_sweep else ():
+                ways[f"{tuple(tile)}"] = lambda x, w, b, tile=tile: few_rows(x, w, b, tile)
+            for way, run in ways.items():
+
+                def call(index: int, run: Any = run, x_MI: Any = x_MI, weights: Any = weights) -> Any:
+                    return run(x_MI, weights[index % len(weights)], None)
+
+                yield Case(name=f"{name}, {num_rows} rows, {way}", call=call, in_graph=True,
+                           num_bytes=2.0 * num_outputs * num_inputs,
+                           operations=2.0 * num_rows * num_outputs * num_inputs)
+
+
+def _tiles(num_rows: int) -> Iterator[Tile]:
+    if num_rows == 1:
+        sizes = [(4, 1024, 4, 1), (8, 512, 4, 1), (8, 512, 4, 3), (8, 1024, 8, 1), (16, 256, 4, 4), (2, 1024, 4, 1)]
+    else:
+        sizes = [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3),
+                 (128, 64, 4, 5), (128, 128, 8, 4)]
+    yield from (Tile(*size) for size in sizes)

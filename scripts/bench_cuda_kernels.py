@@ -1,11 +1,12 @@
 """Each Triton kernel of Gated DeltaNet, of the experts and of the sampler at real sizes: microseconds, GB/s, TFLOP/s.
 
-    python scripts/bench_cuda_kernels.py [--shape 35b-a3b|9b] [--part steps prompts experts small draws heads] [--sweep]
+    python scripts/bench_cuda_kernels.py [--shape 35b-a3b|9b] [--part steps prompts experts small draws heads products]
+        [--sweep]
 
-Times are those of the kernels alone, from the profiler; of draws and heads those of a graph of several calls, gaps
-included, beside the general operators. Bytes and operations are what the definition needs, whatever the kernel does.
-Buffers of several layers take turns: a model, too, finds none of them in the L2 cache.
-`--sweep` tries other tile sizes and warps for the products and the scan. Prints tables, then one JSON line.
+Times are those of the kernels alone, from the profiler; of draws, heads and products those of a graph of several
+calls, gaps included, beside the general operators. Bytes and operations are what the definition needs, whatever the
+kernel does. Buffers of several layers take turns: a model, too, finds none of them in the L2 cache. `--sweep` tries
+other tile sizes and warps for the products and the scan. Prints tables, then one JSON line.
 """
 
 from __future__ import annotations
@@ -242,8 +243,16 @@ def heads(_: Shape, __: bool) -> Iterator[Case]:
     yield from bench_cuda_dense.heads()
 
 
+def products(_: Shape, is_sweep: bool) -> Iterator[Case]:
+    """A few rows times the weights of dense decoders."""
+    import bench_cuda_dense
+
+    yield from bench_cuda_dense.products(is_sweep)
+
+
 PARTS: dict[str, Callable[[Shape, bool], Iterator[Case]]] = {"steps": steps, "prompts": prompts, "experts": experts,
-                                                             "small": small, "draws": draws, "heads": heads}
+                                                             "small": small, "draws": draws, "heads": heads,
+                                                             "products": products}
 
 
 def _always(function: Callable[..., Any], *arguments: Any) -> Callable[[int], Any]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import experts
+from npu_runner.platforms.cuda import experts, products
 from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.ops import Ops
 
@@ -30,7 +30,21 @@ class TritonOps(Ops):
         self._compiled: set[tuple[int, ...]] = set()
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-        return F.linear(x_TD, weight_OD, bias_O)
+        # Inductor has products of its own to choose from.
+        if torch.compiler.is_compiling() or not products.has_product(x_TD, weight_OD):
+            return F.linear(x_TD, weight_OD, bias_O)
+        self._compile_products(x_TD, weight_OD, bias_O)
+        if len(x_TD) > products.MOST_ROWS:
+            return F.linear(x_TD, weight_OD, bias_O)
+        return products.few_rows(x_TD, weight_OD, bias_O)
+
+    def _compile_products(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> None:
+        """The first product with a weight of this shape, in a made-up step, is computed for few rows, too."""
+        kind = (*weight_OD.shape, weight_OD.dtype.itemsize, int(bias_O is not None))
+        if kind not in self._compiled and len(x_TD):
+            self._compiled.add(kind)
+            for num_rows in (1, 2):
+                products.few_rows(x_TD[:1].expand(num_rows, -1).contiguous(), weight_OD, bias_O)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TND = x if x.dim() == 3 else x[:, None]
