@@ -16,7 +16,9 @@ from torch import Tensor
 
 from npu_runner.platforms.base import AttentionBackend
 from npu_runner.platforms.cuda import attention_kernels as kernels
+from npu_runner.platforms.cuda.heads import norm_rotary_store
 from npu_runner.platforms.cuda.vision_attention import VisionPlan, picture_attention, plan_pictures
+from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 # Query rows of one program of the prefill kernel.
@@ -79,6 +81,12 @@ class TritonAttention(AttentionBackend):
             k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T, k_TKH.stride(0), v_TKH.stride(0), width,
             BLOCK=triton.next_power_of_2(width), num_warps=4,
         )
+
+    def norm_rotary_store(self, ops: Ops, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None,
+                          cos_TR: Tensor, sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor,
+                          slot_mapping_T: Tensor) -> Tensor:
+        return norm_rotary_store(q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, k_cache=k_cache, v_cache=v_cache,
+                                 slot_mapping_T=slot_mapping_T)
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
