@@ -18,7 +18,7 @@ import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import NpuRunnerError
-from npu_runner.platforms.side_stream import SideStream
+from npu_runner.platforms import pick_platform
 from tests.oracle.reference import random_image
 from tests.oracle.running import runner_of
 
@@ -91,8 +91,10 @@ def run(model: str, failure: str) -> dict[str, Any]:
 
 def gives_memory_to_the_next_one() -> bool:
     """Whether work on a side stream gets the memory of what is still to be read, where nothing runs before a wait."""
-    torch.npu.set_device(0)
-    side = SideStream(torch.npu)
+    platform = pick_platform("npu")
+    platform.set_device(0)
+    side = platform.side_stream()
+    assert side is not None, "the platform has streams"
     aside = side.run(lambda: torch.ones(1 << 16, device="npu"))
     place = aside.result.data_ptr()
     total = aside.join([aside.result]).sum()
