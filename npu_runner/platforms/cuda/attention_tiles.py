@@ -1,7 +1,7 @@
 """How large the tiles of the attention kernels are, by head dim: a fixed table. Knows no kernel and no model.
 
-The tables were taken on an H100 with `python scripts/bench_cuda_kernels.py --part decode prefill tower --sweep`. They
-know no lengths: a tile is part of what is compiled, and nothing is compiled while serving.
+`python scripts/bench_cuda_attention.py --sweep` tries others. The tables know no lengths: a tile is part of what is
+compiled, and nothing is compiled while serving.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Gpu(NamedTuple):
         return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
-# By the power of 2 that holds the head dim; smaller ones take the first. Rows of decode: what tensor cores take least.
-_DECODE = {64: Tile(16, 64, 4, 3), 128: Tile(16, 64, 4, 2), 256: Tile(16, 64, 4, 2)}
-_PREFILL = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)}
-_TOWER = {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)}
-# In float32 nothing goes through tensor cores.
-_DECODE_FLOAT32 = {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 32, 4, 1)}
-_PREFILL_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)}
+# By the power of 2 that holds the head dim; smaller ones take the first. Rows of decode: the least that products take.
+_DECODE = {64: Tile(16, 64, 4, 4), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 3)}
+_PREFILL = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)}
+_TOWER = {64: Tile(64, 64, 4, 3), 80: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)}
+# float32 takes no tensor cores: its products are unrolled, and larger tiles do not fit into registers.
+_DECODE_FLOAT32 = {128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
+_PREFILL_FLOAT32 = {128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
 
 def head_width(head_dim: int) -> int:

@@ -40,9 +40,11 @@ def picture_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionP
     """Full attention within each picture, (T, N, H); heads of one token lie together."""
     num_heads, head_dim = q_TNH.shape[1:]
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q_TNH, k_TNH, v_TNH)), "heads of one token lie together"
+    longest = max(plan.lengths)
+    assert longest * max(x.stride(0) for x in (q_TNH, k_TNH, v_TNH)) < 2**31, "places within a picture fit into 32 bits"
     head, rest = split_head(head_dim)
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    kernels.pictures[(triton.cdiv(max(plan.lengths), tile.rows), num_heads, len(plan.lengths))](
+    kernels.pictures[(triton.cdiv(longest, tile.rows), num_heads, len(plan.lengths))](
         q_TNH, k_TNH, v_TNH, out_TNH, plan.starts_B1, q_TNH.stride(0), k_TNH.stride(0), v_TNH.stride(0),
         NUM_HEADS=num_heads, FACTOR=scale * math.log2(math.e), HEAD_DIM=head_dim, HEAD=head, REST=rest,
         ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -15,19 +15,19 @@ from npu_runner.platforms.cuda.attention_kernels import load_rows, weigh
 
 
 @triton.jit
-def _step(queries, queries_rest, highest, total, sums, sums_rest, k, v, start, end, stride_k, stride_v,
+def _step(queries, queries_rest, highest, total, sums, sums_rest, k, v, start, length, stride_k, stride_v,
           MASKED: tl.constexpr, FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
           COLUMNS: tl.constexpr):
-    """COLUMNS tokens from `start` on; MASKED: not all of them are before `end`."""
-    columns = tl.arange(0, COLUMNS)
+    """COLUMNS tokens of a picture from its token `start` on; MASKED: not all of them are among its `length`."""
+    columns = start + tl.arange(0, COLUMNS)
     dims = tl.arange(0, HEAD)
     is_there = None
     is_seen = None
     if MASKED:
-        is_there = start + columns < end
+        is_there = columns < length
         is_seen = is_there[None, :]
-    rows_k = k + start.to(tl.int64) * stride_k + columns[:, None] * stride_k
-    rows_v = v + start.to(tl.int64) * stride_v + columns[:, None] * stride_v
+    rows_k = k + columns[:, None] * stride_k
+    rows_v = v + columns[:, None] * stride_v
     keys = load_rows(rows_k + dims[None, :], is_there, dims, HEAD_DIM, HEAD)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if REST:
@@ -50,17 +50,19 @@ def pictures(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.c
              COLUMNS: tl.constexpr):
     """ROWS tokens of one head and one picture over all of that picture; only its last columns are masked."""
     head = tl.program_id(1)
-    begin = tl.load(starts + tl.program_id(2))
-    end = tl.load(starts + tl.program_id(2) + 1)
-    first = begin + tl.program_id(0) * ROWS
-    if first < end:
+    begin = tl.load(starts + tl.program_id(2)).to(tl.int64)
+    length = (tl.load(starts + tl.program_id(2) + 1) - begin).to(tl.int32)
+    first = tl.program_id(0) * ROWS
+    if first < length:
+        q += begin * stride_q + head * HEAD_DIM
+        k += begin * stride_k + head * HEAD_DIM
+        v += begin * stride_v + head * HEAD_DIM
+        out += (begin * NUM_HEADS + head) * HEAD_DIM
         rows = first + tl.arange(0, ROWS)
-        is_row = rows < end
+        is_row = rows < length
         dims = tl.arange(0, HEAD)
-        k += head * HEAD_DIM
-        v += head * HEAD_DIM
-        rows_q = q + head * HEAD_DIM + rows[:, None].to(tl.int64) * stride_q
-        rows_out = out + (rows[:, None].to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+        rows_q = q + rows[:, None] * stride_q
+        rows_out = out + rows[:, None] * (NUM_HEADS * HEAD_DIM)
         queries = load_rows(rows_q + dims[None, :], is_row, dims, HEAD_DIM, HEAD)
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
@@ -72,14 +74,14 @@ def pictures(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.c
             rest = HEAD + tl.arange(0, REST)
             queries_rest = load_rows(rows_q + rest[None, :], is_row, rest, HEAD_DIM, HEAD + REST)
             sums_rest = tl.zeros((ROWS, REST), tl.float32)
-        whole = begin + (end - begin) // COLUMNS * COLUMNS
-        for start in range(begin, whole, COLUMNS):
+        whole = length // COLUMNS * COLUMNS
+        for start in range(0, whole, COLUMNS):
             highest, total, sums, sums_rest = _step(queries, queries_rest, highest, total, sums, sums_rest, k, v, start,
-                                                    end, stride_k, stride_v, False, FACTOR, HEAD_DIM, HEAD, REST,
+                                                    length, stride_k, stride_v, False, FACTOR, HEAD_DIM, HEAD, REST,
                                                     COLUMNS)
-        if whole < end:
+        if whole < length:
             highest, total, sums, sums_rest = _step(queries, queries_rest, highest, total, sums, sums_rest, k, v, whole,
-                                                    end, stride_k, stride_v, True, FACTOR, HEAD_DIM, HEAD, REST,
+                                                    length, stride_k, stride_v, True, FACTOR, HEAD_DIM, HEAD, REST,
                                                     COLUMNS)
         tl.store(rows_out + dims[None, :], (sums / total[:, None]).to(out.dtype.element_ty),
                  mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
