@@ -89,22 +89,24 @@ def main() -> None:
 
 def load_attention(folder: Path) -> Callable[..., Any]:
     """TritonAttention of the files in `folder`, as modules of another name beside ours."""
-    with tempfile.TemporaryDirectory(delete=False) as parent:
-        package = Path(parent) / "other_attention"
-        package.mkdir()
-        for path in folder.glob("*.py"):
-            (package / path.name).write_text(path.read_text().replace(_PACKAGE, package.name))
-    sys.path.insert(0, parent)
+    package = Path(tempfile.mkdtemp()) / "other_attention"
+    package.mkdir()
+    for path in folder.glob("*.py"):
+        (package / path.name).write_text(path.read_text().replace(_PACKAGE, package.name))
+    sys.path.insert(0, str(package.parent))
     attention: Callable[..., Any] = importlib.import_module("other_attention.attention").TritonAttention
     return attention
 
 
 def read_bandwidth() -> float:
     """GB/s of the fastest of several sums over 4 GiB."""
-    data = torch.ones(1 << 30, device=DEVICE)
-    cases = [Case(name="read", call=lambda _, rows=rows: data.view(rows, -1).sum(1), num_bytes=data.nbytes)
-             for rows in (1 << 12, 1 << 16, 1 << 20)]
-    return float(max(measure(case)["gb_per_second"] for case in cases))
+    flat = torch.ones(1 << 30, device=DEVICE)
+    return float(max(measure(Case(name="read", call=_sum_of(flat.view(num_rows, -1)), num_bytes=flat.nbytes))
+                     ["gb_per_second"] for num_rows in (1 << 12, 1 << 16, 1 << 20)))
+
+
+def _sum_of(rows: Tensor) -> Callable[[int], Any]:
+    return lambda _: rows.sum(1)
 
 
 class Contexts:

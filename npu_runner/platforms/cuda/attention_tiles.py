@@ -32,11 +32,12 @@ class Tile(NamedTuple):
         return (self.rows + 2 * self.num_stages * self.columns) * head * itemsize
 
     def smaller(self) -> Tile:
+        """The next smaller one; the smallest is what products take."""
         if self.num_stages > 1:
             return self._replace(num_stages=self.num_stages - 1)
         if self.columns > 16:
             return self._replace(columns=self.columns // 2)
-        return self._replace(rows=self.rows // 2)
+        return self._replace(rows=max(16, self.rows // 2))
 
 
 class Gpu(NamedTuple):
@@ -99,6 +100,6 @@ def num_decode_parts(batch_size: int, num_kv_heads: int, num_sms: int) -> int:
 def _choose(table: dict[int, Tile], head: int, dtype: torch.dtype, gpu: Gpu) -> Tile:
     """The table's tile, made smaller where a GPU has less shared memory than the one that it was taken on."""
     tile = table[min((width for width in table if width >= head), default=max(table))]
-    while tile.shared_bytes(head, dtype.itemsize) > gpu.shared_bytes and tile.rows > 16:
+    while tile.shared_bytes(head, dtype.itemsize) > gpu.shared_bytes and tile.smaller() != tile:
         tile = tile.smaller()
     return tile
