@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--graph-mode", default="auto", help="ours: auto, eager, reduce-overhead or max-autotune")
     parser.add_argument("--graph-batch-sizes", type=int, nargs="+", help="ours: the batches to capture; default: all")
     parser.add_argument("--attention-backend", default="auto", help="ours: auto, or one that the platform names")
+    parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction, help="ours; default: its own")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=(*TITLES, *FAMILIES), action="append",
                         help="may be repeated; moe and hybrid mean all of theirs; default: all")
@@ -79,6 +80,7 @@ def main() -> None:
                                            "vllm-ascend", "npu-runner"),
                       "sizes": arguments.sizes, "platform": arguments.platform, "dtype": arguments.dtype,
                       "graph_mode": arguments.graph_mode, "attention_backend": arguments.attention_backend,
+                      "async_scheduling": arguments.async_scheduling,
                       "repeats": arguments.repeats, "results": results}))
 
 
@@ -119,7 +121,8 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
             return {"failed": str(stopped)}
     import bench_device_ours as ours
 
-    settings |= {name: getattr(arguments, name) for name in ("graph_mode", "graph_batch_sizes", "attention_backend")}
+    settings |= {name: getattr(arguments, name) for name in ("graph_mode", "graph_batch_sizes", "attention_backend",
+                                                             "async_scheduling")}
     if is_pictures(part):
         return ours.measure_pictures(sizes, settings, is_mixed=part == "mixed", is_profiled=side == PROFILED)
     measure_ours = {"text": ours.measure_text, "decode": ours.measure_decode}[part]

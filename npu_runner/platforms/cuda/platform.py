@@ -57,8 +57,7 @@ class CudaPlatform(Platform):
     attention_backends = ("triton", "flashinfer")
     distributed_backend = "nccl"
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
-                                graph_mode="reduce-overhead",
-                                async_scheduling=False)  # until it has been run, and measured, on a device
+                                graph_mode="reduce-overhead", async_scheduling=True)
 
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
 
