@@ -103,7 +103,7 @@ class RunnerConfig:
     graph_cache_dir: str = "~/.cache/npu_runner/graphs"
     """Where compiled graphs are kept; a folder for each combination of model, settings, code and versions."""
     attention_backend: str = "auto"
-    """Attention kernels, where there are several (cuda: flashinfer, triton); auto: flashinfer if it is installed."""
+    """Attention kernels, where there are several (cuda: triton, flashinfer); auto: our own (cuda: triton)."""
     step_timeout_seconds: float = 600.0
     """A rank that does not finish one call within this time ends the job (tensor_parallel_size > 1)."""
     seed: int = 0

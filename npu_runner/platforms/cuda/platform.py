@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 
@@ -24,7 +23,6 @@ from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.side_stream import SideStream
 
-logger = logging.getLogger(__name__)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # torch has a class for its own allocator's error only; these come as RuntimeError from the driver and the libraries.
@@ -109,14 +107,12 @@ class CudaPlatform(Platform):
         too_old = why_no_dtype(capability, dtype)
         if too_old:
             raise ConfigError(f"dtype: {too_old}; take float16 or float32")
-        reason = why_no_flashinfer(capability) or flashinfer.why_not(head_dim, dtype)
-        if name == "flashinfer" and reason:
-            raise ConfigError(f"attention_backend flashinfer: {reason}; take triton or auto")
-        if name == "auto" and reason:
-            logger.info("attention is triton's, because %s", reason)
-        if reason or name == "triton":
+        if name != "flashinfer":
             return TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                                    block_size=block_size, dtype=dtype)
+        reason = why_no_flashinfer(capability) or flashinfer.why_not(head_dim, dtype)
+        if reason:
+            raise ConfigError(f"attention_backend flashinfer: {reason}; take triton or auto")
         return flashinfer.FlashInferAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                                               block_size=block_size, dtype=dtype)
 
