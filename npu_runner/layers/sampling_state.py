@@ -69,7 +69,8 @@ class SamplingState:
         self._watches: dict[int, Watch] = {}
         self._last_watches: tuple[bytes, list[tuple[int, Watch]]] | None = None
         self._newcomers: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        self._device_fields_FS: Tensor
+        # A made-up step may draw before anybody has registered.
+        self._device_fields_FS = torch.zeros(self._fields_FS.shape, dtype=torch.float32, device=device)
         self._last_rules: tuple[SamplingParams, LogitRules] | None = None
         self._last_plan: tuple[bytes, StepPlan] | None = None
 

@@ -35,14 +35,14 @@ def test_a_decode_step(device: torch.device, head_dim: int, dtype: torch.dtype) 
     work.assert_equals_definition(device, is_prefill=False)
 
 
-@pytest.mark.parametrize(("num_sms", "num_parts"), [(1, 1), (4, 2), (40, 16)])
+@pytest.mark.parametrize(("num_sms", "num_parts"), [(1, 1), (4, 2), (90, 16)])
 def test_contexts_in_one_part_and_in_more_than_they_have_steps(device: torch.device, num_sms: int, num_parts: int,
                                                                memory_full_of_nan: None) -> None:
     """Parts that are empty leave nothing, whatever their memory held before."""
     from npu_runner.platforms.cuda.attention_tiles import num_decode_parts
 
-    work = PagedWork([0, 150, 70], [1] * 3, dtype=torch.bfloat16)
-    assert num_decode_parts(3, work.num_kv_heads, num_sms) == num_parts
+    work = PagedWork([0, 150, 70] * 3, [1] * 9, dtype=torch.bfloat16)
+    assert num_decode_parts(9, work.num_kv_heads, num_sms) == num_parts
     work.assert_equals_definition(device, is_prefill=False, num_sms=num_sms)
 
 

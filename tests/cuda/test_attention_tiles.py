@@ -15,7 +15,6 @@ from npu_runner.platforms.cuda.attention_tiles import (
     head_width,
     num_decode_parts,
     prefill_tile,
-    split_head,
     tower_tile,
 )
 
@@ -27,11 +26,9 @@ HEAD_DIMS = [16, 20, 64, 72, 80, 96, 128, 192, 256]
 def test_tiles_fit_into_the_shared_memory_of_the_gpu(shared_kib: int, dtype: torch.dtype) -> None:
     gpu = Gpu(100, shared_kib << 10)
     for head_dim in HEAD_DIMS:
-        tower_head = sum(split_head(head_dim))
-        for tile, head in ((decode_tile(head_dim, 4, dtype, gpu), head_width(head_dim)),
-                           (prefill_tile(head_dim, 4, dtype, gpu), head_width(head_dim)),
-                           (tower_tile(head_dim, dtype, gpu), tower_head)):
-            assert tile.shared_bytes(head, dtype.itemsize) <= gpu.shared_bytes
+        for tile in (decode_tile(head_dim, 4, dtype, gpu), prefill_tile(head_dim, 4, dtype, gpu),
+                     tower_tile(head_dim, dtype, gpu)):
+            assert tile.shared_bytes(head_width(head_dim), dtype.itemsize) <= gpu.shared_bytes
             assert min(tile.rows, tile.columns) >= 16, "what products take"
 
 
@@ -39,19 +36,6 @@ def test_tiles_fit_into_the_shared_memory_of_the_gpu(shared_kib: int, dtype: tor
 def test_all_query_heads_of_a_kv_head_are_in_one_tile(group: int) -> None:
     for choose in (decode_tile, prefill_tile):
         assert choose(128, group, torch.bfloat16, Gpu.current()).rows >= group
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_towers_head_is_held_by_one_or_two_powers_of_two(head_dim: int) -> None:
-    head, rest = split_head(head_dim)
-    assert head_dim <= head + rest <= head_width(head_dim)
-    assert all(part & (part - 1) == 0 and (part == 0 or part >= 16) for part in (head, rest))
-
-
-def test_heads_of_72_and_80_cost_80_dims() -> None:
-    assert split_head(72) == split_head(80) == (64, 16)
-    assert split_head(64) == (64, 0)
-    assert split_head(128) == (128, 0)
 
 
 def test_numbers_of_parts_are_those_that_are_compiled_before_serving() -> None:

@@ -1,7 +1,7 @@
 """How large the tiles of the attention kernels are, by head dim: a fixed table. Knows no kernel and no model.
 
-`python scripts/bench_cuda_attention.py --sweep` tries others. The tables know no lengths: a tile is part of what is
-compiled, and nothing is compiled while serving.
+They were taken on an H200 (triton 3.6); `python scripts/bench_cuda_attention.py --sweep` tries others. The tables know
+no lengths: a tile is part of what is compiled, and nothing is compiled while serving.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import triton
 _NUM_SMS, _SHARED_BYTES = 132, 232_448
 NUMBERS_OF_PARTS = (2, 4, 8, 16, 32)
 """What contexts may be split into, where they are split."""
-# Decode programs that each multiprocessor should have in a step, where contexts can be split into as many parts.
-_PROGRAMS_PER_SM = 2
+# Decode programs that each multiprocessor should have in a step where that takes few parts, and where it takes many:
+# each part has a sum to write and to read again.
+_PROGRAMS_PER_SM, _LEAST_PROGRAMS_PER_SM, _FEW_PARTS = 16, 4, 8
 
 
 class Tile(NamedTuple):
@@ -55,9 +56,9 @@ class Gpu(NamedTuple):
 
 
 # By the power of 2 that holds the head dim; smaller ones take the first. Rows of decode: the least that products take.
-_DECODE = {64: Tile(16, 64, 4, 4), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 3)}
-_PREFILL = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)}
-_TOWER = {64: Tile(64, 64, 4, 3), 80: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)}
+_DECODE = {128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 3)}
+_PREFILL = {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3), 256: Tile(128, 64, 8, 2)}
+_TOWER = {128: Tile(64, 64, 4, 3), 256: Tile(128, 64, 8, 2)}
 # float32 takes no tensor cores: its products are unrolled, and larger tiles do not fit into registers.
 _DECODE_FLOAT32 = {128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 _PREFILL_FLOAT32 = {128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
@@ -66,13 +67,6 @@ _PREFILL_FLOAT32 = {128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 def head_width(head_dim: int) -> int:
     """The power of 2 that holds the head dim, at least what products take."""
     return max(16, triton.next_power_of_2(head_dim))
-
-
-def split_head(head_dim: int) -> tuple[int, int]:
-    """(HEAD, REST): powers of 2 that together hold the head dim with the fewest dims to spare; 0: one is enough."""
-    width = head_width(head_dim)
-    rest = head_width(head_dim - width // 2)
-    return (width // 2, rest) if width > 16 and rest < width // 2 else (width, 0)
 
 
 def decode_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu) -> Tile:
@@ -88,13 +82,15 @@ def prefill_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu) -> Til
 
 
 def tower_tile(head_dim: int, dtype: torch.dtype, gpu: Gpu) -> Tile:
-    return _choose(_PREFILL_FLOAT32 if dtype == torch.float32 else _TOWER, sum(split_head(head_dim)), dtype, gpu)
+    return _choose(_PREFILL_FLOAT32 if dtype == torch.float32 else _TOWER, head_width(head_dim), dtype, gpu)
 
 
 def num_decode_parts(batch_size: int, num_kv_heads: int, num_sms: int) -> int:
     """Into how many parts contexts are split: by what is known when a graph is captured, never by their lengths."""
-    wanted = triton.cdiv(_PROGRAMS_PER_SM * num_sms, batch_size * num_kv_heads)
-    return int(min(NUMBERS_OF_PARTS[-1], triton.next_power_of_2(wanted)))
+    undivided = batch_size * num_kv_heads
+    most, least = _PROGRAMS_PER_SM * num_sms // undivided, _LEAST_PROGRAMS_PER_SM * num_sms // undivided
+    wanted = max(1, min(most, max(_FEW_PARTS, least)))
+    return min(NUMBERS_OF_PARTS[-1], 1 << (wanted.bit_length() - 1))
 
 
 def _choose(table: dict[int, Tile], head: int, dtype: torch.dtype, gpu: Gpu) -> Tile:

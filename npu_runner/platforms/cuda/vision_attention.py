@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda import vision_kernels as kernels
-from npu_runner.platforms.cuda.attention_tiles import Tile, split_head
+from npu_runner.platforms.cuda.attention_tiles import Tile, head_width
 from npu_runner.platforms.upload import upload
 
 
@@ -42,11 +42,11 @@ def picture_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionP
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q_TNH, k_TNH, v_TNH)), "heads of one token lie together"
     longest = max(plan.lengths)
     assert longest * max(x.stride(0) for x in (q_TNH, k_TNH, v_TNH)) < 2**31, "places within a picture fit into 32 bits"
-    head, rest = split_head(head_dim)
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     kernels.pictures[(triton.cdiv(longest, tile.rows), num_heads, len(plan.lengths))](
         q_TNH, k_TNH, v_TNH, out_TNH, plan.starts_B1, q_TNH.stride(0), k_TNH.stride(0), v_TNH.stride(0),
-        NUM_HEADS=num_heads, FACTOR=scale * math.log2(math.e), HEAD_DIM=head_dim, HEAD=head, REST=rest,
-        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        NUM_HEADS=num_heads, FACTOR=scale * math.log2(math.e), HEAD_DIM=head_dim,
+        HEAD=head_width(head_dim), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return out_TNH
