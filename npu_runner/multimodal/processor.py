@@ -38,7 +38,8 @@ from npu_runner.multimodal.text_length import TextLength
 from npu_runner.multimodal.tokenizer import read_special_tokens, read_tokenizer
 from npu_runner.multimodal.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.multimodal.tools import parse_tools, strings_in
-from npu_runner.multimodal.vision_prompts import VisionPrompts, not_cut, read_image_token, read_vision_tokens
+from npu_runner.multimodal.videos import Video
+from npu_runner.multimodal.vision_prompts import Seen, VisionPrompts, not_cut, read_image_token, read_vision_tokens
 from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.structured_outputs import StructuredOutputsParams
@@ -211,24 +212,33 @@ class ChatProcessor:
         return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))
 
     def from_text(
-        self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (), *,
-        truncate_prompt_tokens: int | None = None,
+        self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (),
+        videos: Sequence[Video | bytes] = (), *, truncate_prompt_tokens: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptInputs:
-        """A raw prompt, as text or token ids, with one image token where each picture stands.
+        """A raw prompt, as text or token ids, with one image token where each picture stands, and one video token where
+        each film, encoded bytes, does.
 
-        Control tokens in it are control tokens, and no chat template is applied.
+        Control tokens in it are control tokens, and no chat template is applied. `mm_processor_kwargs`: as for a
+        conversation.
         """
-        if images and not self.has_vision:
-            raise RequestError("this model reads text only; remove the images", "model_has_no_vision", "images")
-        if len(images) > self.max_images_per_prompt:
-            raise RequestError(
-                f"{len(images)} images, at most {self.max_images_per_prompt} are allowed (max_images_per_prompt)",
-                code="too_many_images",
-                param="images",
-            )
+        films = self._vision.films_as(mm_processor_kwargs)
+        located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
+        located += [(video if isinstance(video, Video) else Video(video), f"videos[{number}]")
+                    for number, video in enumerate(videos)]  # fmt: skip
+        self._check_seen(located)
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
-        located = [(image, f"images[{number}]") for number, image in enumerate(images)]
-        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens)
+        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, films)
+
+    def _check_seen(self, located: Sequence[tuple[Seen, str]]) -> None:
+        if located and not self.has_vision:
+            where = located[0][1].partition("[")[0]
+            raise RequestError(f"this model reads text only; remove the {where}", "model_has_no_vision", where)
+        if len(located) > self.max_images_per_prompt:
+            raise RequestError(
+                f"{len(located)} pictures and films, at most {self.max_images_per_prompt} are allowed "
+                "(max_images_per_prompt)", "too_many_images", located[-1][1].partition("[")[0],
+            )  # fmt: skip
 
     def most_prompt_tokens(self, params: SamplingParams | PoolingParams) -> int | None:
         """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
@@ -379,6 +389,7 @@ class ChatProcessor:
         if not token_ids:
             raise RequestError("prompt: it is empty", "empty_prompt", "prompt")
         return token_ids
+
 
 def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
