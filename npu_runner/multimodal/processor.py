@@ -7,6 +7,7 @@ worker process seconds. Its results equal those of transformers' processors, whi
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, overload
@@ -372,6 +373,7 @@ class ChatProcessor:
             "pillow": PIL.__version__,
             "tokenizers": tokenizers.__version__,
             # Only where they say something: an output that was begun before they existed goes on with them unset.
+            **({"decoders": decoders} if (decoders := self._decoders()) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"reasoning_tokens": asdict(self.reasoning_tokens)} if self.reasoning_tokens else {}),
             **{name: self._settings[name] for name in ("video_fps", "video_max_frames")
@@ -379,6 +381,12 @@ class ChatProcessor:
             # What auto comes to follows from the template.
             **({"tool_call_parser": setting} if (setting := self._settings["tool_call_parser"]) != "auto" else {}),
         }
+
+    def _decoders(self) -> dict[str, str]:
+        """Versions of the packages that are installed to decode what not everybody sends: another one may give other
+        pixels. FFmpeg and libheif come with their wheels."""
+        packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.films is not None)
+        return {package: version for package in packages if (version := _installed_version(package)) is not None}
 
     def _raw_token_ids(self, prompt: str | Sequence[int], *, is_cut: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -402,6 +410,14 @@ def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
                 f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
             )
     return list(prompt)
+
+
+def _installed_version(package: str) -> str | None:
+    """Without importing it; None: it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _digest(text: str) -> str:
