@@ -206,7 +206,7 @@ class ChatProcessor:
             conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt is not False,
         )
-        seen = self._vision.in_order(token_ids, conversation.images)
+        seen = self._vision.in_order(token_ids, conversation.seen)
         prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, films)
         if self.reasoning_tokens is None:
             return prompt

@@ -106,7 +106,7 @@ def chat_task(
     asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
              "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs}
     return ChatTask(
-        messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.images,
+        messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.seen,
         options={name: value for name, value in asked.items() if value is not None},
         num_chars=sum(len(text) for _, text in conversation.texts()),
     )  # fmt: skip
