@@ -29,7 +29,7 @@ class RunnerConfig:
     """Settings of one runner. An unknown name or a value out of range is a ConfigError that names it."""
 
     model: str
-    """Folder of a checkpoint, a hub id, or the name of an embedded model (shapes-vl)."""
+    """Folder of a checkpoint, a hub id, or the name of an embedded model (shapes-vl or shapes-hybrid)."""
     revision: str | None = None
     """Branch, tag or commit when `model` is a hub id."""
     runner: str = "auto"
@@ -50,7 +50,7 @@ class RunnerConfig:
     """Most sequences decoded together; None: the platform's default, or as many as have room for their states."""
     async_scheduling: bool | None = None
     """Plan and hand over a step while the one before runs, so that the device need not wait for the host; None: the
-    platform's default (npu: yes; cuda, cpu: no)."""
+    platform's default (npu, cuda: yes; cpu: no)."""
     max_num_batched_tokens: int | None = None
     """Most tokens of one prefill step; longer prompts are prefilled in chunks. None: the platform's default."""
     block_size: int | None = None
@@ -107,7 +107,7 @@ class RunnerConfig:
     graph_cache_dir: str = "~/.cache/npu_runner/graphs"
     """Where compiled graphs are kept; a folder for each combination of model, settings, code and versions."""
     attention_backend: str = "auto"
-    """Attention kernels, where there are several (cuda: flashinfer, triton); auto: flashinfer if it is installed."""
+    """Attention kernels, where there are several (cuda: triton, flashinfer); auto: our own (cuda: triton)."""
     step_timeout_seconds: float = 600.0
     """A rank that does not finish one call within this time ends the job (tensor_parallel_size > 1)."""
     seed: int = 0

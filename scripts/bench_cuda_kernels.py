@@ -1,10 +1,12 @@
-"""Each Triton kernel of Gated DeltaNet and of the experts at real sizes: microseconds, GB/s, TFLOP/s.
+"""Each Triton kernel of Gated DeltaNet, of the experts and of the sampler at real sizes: microseconds, GB/s, TFLOP/s.
 
-    python scripts/bench_cuda_kernels.py [--shape 35b-a3b|9b] [--part steps prompts experts small] [--sweep]
+    python scripts/bench_cuda_kernels.py [--shape 35b-a3b|9b] [--part steps prompts experts small draws heads products]
+        [--sweep]
 
-Times are those of the kernels alone, from the profiler; bytes and operations are what the definition needs, whatever
-the kernel does. Buffers of several layers take turns: a model, too, finds none of them in the L2 cache.
-`--sweep` tries other tile sizes and warps for the products and the scan. Prints tables, then one JSON line.
+Times are those of the kernels alone, from the profiler; of draws, heads and products those of a graph of several
+calls, gaps included, beside the general operators. Bytes and operations are what the definition needs, whatever the
+kernel does. Buffers of several layers take turns: a model, too, finds none of them in the L2 cache. `--sweep` tries
+other tile sizes and warps for the products and the scan. Prints tables, then one JSON line.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import argparse
 import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from bench_common import commit, versions
+from bench_cuda_cases import CALLS, DEVICE, Case, measure, report
 from triton.runtime.errors import OutOfResources
 
 from npu_runner.platforms import pick_platform
@@ -27,9 +29,7 @@ from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
-_CALLS = 12
 _ROTATED_BYTES = 256 << 20
-DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +46,6 @@ class Shape:
 _DELTA = GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)
 SHAPES = {"35b-a3b": Shape(delta=_DELTA, hidden_size=2048, num_experts=256, top_k=8, expert_width=512),
           "9b": Shape(delta=_DELTA, hidden_size=4096)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """`call(i)` is the i-th of several calls over different buffers; what one of them must move and compute."""
-
-    name: str
-    call: Callable[[int], Any]
-    num_bytes: float
-    operations: float = 0
 
 
 def main() -> None:
@@ -81,29 +71,6 @@ def main() -> None:
     print(json.dumps({"bench": "bench_cuda_kernels", "commit": commit(), "shape": arguments.shape,
                       "device": torch.cuda.get_device_name(), "versions": versions("torch", "triton"),
                       "results": results}))
-
-
-def measure(case: Case) -> dict[str, Any]:
-    for index in range(3):
-        case.call(index)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for index in range(_CALLS):
-            case.call(index)
-        torch.cuda.synchronize()
-    microseconds: Counter[str] = Counter()
-    for event in profile.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
-            microseconds[event.name()[:40]] += event.duration_ns() / 1e3 / _CALLS
-    total = sum(microseconds.values())
-    return {"name": case.name, "microseconds": total, "gb_per_second": case.num_bytes / total / 1e3,
-            "tflops": case.operations / total / 1e6, "kernels": dict(microseconds.most_common(8))}
-
-
-def report(result: dict[str, Any]) -> str:
-    kernels = ", ".join(f"{name} {microseconds:.1f}" for name, microseconds in result["kernels"].items())
-    return (f"{result['name']:<46}{result['microseconds']:>10.1f} us{result['gb_per_second']:>8.0f} GB/s"
-            f"{result['tflops']:>7.1f} TFLOP/s   {kernels}")
 
 
 def steps(shape: Shape, _: bool) -> Iterator[Case]:
@@ -186,7 +153,7 @@ def experts(shape: Shape, is_sweep: bool) -> Iterator[Case]:
     for num_tokens in (1, 2, 8, 64, 256, 1024, 8192):
         x_TD = torch.randn(num_tokens, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16)
         choices = [ops.route(torch.randn(num_tokens, shape.num_experts, device=DEVICE).bfloat16(), shape.top_k, True)
-                   for _ in range(_CALLS)]
+                   for _ in range(CALLS)]
         num_active = sum(len(experts_TK.unique()) for _, experts_TK in choices) / len(choices)
         weight_bytes = 2.0 * num_active * 3 * shape.hidden_size * shape.expert_width
         operations = 2.0 * num_tokens * shape.top_k * 3 * shape.hidden_size * shape.expert_width
@@ -262,8 +229,30 @@ def small(shape: Shape, _: bool) -> Iterator[Case]:
                        call=_always(ops.route, logits_TE, shape.top_k, True))
 
 
+def draws(_: Shape, __: bool) -> Iterator[Case]:
+    """The sampler's plain draws and greedy rows."""
+    import bench_cuda_dense
+
+    yield from bench_cuda_dense.draws()
+
+
+def heads(_: Shape, __: bool) -> Iterator[Case]:
+    """Norm, rotary embedding and cache write of attention's heads."""
+    import bench_cuda_dense
+
+    yield from bench_cuda_dense.heads()
+
+
+def products(_: Shape, is_sweep: bool) -> Iterator[Case]:
+    """A few rows times the weights of dense decoders."""
+    import bench_cuda_dense
+
+    yield from bench_cuda_dense.products(is_sweep)
+
+
 PARTS: dict[str, Callable[[Shape, bool], Iterator[Case]]] = {"steps": steps, "prompts": prompts, "experts": experts,
-                                                             "small": small}
+                                                             "small": small, "draws": draws, "heads": heads,
+                                                             "products": products}
 
 
 def _always(function: Callable[..., Any], *arguments: Any) -> Callable[[int], Any]:
@@ -298,7 +287,7 @@ def _metadata(batch_size: int, plan: Any = None) -> AttentionMetadata:
 
 
 def _num_layers(num_bytes: int) -> int:
-    return min(_CALLS, max(1, _ROTATED_BYTES // num_bytes))
+    return min(CALLS, max(1, _ROTATED_BYTES // num_bytes))
 
 
 def _backend(delta: GatedDeltaShape) -> Any:

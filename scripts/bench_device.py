@@ -44,6 +44,7 @@ TITLES = {"text": "(a) text", "decode": "(b) decode", "pictures": "(c) pictures"
           **{f"{family}-{kind}": f"{letter} {family} {kind}" for family, letter in FAMILIES.items()
              for kind in ("text", "decode", "pictures")}}
 OURS, PROFILED, TRANSFORMERS, VLLM = "npu_runner", "profiled", "transformers", "vllm"
+_NOT_ASKED_FOR = {"idle_share": None, "why": "not asked for"}
 _RESULT = "bench_device result: "
 # From a graph's launch to its tokens the device works, while the host launches the sampler and waits.
 _WHILE_DEVICE_WORKS = ("launch", "sample", "wait")
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--graph-mode", default="auto", help="ours: auto, eager, reduce-overhead or max-autotune")
     parser.add_argument("--graph-batch-sizes", type=int, nargs="+", help="ours: the batches to capture; default: all")
     parser.add_argument("--attention-backend", default="auto", help="ours: auto, or one that the platform names")
+    parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction, help="ours; default: its own")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=(*TITLES, *FAMILIES), action="append",
                         help="may be repeated; moe and hybrid mean all of theirs; default: all")
@@ -63,6 +65,8 @@ def main() -> None:
     parser.add_argument("--peer-repeats", type=int, help="of the peers' parts; as --repeats unless given")
     parser.add_argument("--commit", default=commit(), help="to be reported; default: the checkout's (%(default)s)")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers and vLLM out")
+    parser.add_argument("--side", choices=(OURS, PROFILED, TRANSFORMERS, VLLM), action="append",
+                        help="only this one; may be repeated")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -79,24 +83,30 @@ def main() -> None:
                                            "vllm-ascend", "npu-runner"),
                       "sizes": arguments.sizes, "platform": arguments.platform, "dtype": arguments.dtype,
                       "graph_mode": arguments.graph_mode, "attention_backend": arguments.attention_backend,
+                      "async_scheduling": arguments.async_scheduling,
                       "repeats": arguments.repeats, "results": results}))
 
 
 def measure_part(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Results by side: ours, ours under the profiler, and the peers."""
-    results: dict[str, Any] = {}
-    if is_pictures(part):  # a job each
-        results[OURS] = [run_child(part, OURS) for _ in range(arguments.repeats)]
-    else:
-        results[OURS] = run_child(part, OURS)
-    results[PROFILED] = run_child(part, PROFILED) if has_profiler(arguments.platform) else not_profiled(
-        arguments.platform)
+    return {side: measure_side(part, side, arguments) for side in sides(part, arguments)}
+
+
+def sides(part: str, arguments: argparse.Namespace) -> list[str]:
+    """Those that are asked for and can be measured."""
+    found = [OURS, PROFILED]
     if not arguments.no_peer:
-        if not is_pictures(part):
-            results[TRANSFORMERS] = run_child(part, TRANSFORMERS)
-        if vllm.is_installed(arguments.platform):
-            results[VLLM] = run_child(part, VLLM)
-    return results
+        found += [] if is_pictures(part) else [TRANSFORMERS]
+        found += [VLLM] if vllm.is_installed(arguments.platform) else []
+    return [side for side in found if side in (arguments.side or found)]
+
+
+def measure_side(part: str, side: str, arguments: argparse.Namespace) -> Any:
+    if side == OURS and is_pictures(part):  # a job each
+        return [run_child(part, side) for _ in range(arguments.repeats)]
+    if side == PROFILED and not has_profiler(arguments.platform):
+        return not_profiled(arguments.platform)
+    return run_child(part, side)
 
 
 def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +129,8 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
             return {"failed": str(stopped)}
     import bench_device_ours as ours
 
-    settings |= {name: getattr(arguments, name) for name in ("graph_mode", "graph_batch_sizes", "attention_backend")}
+    settings |= {name: getattr(arguments, name) for name in ("graph_mode", "graph_batch_sizes", "attention_backend",
+                                                             "async_scheduling")}
     if is_pictures(part):
         return ours.measure_pictures(sizes, settings, is_mixed=part == "mixed", is_profiled=side == PROFILED)
     measure_ours = {"text": ours.measure_text, "decode": ours.measure_decode}[part]
@@ -145,8 +156,10 @@ def is_pictures(part: str) -> bool:
 
 
 def report(part: str, results: dict[str, Any]) -> list[str]:
+    if OURS not in results:
+        return [f"{TITLES[part]}, {side}: {json.dumps(result)}" for side, result in results.items()]
     reports = {"text": report_text, "decode": report_decode, "pictures": report_pictures, "mixed": report_pictures}
-    return reports[part.rpartition("-")[2]](results, TITLES[part])
+    return reports[part.rpartition("-")[2]]({PROFILED: _NOT_ASKED_FOR, **results}, TITLES[part])
 
 
 def report_text(results: dict[str, Any], title: str) -> list[str]:

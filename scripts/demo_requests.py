@@ -1,4 +1,5 @@
-"""Draws fresh pictures and writes a batch job's input for them: what scripts/demo.sh runs on.
+"""Draws fresh pictures and writes a batch job's input for them: what scripts/demo.sh runs on. Each fourth row asks for
+a JSON object and says by a schema which one.
 
 usage: demo_requests.py FOLDER [--num-rows N] [--first-seed S]
 """
@@ -10,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from npu_runner.assets.drawing import DEMO_SEEDS, Example, draw_example
+from npu_runner.assets.drawing import DEMO_SEEDS, Example, draw_example, draw_json_example
 
 
 def main() -> None:
@@ -24,7 +25,8 @@ def main() -> None:
     seeds = DEMO_SEEDS[arguments.first_seed : arguments.first_seed + arguments.num_rows]
     with open(arguments.folder / "requests.jsonl", "w", encoding="utf-8") as file:
         for seed in seeds:
-            file.write(json.dumps(request(seed, draw_example(seed), pictures)) + "\n")
+            draw = draw_json_example if seed % 4 == 3 else draw_example
+            file.write(json.dumps(request(seed, draw(seed), pictures)) + "\n")
     print(f"{len(seeds)} requests in {file.name}, their pictures in {pictures}")
 
 
@@ -41,13 +43,12 @@ def request(seed: int, example: Example, pictures: Path) -> dict[str, Any]:
     ]
     if example.system is not None:
         messages.insert(0, {"role": "system", "content": example.system})
-    metadata = {"expected": example.answer, "kind": example.kind}
-    return {
-        "custom_id": f"drawing-{seed:04d}",
-        "method": "POST",
-        "url": "/v1/chat/completions",
-        "body": {"model": "shapes-vl", "messages": messages, "temperature": 0, "max_tokens": 96, "metadata": metadata},
-    }
+    body: dict[str, Any] = {"model": "shapes-vl", "messages": messages, "temperature": 0, "max_tokens": 96}
+    if example.schema is not None:
+        described = {"name": "drawing", "schema": example.schema, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": described}
+    body["metadata"] = {"expected": example.answer, "kind": example.kind}
+    return {"custom_id": f"drawing-{seed:04d}", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from shapes_vl_batches import Batches
 from shapes_vl_checkpoint import TEMPORAL_PATCH, build_tokenizer, save_checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import AttentionInterface, PreTrainedTokenizerFast, set_seed
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from npu_runner.assets.drawing import TRAIN_SEEDS, VALIDATION_SEEDS
 
@@ -37,7 +37,7 @@ class Family:
     script: str
     description: str
     build_config: Callable[[PreTrainedTokenizerFast], Any]
-    model_class: type
+    model_class: type[PreTrainedModel]
     forward: Callable[[nn.Module, dict[str, Any]], Tensor]
     begin: Callable[[nn.Module], None] = lambda model: None
     """Changes a fresh model's weights before the first step."""

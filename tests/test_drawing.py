@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import jsonschema
 import pytest
 from hypothesis import example as always_try
 from hypothesis import given, settings
@@ -18,8 +20,18 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoTokenizer
 
-from npu_runner.assets import SHAPES_VL, drawing
-from npu_runner.assets.drawing import COLOURS, SHAPES, TEST_SEEDS, draw_example, draw_group, draw_scene, questions
+from npu_runner.assets import EMBEDDED, SHAPES_VL, drawing
+from npu_runner.assets.drawing import (
+    COLOURS,
+    SHAPES,
+    TEST_SEEDS,
+    draw_example,
+    draw_group,
+    draw_json_example,
+    draw_scene,
+    json_question,
+    questions,
+)
 
 ROOT = Path(__file__).parents[1]
 SCENES = [draw_scene(random.Random(seed)) for seed in TEST_SEEDS[:150]]
@@ -141,6 +153,21 @@ def test_color_and_shape_questions_point_at_one_thing() -> None:
         assert [thing.split()[1] for thing in things if thing.startswith(colour)] == [answer]
 
 
+def test_answers_in_json_fit_their_schema_and_say_what_is_in_the_picture() -> None:
+    for index, scene in enumerate(SCENES):
+        asked = json_question(scene, random.Random(index))
+        found = json.loads(asked.answer)
+        jsonschema.validate(found, asked.schema)
+        if "present" in found:
+            (named,) = re.findall(r"\ban? (\w+) (\w+)(?: here)?\?", asked.text)
+            assert found == {"present": named in scene.items}
+        else:
+            leftmost = min(scene.things, key=lambda thing: thing.x)
+            assert found == {"count": len(scene.things), "color": leftmost.colour, "shape": leftmost.shape}
+    kinds = Counter("present" in json.loads(draw_json_example(seed).answer) for seed in TEST_SEEDS[:100])
+    assert min(kinds.values()) > 15
+
+
 def test_a_description_names_every_thing_in_order() -> None:
     for things, _, answer in asked("describe"):
         assert re.findall(r"\ban? (\w+ \w+) (?:at|on|in) the ", answer) == things
@@ -212,5 +239,6 @@ def test_the_chat_template_writes_qwens_format(tokenizer) -> None:
     )
 
 
-def test_the_checkpoint_stays_below_ten_megabytes() -> None:
-    assert sum(path.stat().st_size for path in SHAPES_VL.iterdir()) < 10_000_000
+def test_embedded_checkpoints_stay_below_ten_megabytes() -> None:
+    for folder in EMBEDDED.values():
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 10_000_000

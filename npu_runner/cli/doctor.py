@@ -85,7 +85,7 @@ def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
         elif is_hopeless:
             yield Check(f"generation ({platform}, {mode})", "skipped", "cannot start before what failed above works")
         else:
-            yield check_generation(host, platform, mode, options.tensor_parallel_size, options.timeout_seconds)
+            yield from check_generation(host, platform, mode, options.tensor_parallel_size, options.timeout_seconds)
 
 
 def _what_is_here(platform: str, signs: list[str]) -> Check:

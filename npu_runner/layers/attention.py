@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.platforms.ops import HeadNorms
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
-# T tokens in the step, N query heads, K kv heads, H head dim, NB blocks, S block size
+# T tokens in the step, N query heads, K kv heads, H head dim, R dims that turn, NB blocks, S block size
 
 
 class PagedAttention(nn.Module):
@@ -28,10 +29,22 @@ class PagedAttention(nn.Module):
         self.heads = (num_kv_heads, head_dim)
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
+        self.ops = context.ops
         self.backend = context.attention
 
     def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, metadata: AttentionMetadata) -> Tensor:
         self.backend.write_kv(k_TKH, v_TKH, self.k_cache, self.v_cache, metadata.slot_mapping_T)
+        return self._attend(q_TNH, metadata)
+
+    def norm_rotary_forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None,
+                            cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`forward` of q and k after their heads' norms, if there are any, and the rotary embedding of R dims."""
+        q_TNH = self.backend.norm_rotary_store(
+            self.ops, q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, k_cache=self.k_cache, v_cache=self.v_cache,
+            slot_mapping_T=metadata.slot_mapping_T)
+        return self._attend(q_TNH, metadata)
+
+    def _attend(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
         attend = self.backend.prefill if metadata.is_prefill else self.backend.decode
         return attend(q_TNH, self.k_cache, self.v_cache, metadata, self.scale, window=self.window)
 

@@ -103,21 +103,25 @@ class Sampler:
     the masks of grammars and of spent thinking, then the argmax for temperature 0, else temperature, top_k, top_p,
     min_p and one draw by inverse CDF. Where probabilities are equal the lower token id comes first in the kept sets,
     and in the argmax where the device's own keeps that order (CPU and CUDA; Ascend documents none). The token depends
-    on the row's logits, parameters, seed and history alone, not on its slot or its neighbours.
+    on the row's logits, parameters, seed and history alone, not on its slot or its neighbours: where the platform has a
+    draw of its own for rows that draw from the whole of the model's distribution, all of these take it in every step.
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
                  sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values,
                  draw_from_softmax: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+                 draws_greedily: bool = False,
                  download: Callable[[Tensor], Download] = lambda x: Download(x.cpu()),
                  host_buffer: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.int32),
                  steered: SteeredRows | None = None):
-        """sort_ascending, draw_from_softmax: the platform's, see Ops; download, host_buffer: likewise, see Platform.
-        steered: what follows grammars and ends thinking."""
+        """sort_ascending, draw_from_softmax, draws_greedily: the platform's, see Ops; download, host_buffer: likewise,
+        see Platform. steered: what follows grammars and ends thinking."""
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=eos_token_ids,
                                     device=device)
         self._sort_ascending = sort_ascending
         self._draw_from_softmax = draw_from_softmax
+        self._draws_greedily = draws_greedily
+        self._has_drawn = False
         # The same rows as in the step before have the same temperatures, and their plan is the same object.
         self._temperatures: tuple[StepPlan, Tensor] | None = None
         self._download = download
@@ -159,6 +163,7 @@ class Sampler:
         masks_CV = self._masks_of([steering for _, steering in masked]) if masked else None
         if plan.counted is not None:
             slots_B = slots_B.long()
+        self._compile_draw(logits_BV, uniforms_B)
         tokens_B1, token_ids_B1, next_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan, masks_CV)
         logprobs = None
         if plan.logprobs is not None:
@@ -185,6 +190,12 @@ class Sampler:
                 listener.observe(tokens[row])
         self._untold.clear()
 
+    def _compile_draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> None:
+        """The first step, a made-up one, draws whatever it asks for: a kernel is compiled when it is called."""
+        if self._draw_from_softmax is not None and not self._has_drawn:
+            self._draw_from_softmax(logits_BV, torch.ones_like(uniforms_B)[:, None], uniforms_B[:, None])
+            self._has_drawn = True
+
     def _masks_of(self, steerings: Sequence[Steering]) -> Tensor:
         """(C, V) on the device, in one copy."""
         return self._masks.to_device(len(steerings), lambda words: self._steered.write_masks(steerings, words))
@@ -193,7 +204,8 @@ class Sampler:
                 masks_CV: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, 1) each: a token per row, any or less than 0 where there is none; int32, there NO_TOKEN or ALL_BANNED;
         int32, there a valid one."""
-        if plan.is_plain_draw and (drawn_B1 := self._draw_at_once(logits_BV, slots_B, uniforms_B, plan)) is not None:
+        drawn_B1 = self._draw_at_once(logits_BV, slots_B, uniforms_B, plan)
+        if drawn_B1 is not None and (plan.is_plain_draw or (plan.is_plain and self._draws_greedily)):
             int32_ids_B1 = drawn_B1.to(torch.int32)
             return drawn_B1, int32_ids_B1, int32_ids_B1.clamp(min=0)
         largest_B1, tokens_B1, is_unusable_B1 = _most_probable(logits_BV)
@@ -206,10 +218,13 @@ class Sampler:
             largest_B1 = plan.adjusted.put(largest_B1.float(), largest_A1)
             tokens_B1 = plan.adjusted.put(tokens_B1, tokens_A1)
         for group in plan.groups:
-            source = adjusted_AV if group.is_adjusted else logits_BV
-            drawn_G1 = self._draw(group, group.places.take(source).float(), group.rows.take(largest_B1).float(),
-                                  group.rows.take(tokens_B1), group.rows.take(slots_B),
-                                  group.rows.take(uniforms_B)[:, None])
+            if group.is_plain and drawn_B1 is not None:
+                drawn_G1 = group.rows.take(drawn_B1).clamp(min=0).to(tokens_B1.dtype)
+            else:
+                source = adjusted_AV if group.is_adjusted else logits_BV
+                drawn_G1 = self._draw(group, group.places.take(source).float(), group.rows.take(largest_B1).float(),
+                                      group.rows.take(tokens_B1), group.rows.take(slots_B),
+                                      group.rows.take(uniforms_B)[:, None])
             tokens_B1 = group.rows.put(tokens_B1, drawn_G1)
         next_B1 = token_ids_B1 = tokens_B1.to(torch.int32)
         if plan.adjusted is not None:
@@ -218,8 +233,10 @@ class Sampler:
         return tokens_B1, token_ids_B1.masked_fill(is_unusable_B1, NO_TOKEN), next_B1
 
     def _draw_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan) -> Tensor | None:
-        """A draw for every row as the platform does it; None where it leaves that to `_draw`."""
-        if self._draw_from_softmax is None:
+        """A draw for every row as the platform does it, for those that draw so, whatever their neighbours ask for; None
+        where it leaves that to `_draw`, or nobody does."""
+        wants = any(group.is_plain for group in plan.groups) or (plan.is_plain and self._draws_greedily)
+        if self._draw_from_softmax is None or not wants:
             return None
         if self._temperatures is None or self._temperatures[0] is not plan:
             self._temperatures = plan, self._state.fields(slots_B)[Field.TEMPERATURE]

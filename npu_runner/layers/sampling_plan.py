@@ -17,15 +17,15 @@ from torch import Tensor
 from npu_runner.layers.logit_rules import Additions
 
 GREEDY = -1
-_WHOLE = 0  # draws from the whole vocabulary; nothing is sorted
+_WHOLE, _WHOLE_ABOVE_MIN_P = 0, 1  # from the whole vocabulary, or from what min_p keeps of it; nothing is sorted
 _TOP_K_CLASSES = (64, 1024)  # who keeps few tokens does not wait for those who sort more
 
 
-def draw_class(top_k: int, vocab_size: int, top_p: float) -> int:
+def draw_class(top_k: int, vocab_size: int, top_p: float, min_p: float) -> int:
     """Rows of one class draw together. The higher it is the more they sort."""
     if top_k >= vocab_size and top_p >= 1.0:
-        return _WHOLE
-    return 1 + sum(top_k > most for most in _TOP_K_CLASSES)
+        return _WHOLE_ABOVE_MIN_P if min_p > 0.0 else _WHOLE
+    return 1 + _WHOLE_ABOVE_MIN_P + sum(top_k > most for most in _TOP_K_CLASSES)
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class DrawGroup:
     """Smallest and largest top_k, the vocabulary where there is none."""
     most_k: int
 
+    @property
+    def is_plain(self) -> bool:
+        """Drawn from the whole of the model's own distribution."""
+        return not (self.is_adjusted or self.sorts or self.uses_min_p)
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -77,13 +82,16 @@ class StepPlan:
     """The same on the host."""
     num_logprobs: int
 
-    @property
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """All rows draw from the whole of the model's own distribution or take its most probable token, and nothing
+        else is asked for."""
+        return self.adjusted is None and self.logprobs is None and all(group.is_plain for group in self.groups)
+
+    @functools.cached_property
     def is_plain_draw(self) -> bool:
-        """All rows draw from the whole of the model's own distribution, and nothing else is asked for."""
-        if self.adjusted is not None or self.logprobs is not None or len(self.groups) != 1:
-            return False
-        group = self.groups[0]
-        return group.rows.index is None and not group.sorts and not group.uses_min_p
+        """The same, and all rows draw."""
+        return self.is_plain and len(self.groups) == 1 and self.groups[0].rows.index is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +183,6 @@ class RowsOfStep:
     def _group(self, name: str, members: np.ndarray, rows: Mapping[str, Rows]) -> DrawGroup:
         return DrawGroup(
             rows=rows[f"{name} rows"], places=rows[f"{name} places"], is_adjusted=bool(self.is_adjusted[members[0]]),
-            sorts=bool(self.draws[members[0]] != _WHOLE), uses_min_p=bool(self.uses_min_p[members].any()),
+            sorts=bool(self.draws[members[0]] > _WHOLE_ABOVE_MIN_P), uses_min_p=bool(self.uses_min_p[members].any()),
             least_k=int(self.top_k[members].min()), most_k=int(self.top_k[members].max()),
         )

@@ -92,7 +92,8 @@ class SamplingState:
         self._seeds_S[slot] = seed & 0xFFFF_FFFF_FFFF_FFFF
         self._num_generated_S[slot] = len(output_token_ids)
         top_k = min(params.top_k or self.vocab_size, self.vocab_size)
-        self._draws_S[slot] = GREEDY if params.is_greedy else draw_class(top_k, self.vocab_size, params.top_p)
+        self._draws_S[slot] = GREEDY if params.is_greedy else draw_class(
+            top_k, self.vocab_size, params.top_p, params.min_p)
         self._top_k_S[slot] = top_k
         self._num_logprobs_S[slot] = params.logprobs or 0
         self._fields_FS[:, slot] = _fields(params, top_k)
@@ -212,7 +213,7 @@ def _features(params: SamplingParams) -> Feature:
 
 def _fields(params: SamplingParams, top_k: int) -> list[float]:
     values = {
-        Field.TEMPERATURE: max(params.temperature, _LEAST_TEMPERATURE),
+        Field.TEMPERATURE: 0.0 if params.is_greedy else max(params.temperature, _LEAST_TEMPERATURE),
         Field.TOP_K: top_k,
         Field.TOP_P: params.top_p * _REACHED if params.top_p < 1.0 else 1.0,
         Field.MIN_P: params.min_p,

@@ -22,7 +22,7 @@ from torch import Tensor
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
-from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
@@ -82,6 +82,20 @@ class AttentionBackend(ABC):
     @abstractmethod
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         """Store one step's keys and values."""
+
+    def norm_rotary_store(self, ops: Ops, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None,
+                          cos_TR: Tensor, sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor,
+                          slot_mapping_T: Tensor) -> Tensor:
+        """Norm of each head of q and k, if there is one, `Ops.rotary`, and `write_kv`; q as attention takes it.
+
+        Here operator by operator; a backend may have one kernel for all. May work in place on q and k.
+        """
+        if norms is not None:
+            q_TNH = ops.rms_norm(q_TNH, norms.q_weight_H, norms.eps)
+            k_TKH = ops.rms_norm(k_TKH, norms.k_weight_H, norms.eps)
+        q_TNH, k_TKH = ops.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
+        self.write_kv(k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T)
+        return q_TNH
 
     @abstractmethod
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,

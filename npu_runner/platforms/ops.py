@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each query and key head; weights (H,) as in `Ops.rms_norm`."""
+
+    q_weight_H: Tensor
+    k_weight_H: Tensor
+    eps: float
 
 
 class Ops(ABC):
@@ -86,11 +95,15 @@ class Ops(ABC):
         """The values of each row (the last dim), smallest first; a fresh tensor."""
         return x.sort(dim=-1).values
 
+    draws_greedily: bool = False
+    """`softmax_draw` takes temperature 0, which is the most probable token, the first of equals."""
+
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """What draws from the whole vocabulary at once; None: the sampler's plain operators do.
 
         (logits (B, V), temperatures (B, 1) float32, uniforms in [0, 1) (B, 1) float32) -> tokens (B, 1) int32: the
         first whose running sum of softmax(logits / temperature) passes the uniform, never one that weighs nothing; -1
-        where a row has no token: its logits hold NaN or +inf, or are all -inf.
+        where a row has no token: its logits hold NaN or +inf, or are all -inf. A row's token is the same whatever rows
+        stand beside it.
         """
         return None

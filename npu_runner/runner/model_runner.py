@@ -444,6 +444,7 @@ class ModelRunner(ModelRunnerBase):
             device=self.device,
             sort_ascending=self.ops.sort_ascending,
             draw_from_softmax=self.ops.softmax_draw(),
+            draws_greedily=self.ops.draws_greedily,
             download=self.platform.download,
             host_buffer=self.platform.host_buffer,
             steered=SteeredRows(self._matchers, self.processor.reasoning_tokens, self._eos_token_ids),

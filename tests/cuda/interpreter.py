@@ -1,4 +1,7 @@
-"""Triton's interpreter with bfloat16 as GPUs have it: by itself it multiplies its bits as integers, and rounds down."""
+"""Triton's interpreter with bfloat16 as GPUs have it: by itself it multiplies its bits as integers, and rounds down.
+
+And with loops up to an argument, which it keeps as an array of one element: newer numpy makes no integer of that.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 
 def mend_bfloat16() -> None:
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cast, dot, binary = (getattr(InterpreterBuilder, name) for name in ("cast_impl", "create_dot", "binary_op"))
@@ -37,6 +41,13 @@ def mend_bfloat16() -> None:
         result = binary(self, as_float32(x), as_float32(y), operation)
         return mended_cast(self, result, tl.bfloat16) if result.dtype.scalar == tl.float32 else result
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def mended_patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended_patch
     InterpreterBuilder.cast_impl = mended_cast
     InterpreterBuilder.binary_op = mended_binary
     InterpreterBuilder.create_dot = mended_dot

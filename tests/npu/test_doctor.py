@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from npu_runner.assets import EMBEDDED
 from npu_runner.cli.doctor import DoctorOptions, examine_host
 from npu_runner.cli.doctor_generation import judge
 from npu_runner.platforms.npu.preflight import devices, probes, software
@@ -65,14 +66,15 @@ def test_a_sound_host_generates_through_graphs(tmp_path: Path, emulated: dict[st
     assert {check["status"] for check in checks.values()} <= {"ok", "warning"}
     assert all(check["remedy"] for check in checks.values() if check["status"] == "warning")
     assert checks["CANN environment"]["status"] == checks["devices"]["status"] == "ok"
-    generation = checks["generation (npu, reduce-overhead)"]
-    assert (generation["status"], generation["found"]) == ("ok", "4 answers, all right; graphs for 4")
+    for model in EMBEDDED:
+        generation = checks[f"{model} (npu, reduce-overhead)"]
+        assert (generation["status"], generation["found"]) == ("ok", "4 answers, all right; graphs for 4")
 
 
 def test_a_host_without_npu_generates_on_the_cpu() -> None:
     status, checks = doctor("--platform", "cpu")
     assert status == 0, checks
-    assert checks["generation (cpu, eager)"]["found"] == "4 answers, all right"
+    assert [checks[f"{model} (cpu, eager)"]["found"] for model in EMBEDDED] == ["4 answers, all right"] * 2
 
 
 @pytest.mark.skipif(has_real_cann(), reason="there is an NPU")
@@ -179,7 +181,7 @@ def test_a_crash_and_a_hang_of_a_probe_are_findings() -> None:
 
 
 def test_wrong_answers_and_missing_graphs_are_findings() -> None:
-    right = ["yellow", "blue", "5", "red cross, red cross"]
+    right = ["yellow", "blue", "1", "red cross, red cross"]
     wrong = ["!!!!", *right[1:]]
     for answers, graphs, status in ((right, "4", "ok"), (right, "none", "warning"), (wrong, "4", "failed")):
         found = judge("generation", "reduce-overhead", Outcome([{"answers": answers, "graphs": graphs}], None))

@@ -17,7 +17,7 @@ L, NB, S, K, H = 2, 3, 4, 2, 8
 
 
 def attention_layers() -> nn.Module:
-    context: Any = SimpleNamespace(attention=None)  # binding runs no kernel
+    context: Any = SimpleNamespace(attention=None, ops=None)  # binding runs no kernel
     return nn.ModuleList(PagedAttention(index, K, H, context) for index in range(L))
 
 

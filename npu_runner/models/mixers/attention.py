@@ -13,6 +13,7 @@ from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParall
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.model_config import AttentionConfig, ModelConfig
+from npu_runner.platforms.ops import HeadNorms
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
@@ -21,7 +22,6 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, mixer: AttentionConfig, cache_layer: int, context: LayerContext):
         super().__init__()
-        self.ops = context.ops
         self.head_dim = config.head_dim
         parts = qkv_parts(config.num_heads, config.num_kv_heads, config.head_dim, context)
         self.is_gated = mixer.is_gated
@@ -44,10 +44,10 @@ class DecoderAttention(nn.Module):
         q_TNH, gate_TNH = q.unflatten(-1, (-1, (1 + self.is_gated) * self.head_dim)), None
         if self.is_gated:
             q_TNH, gate_TNH = q_TNH.chunk(2, dim=-1)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        q_TNH, k_TKH = self.ops.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
-        out_TNH = self.attention(q_TNH, k_TKH, v_TKH, metadata)
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        out_TNH = self.attention.norm_rotary_forward(q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, metadata)
         if gate_TNH is not None:
             out_TNH = out_TNH * torch.sigmoid(gate_TNH)
         return self.o_proj(out_TNH.flatten(-2))

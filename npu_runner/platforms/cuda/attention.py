@@ -5,6 +5,7 @@ T tokens, B sequences, N query heads, K kv heads, G = N / K, H head dim, P parts
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +17,27 @@ from torch import Tensor
 
 from npu_runner.platforms.base import AttentionBackend
 from npu_runner.platforms.cuda import attention_kernels as kernels
+from npu_runner.platforms.cuda.attention_tiles import (
+    NUMBERS_OF_PARTS,
+    Gpu,
+    decode_tile,
+    head_width,
+    num_decode_parts,
+    prefill_tile,
+    tower_tile,
+)
+from npu_runner.platforms.cuda.heads import norm_rotary_store
 from npu_runner.platforms.cuda.vision_attention import VisionPlan, picture_attention, plan_pictures
+from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.upload import upload
 
-# Query rows of one program of the prefill kernel.
-_TILE_ROWS = 64
-# Enough programs to fill a GPU of this many multiprocessors twice.
-_WANTED_PROGRAMS = 264
-_NUMBERS_OF_PARTS = (1, 2, 4, 8, 16, 32)
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass
 class PrefillPlan:
-    """(tiles, 4) int32 on the device: sequence, first row of its tile in T, rows left from there, place in context."""
+    """(tiles, 4) int32 on the device: sequence, first row of the tile in T, rows left from there, place in context."""
 
     tiles: Tensor
 
@@ -42,20 +51,27 @@ class TritonAttention(AttentionBackend):
         self.head_dim = head_dim
         self.block_size = block_size
         self.dtype = dtype
+        self.gpu = Gpu.current()
+        self.group = num_heads // num_kv_heads
+        self._head = head_width(head_dim)
+        self.decode_tile = decode_tile(head_dim, self.group, dtype, self.gpu)
+        self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
         self._has_combined = False
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
-        tiles = []
-        first_row = 0
-        for row, (query_len, context_len) in enumerate(zip(query_lens_B, context_lens_B, strict=True)):
-            for start in range(0, query_len, _TILE_ROWS):
-                tiles.append((row, first_row + start, query_len - start, context_len - query_len + start))
-            first_row += query_len
+        tokens_a_tile = self.prefill_tile.rows // self.group
+        queries_B, contexts_B = (np.asarray(lens, dtype=np.int32) for lens in (query_lens_B, context_lens_B))
+        counts_B = -(-queries_B // tokens_a_tile)
+        sequences = np.repeat(np.arange(len(queries_B), dtype=np.int32), counts_B)
+        # How far each tile's first token is from the first of its sequence.
+        starts = (np.arange(len(sequences), dtype=np.int32) - (counts_B.cumsum() - counts_B)[sequences]) * tokens_a_tile
+        first_rows_B = queries_B.cumsum() - queries_B
+        tiles = np.stack([sequences, first_rows_B[sequences] + starts, queries_B[sequences] - starts,
+                          (contexts_B - queries_B)[sequences] + starts], axis=1)
         # Longest contexts first: the last programs to start are then the shortest.
-        tiles.sort(key=lambda tile: -tile[3])
-        host = torch.from_numpy(np.array(tiles, dtype=np.int32)).pin_memory()
-        return PrefillPlan(host.to(device, non_blocking=True))
+        order = np.argsort(-tiles[:, 3], kind="stable")
+        return PrefillPlan(upload(tiles[order].astype(np.int32), device))
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
         """Nothing to plan; the first eager step compiles `combine` for every number of parts that later ones may have.
@@ -64,7 +80,7 @@ class TritonAttention(AttentionBackend):
         """
         if self._has_combined:
             return None
-        for num_parts in _NUMBERS_OF_PARTS:
+        for num_parts in NUMBERS_OF_PARTS:
             parts = torch.zeros((1, self.num_heads, num_parts, self.head_dim), dtype=torch.float32, device=device)
             weights = torch.ones((1, self.num_heads, num_parts, 2), dtype=torch.float32, device=device)
             self._combine(parts, weights, torch.empty((1, self.num_heads, self.head_dim), dtype=self.dtype,
@@ -80,51 +96,59 @@ class TritonAttention(AttentionBackend):
             BLOCK=triton.next_power_of_2(width), num_warps=4,
         )
 
+    def norm_rotary_store(self, ops: Ops, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None,
+                          cos_TR: Tensor, sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor,
+                          slot_mapping_T: Tensor) -> Tensor:
+        return norm_rotary_store(q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, k_cache=k_cache, v_cache=v_cache,
+                                 slot_mapping_T=slot_mapping_T)
+
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
+        tile = self.prefill_tile
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-        kernels.prefill[(len(plan.tiles), self.num_heads)](
+        kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
             q_TNH, k_cache, v_cache, out_TNH, plan.tiles, metadata.block_tables_BW, q_TNH.stride(0),
-            metadata.block_tables_BW.stride(0), self.num_heads, self.num_kv_heads, self.head_dim, self.block_size,
-            SCALE=scale, WINDOW=window or 0, ROWS=_TILE_ROWS, COLUMNS=self._columns(q_TNH),
-            HEAD=max(16, triton.next_power_of_2(self.head_dim)), num_warps=4, num_stages=2,
+            metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E, WINDOW=window or 0,
+            NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group, HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size,
+            ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
         return out_TNH
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:
         batch_size = q_BNH.shape[0]
-        wanted = triton.cdiv(_WANTED_PROGRAMS, batch_size * self.num_kv_heads)
-        num_parts = min(_NUMBERS_OF_PARTS[-1], triton.next_power_of_2(wanted))
-        shape = (batch_size, self.num_heads, num_parts)
+        tile, num_parts = self.decode_tile, self.num_parts(batch_size)
+        out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
+        # With one part nothing is written to these; what they are stays the same to the compiler.
+        shape = (batch_size, self.num_heads, num_parts) if num_parts > 1 else (1, 1, 1)
         parts = torch.empty((*shape, self.head_dim), dtype=torch.float32, device=q_BNH.device)
         weights = torch.empty((*shape, 2), dtype=torch.float32, device=q_BNH.device)
-        group = self.num_heads // self.num_kv_heads
-        head = max(16, triton.next_power_of_2(self.head_dim))
-        kernels.decode[(batch_size, self.num_kv_heads, num_parts)](
-            q_BNH, k_cache, v_cache, parts, weights, metadata.block_tables_BW, metadata.context_lens_B,
-            q_BNH.stride(0), metadata.block_tables_BW.stride(0), self.num_heads, self.num_kv_heads, group,
-            self.head_dim, self.block_size, num_parts,
-            SCALE=scale, WINDOW=window or 0, GROUP=max(16, triton.next_power_of_2(group)),
-            COLUMNS=self._columns(q_BNH), HEAD=head, num_warps=4, num_stages=2,
+        kernels.decode[(self.num_kv_heads, num_parts, batch_size)](
+            q_BNH, k_cache, v_cache, out_BNH, parts, weights, metadata.block_tables_BW, metadata.context_lens_B,
+            q_BNH.stride(0), metadata.block_tables_BW.stride(0), num_parts, FACTOR=scale * _LOG2_E,
+            WINDOW=window or 0, NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group, HEAD_DIM=self.head_dim,
+            BLOCK_SIZE=self.block_size, ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )
-        out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
-        self._combine(parts, weights, out_BNH)
+        if num_parts > 1:
+            self._combine(parts, weights, out_BNH)
         return out_BNH
+
+    def num_parts(self, batch_size: int) -> int:
+        """Into how many parts a decode step splits contexts."""
+        return num_decode_parts(batch_size, self.num_kv_heads, self.gpu.num_sms)
 
     def _combine(self, parts_BNPH: Tensor, weights_BNP2: Tensor, out_BNH: Tensor) -> None:
         kernels.combine[(len(out_BNH), self.num_heads)](
             parts_BNPH, weights_BNP2, out_BNH, self.num_heads, self.head_dim, PARTS=parts_BNPH.shape[2],
-            HEAD=max(16, triton.next_power_of_2(self.head_dim)), num_warps=1,
+            HEAD=self._head, num_warps=1,
         )
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> VisionPlan:
         return plan_pictures(lengths, device)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
-        return picture_attention(q_TNH, k_TNH, v_TNH, plan, scale)
-
-    def _columns(self, q: Tensor) -> int:
-        """Context tokens of one loop step; float32 tiles are twice as large in shared memory."""
-        return 32 if q.dtype == torch.float32 else 64
+        return picture_attention(q_TNH, k_TNH, v_TNH, plan, scale,
+                                 tower_tile(q_TNH.shape[-1], q_TNH.dtype, self.gpu))

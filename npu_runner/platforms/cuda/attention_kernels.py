@@ -1,9 +1,14 @@
 """Triton kernels of paged attention: online softmax (arXiv 2205.14135), split contexts for decode (flash-decoding).
 
 A cache row is one token's K * H values; the row of context token `t` is block_table[t // S] * S + t % S, for any block
-size S. Products are exact in float32 inputs (no TF32), sums are float32 always. SCALE is a constant, because a float
-argument is float64 to inductor and would make the sums so. WINDOW is how many tokens one sees, itself included, 0: all;
-what lies before is not read, since its blocks may be anybody's.
+size S. A step of a loop takes COLUMNS tokens from a multiple of COLUMNS on: where that divides the block size they lie
+in one block, whose number is read once. Products are exact in float32 inputs (no TF32), sums are float32 always.
+
+Softmax is in base 2: FACTOR is the scale times log2(e), above 0. It is a constant, because a float argument is float64
+to inductor and would make the sums so; sizes of the model are constants for the compiler's sake. WINDOW is how many
+tokens one sees, itself included, 0: all; what lies before is not read, since its blocks may be anybody's.
+
+K kv heads, GROUP query heads of each, H (HEAD_DIM) head dim; HEAD is a power of 2 that holds it.
 """
 # mypy: ignore-errors
 
@@ -27,103 +32,204 @@ def write_kv(k, v, k_cache, v_cache, slots, stride_k, stride_v, width, BLOCK: tl
     tl.store(v_cache + slot * width + columns, tl.load(v + token * stride_v + columns, mask=mask), mask=mask)
 
 
+@triton.jit
+def weigh(scores, is_seen, highest, total, FACTOR: tl.constexpr):
+    """One step of the softmax: probabilities, what is left of earlier sums, the new highest score and the new total.
+
+    `is_seen` None: all are. The factor goes into one multiply-add a score, and the highest is kept without it.
+    """
+    if is_seen is not None:
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    base = new_highest * FACTOR
+    if is_seen is not None:  # a row may have seen nothing yet
+        base = tl.where(new_highest == float("-inf"), 0.0, base)
+    probabilities = tl.exp2(scores * FACTOR - base[:, None])
+    fade = tl.exp2(highest * FACTOR - base)
+    return probabilities, fade, new_highest, total * fade + tl.sum(probabilities, 1)
+
+
+@triton.jit
+def load_rows(rows, is_there, dims, HEAD_DIM: tl.constexpr, LAST: tl.constexpr):
+    """`dims` of rows, which go up to LAST; `is_there` None: no row is left out. What is not loaded is 0."""
+    if is_there is None and HEAD_DIM >= LAST:
+        tile = tl.load(rows)
+    elif is_there is None:
+        tile = tl.load(rows, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM >= LAST:
+        tile = tl.load(rows, mask=is_there[:, None], other=0.0)
+    else:
+        tile = tl.load(rows, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _find_blocks(table, start, begin, end, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the COLUMNS context tokens from `start` on lie: their block's number, or each one's."""
+    if BLOCK_SIZE % COLUMNS == 0:
+        context = start
+        is_there = start < end
+    else:
+        context = start + tl.arange(0, COLUMNS)
+        is_there = context < end
+        if WINDOW:
+            is_there = is_there & (context >= begin)
+    return tl.load(table + context // BLOCK_SIZE, mask=is_there, other=0)
+
+
+@triton.jit
+def _paged_step(queries, highest, total, sums, k_cache, v_cache, blocks, start, is_there, is_seen, dims,
+                ROW: tl.constexpr, FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                COLUMNS: tl.constexpr, HEAD: tl.constexpr):
+    """COLUMNS context tokens in `blocks`, from `start` on; `is_there` says which of them may be read, None: all."""
+    columns = tl.arange(0, COLUMNS)
+    if BLOCK_SIZE % COLUMNS == 0:
+        first = blocks.to(tl.int64) * BLOCK_SIZE + start % BLOCK_SIZE
+        place = first * ROW + (columns[:, None] * ROW + dims[None, :])
+    else:
+        row = blocks.to(tl.int64) * BLOCK_SIZE + (start + columns) % BLOCK_SIZE
+        place = row[:, None] * ROW + dims[None, :]
+    keys = load_rows(k_cache + place, is_there, dims, HEAD_DIM, HEAD)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    probabilities, fade, highest, total = weigh(scores, is_seen, highest, total, FACTOR)
+    values = load_rows(v_cache + place, is_there, dims, HEAD_DIM, HEAD)
+    sums = tl.dot(probabilities.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
+    return highest, total, sums
+
+
+@triton.jit
+def _masked_step(queries, highest, total, sums, k_cache, v_cache, blocks, start, begin, end, places, dims,
+                 WINDOW: tl.constexpr, ROW: tl.constexpr, FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr,
+                 BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
+    """The same of what lies from `begin` to `end`; each query sees what is not after its place, nor before its window.
+
+    `places` None: each sees all of it.
+    """
+    context = start + tl.arange(0, COLUMNS)
+    is_there = context < end
+    if WINDOW:
+        is_there = is_there & (context >= begin)
+    is_seen = is_there[None, :]
+    if places is not None:
+        is_seen = is_seen & (context[None, :] <= places[:, None])
+        if WINDOW:
+            is_seen = is_seen & (context[None, :] > places[:, None] - WINDOW)
+    return _paged_step(queries, highest, total, sums, k_cache, v_cache, blocks, start, is_there, is_seen, dims, ROW,
+                       FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+
+
 @triton.jit(do_not_specialize=_CHANGES)
-def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_table, num_heads, num_kv_heads, head_dim,
-            block_size, SCALE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-            HEAD: tl.constexpr):
-    """ROWS query tokens of one head over everything before and at them, or their windows of it."""
+def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_table, FACTOR: tl.constexpr,
+            WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
+    """All query heads of one kv head, of ROWS // GROUP tokens, over everything before and at them, or their windows.
+
+    Only columns at the diagonal, and where a window begins, are masked; those after the diagonal are never visited.
+    """
+    ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     tile = tl.program_id(0)
-    head = tl.program_id(1)
-    sequence = tl.load(tiles + tile * 4)
+    kv_head = tl.program_id(1)
+    sequence = tl.load(tiles + tile * 4).to(tl.int64)
     first_row = tl.load(tiles + tile * 4 + 1).to(tl.int64)
-    num_rows = tl.load(tiles + tile * 4 + 2)
+    num_tokens = tl.minimum(tl.load(tiles + tile * 4 + 2), ROWS // GROUP)
     first_place = tl.load(tiles + tile * 4 + 3)
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD)
-    q_mask = (rows < num_rows)[:, None] & (dims < head_dim)[None, :]
-    queries = tl.load(q + (first_row + rows)[:, None] * stride_q + head * head_dim + dims[None, :], mask=q_mask,
-                      other=0.0)
-    places = first_place + rows
-    end = first_place + tl.minimum(num_rows, ROWS)
+    tokens = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = tokens < num_tokens
+    queries = load_rows(q + (first_row + tokens)[:, None] * stride_q + (heads * HEAD_DIM)[:, None] + dims[None, :],
+                         is_row, dims, HEAD_DIM, HEAD)
+    table = block_tables + sequence * stride_table
+    keys = k_cache + kv_head * HEAD_DIM
+    values = v_cache + kv_head * HEAD_DIM
+    places = first_place + tokens
+    end = first_place + num_tokens
     begin = 0
     if WINDOW:
         begin = tl.maximum(first_place - WINDOW + 1, 0)
-    kv_head = head // (num_heads // num_kv_heads)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, HEAD), tl.float32)
-    for start in range(begin, end, COLUMNS):
-        context = start + tl.arange(0, COLUMNS)
-        is_there = context < end
-        block = tl.load(block_tables + sequence * stride_table + context // block_size, mask=is_there, other=0)
-        row = block.to(tl.int64) * block_size + context % block_size
-        place = row[:, None] * (num_kv_heads * head_dim) + kv_head * head_dim + dims[None, :]
-        kv_mask = is_there[:, None] & (dims < head_dim)[None, :]
-        keys = tl.load(k_cache + place, mask=kv_mask, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
-        is_seen = (context[None, :] <= places[:, None]) & is_there[None, :]
-        if WINDOW:
-            is_seen = is_seen & (context[None, :] > places[:, None] - WINDOW)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        base = new_highest
-        if WINDOW:  # the last rows may see nothing of the first columns
-            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        probabilities = tl.exp(scores - base[:, None])
-        fade = tl.exp(highest - base)
-        total = total * fade + tl.sum(probabilities, 1)
-        values = tl.load(v_cache + place, mask=kv_mask, other=0.0)
-        sums = sums * fade[:, None] + tl.dot(probabilities.to(values.dtype), values, input_precision="ieee")
-        highest = new_highest
-    result = (sums / total[:, None]).to(out.dtype.element_ty)
-    place = (first_row + rows)[:, None] * (num_heads * head_dim) + head * head_dim + dims[None, :]
-    tl.store(out + place, result, mask=q_mask)
+    # All rows see the columns from `whole` on and before `diagonal`. Blocks are found one step ahead: see `decode`.
+    first = begin // COLUMNS * COLUMNS
+    diagonal = (first_place + 1) // COLUMNS * COLUMNS
+    whole = first
+    blocks = _find_blocks(table, first, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
+    if WINDOW:
+        whole = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), COLUMNS) * COLUMNS, diagonal)
+        for start in range(first, whole, COLUMNS):
+            next_blocks = _find_blocks(table, start + COLUMNS, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
+            highest, total, sums = _masked_step(queries, highest, total, sums, keys, values, blocks, start, begin, end,
+                                                places, dims, WINDOW, ROW, FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+            blocks = next_blocks
+    for start in range(whole, diagonal, COLUMNS):
+        next_blocks = _find_blocks(table, start + COLUMNS, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
+        highest, total, sums = _paged_step(queries, highest, total, sums, keys, values, blocks, start, None, None, dims,
+                                           ROW, FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+        blocks = next_blocks
+    for start in range(diagonal, end, COLUMNS):
+        next_blocks = _find_blocks(table, start + COLUMNS, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
+        highest, total, sums = _masked_step(queries, highest, total, sums, keys, values, blocks, start, begin, end,
+                                            places, dims, WINDOW, ROW, FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+        blocks = next_blocks
+    place = ((first_row + tokens) * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + place, (sums / total[:, None]).to(out.dtype.element_ty),
+             mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def decode(q, k_cache, v_cache, parts, weights, block_tables, context_lens, stride_q, stride_table, num_heads,
-           num_kv_heads, group, head_dim, block_size, num_parts, SCALE: tl.constexpr, WINDOW: tl.constexpr,
-           GROUP: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
-    """All query heads of one kv head, one sequence, one part of its context: unscaled sum, its weight and maximum."""
-    sequence = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
+def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens, stride_q, stride_table, num_parts,
+           FACTOR: tl.constexpr, WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+           HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+           HEAD: tl.constexpr):
+    """All query heads of one kv head, one sequence, one part of its context; kv heads of a sequence are neighbours.
+
+    With one part the result goes to `out`; with more, the part's sums to `parts`, its highest score (times FACTOR) and
+    its total to `weights`, for `combine`. An empty part leaves no sums. ROWS, at least GROUP, is what products take.
+    """
+    ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens + sequence)
     first = 0
     if WINDOW:
         first = tl.maximum(context_len - WINDOW, 0)
-    steps = tl.cdiv(tl.cdiv(context_len - first, COLUMNS), num_parts)
-    begin = first + part * steps * COLUMNS
+    aligned = first // COLUMNS * COLUMNS
+    steps = tl.cdiv(tl.cdiv(context_len - aligned, COLUMNS), num_parts)
+    begin = aligned + part * steps * COLUMNS
     end = tl.minimum(begin + steps * COLUMNS, context_len)
-    members = tl.arange(0, GROUP)
+    members = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD)
-    heads = kv_head * group + members
-    q_mask = (members < group)[:, None] & (dims < head_dim)[None, :]
-    queries = tl.load(q + sequence * stride_q + heads[:, None] * head_dim + dims[None, :], mask=q_mask, other=0.0)
-    highest = tl.full((GROUP,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP,), tl.float32)
-    sums = tl.zeros((GROUP, HEAD), tl.float32)
+    is_member = members < GROUP
+    heads = kv_head * GROUP + members
+    queries = load_rows(q + sequence * stride_q + (heads * HEAD_DIM)[:, None] + dims[None, :], is_member, dims,
+                         HEAD_DIM, HEAD)
+    table = block_tables + sequence * stride_table
+    keys = k_cache + kv_head * HEAD_DIM
+    values = v_cache + kv_head * HEAD_DIM
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, HEAD), tl.float32)
+    # Masked throughout: a step of its own for the rest of a context would wait for memory once more. Blocks are found
+    # one step ahead: looked up where they are needed, the compiler would fetch keys and values no earlier than that.
+    blocks = _find_blocks(table, begin, first, end, WINDOW, BLOCK_SIZE, COLUMNS)
     for start in range(begin, end, COLUMNS):
-        context = start + tl.arange(0, COLUMNS)
-        is_there = context < end
-        block = tl.load(block_tables + sequence * stride_table + context // block_size, mask=is_there, other=0)
-        row = block.to(tl.int64) * block_size + context % block_size
-        place = row[:, None] * (num_kv_heads * head_dim) + kv_head * head_dim + dims[None, :]
-        kv_mask = is_there[:, None] & (dims < head_dim)[None, :]
-        keys = tl.load(k_cache + place, mask=kv_mask, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
-        scores = tl.where(is_there[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        probabilities = tl.exp(scores - new_highest[:, None])
-        fade = tl.exp(highest - new_highest)
-        total = total * fade + tl.sum(probabilities, 1)
-        values = tl.load(v_cache + place, mask=kv_mask, other=0.0)
-        sums = sums * fade[:, None] + tl.dot(probabilities.to(values.dtype), values, input_precision="ieee")
-        highest = new_highest
-    row = (sequence * num_heads + heads) * num_parts + part
-    tl.store(parts + row[:, None] * head_dim + dims[None, :], sums, mask=q_mask)
-    tl.store(weights + row * 2, highest, mask=members < group)
-    tl.store(weights + row * 2 + 1, total, mask=members < group)
+        next_blocks = _find_blocks(table, start + COLUMNS, first, end, WINDOW, BLOCK_SIZE, COLUMNS)
+        highest, total, sums = _masked_step(queries, highest, total, sums, keys, values, blocks, start, first, end,
+                                            None, dims, WINDOW, ROW, FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+        blocks = next_blocks
+    row = sequence * (NUM_KV_HEADS * GROUP) + heads
+    mask = is_member[:, None] & (dims < HEAD_DIM)[None, :]
+    if num_parts == 1:
+        tl.store(out + row[:, None] * HEAD_DIM + dims[None, :], (sums / total[:, None]).to(out.dtype.element_ty),
+                 mask=mask)
+    else:
+        row = row * num_parts + part
+        tl.store(parts + row[:, None] * HEAD_DIM + dims[None, :], sums, mask=mask & (begin < end))
+        tl.store(weights + row * 2, highest * FACTOR, mask=is_member)
+        tl.store(weights + row * 2 + 1, total, mask=is_member)
 
 
 @triton.jit
@@ -135,7 +241,8 @@ def combine(parts, weights, out, num_heads, head_dim, PARTS: tl.constexpr, HEAD:
     mask = dims < head_dim
     highest = tl.load(weights + (row * PARTS + part) * 2)
     totals = tl.load(weights + (row * PARTS + part) * 2 + 1)
-    factors = tl.exp(highest - tl.max(highest, 0))
-    values = tl.load(parts + (row * PARTS + part)[:, None] * head_dim + dims[None, :], mask=mask[None, :], other=0.0)
+    factors = tl.exp2(highest - tl.max(highest, 0))
+    values = tl.load(parts + (row * PARTS + part)[:, None] * head_dim + dims[None, :],
+                     mask=mask[None, :] & (totals > 0)[:, None], other=0.0)
     result = tl.sum(values * factors[:, None], 0) / tl.sum(totals * factors, 0)
     tl.store(out + row * head_dim + dims, result.to(out.dtype.element_ty), mask=mask)

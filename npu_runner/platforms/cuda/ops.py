@@ -7,13 +7,16 @@ one token, in registers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import experts
+from npu_runner.platforms.cuda import experts, products
+from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.ops import Ops
 
 # Heads of one token that one program turns; they share its cos and sin.
@@ -21,10 +24,27 @@ _ROTARY_HEADS = 8
 
 
 class TritonOps(Ops):
+    draws_greedily = True
+
     def __init__(self) -> None:
         self._compiled: set[tuple[int, ...]] = set()
+
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-        return F.linear(x_TD, weight_OD, bias_O)
+        # Inductor has products of its own to choose from.
+        if torch.compiler.is_compiling() or not products.has_product(x_TD, weight_OD):
+            return F.linear(x_TD, weight_OD, bias_O)
+        self._compile_products(x_TD, weight_OD, bias_O)
+        if len(x_TD) > products.MOST_ROWS:
+            return F.linear(x_TD, weight_OD, bias_O)
+        return products.few_rows(x_TD, weight_OD, bias_O)
+
+    def _compile_products(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> None:
+        """The first product with a weight of this shape, in a made-up step, is computed for few rows, too."""
+        kind = (*weight_OD.shape, weight_OD.dtype.itemsize, int(bias_O is not None))
+        if kind not in self._compiled and len(x_TD):
+            self._compiled.add(kind)
+            for num_rows in (1, 2):
+                products.few_rows(x_TD[:1].expand(num_rows, -1).contiguous(), weight_OD, bias_O)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TND = x if x.dim() == 3 else x[:, None]
@@ -97,6 +117,9 @@ class TritonOps(Ops):
             self._compiled.add(kind)
             experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down)
         return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down)
+
+    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        return draw_from_softmax
 
 
 def _warps(width: int) -> int:

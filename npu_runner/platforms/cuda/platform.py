@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 
@@ -23,7 +22,6 @@ from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
 from npu_runner.platforms.ops import Ops
 
-logger = logging.getLogger(__name__)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # torch has a class for its own allocator's error only; these come as RuntimeError from the driver and the libraries.
@@ -59,8 +57,7 @@ class CudaPlatform(Platform):
     attention_backends = ("triton", "flashinfer")
     distributed_backend = "nccl"
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
-                                graph_mode="reduce-overhead",
-                                async_scheduling=False)  # until it has been run, and measured, on a device
+                                graph_mode="reduce-overhead", async_scheduling=True)
 
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
 
@@ -109,14 +106,12 @@ class CudaPlatform(Platform):
         too_old = why_no_dtype(capability, dtype)
         if too_old:
             raise ConfigError(f"dtype: {too_old}; take float16 or float32")
-        reason = why_no_flashinfer(capability) or flashinfer.why_not(head_dim, dtype)
-        if name == "flashinfer" and reason:
-            raise ConfigError(f"attention_backend flashinfer: {reason}; take triton or auto")
-        if name == "auto" and reason:
-            logger.info("attention is triton's, because %s", reason)
-        if reason or name == "triton":
+        if name != "flashinfer":
             return TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                                    block_size=block_size, dtype=dtype)
+        reason = why_no_flashinfer(capability) or flashinfer.why_not(head_dim, dtype)
+        if reason:
+            raise ConfigError(f"attention_backend flashinfer: {reason}; take triton or auto")
         return flashinfer.FlashInferAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                                               block_size=block_size, dtype=dtype)
 

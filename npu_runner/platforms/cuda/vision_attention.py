@@ -8,22 +8,18 @@ T tokens, N heads, H head dim, B pictures.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from npu_runner.platforms.torch_attention import segment_attention
+from npu_runner.platforms.cuda import vision_kernels as kernels
+from npu_runner.platforms.cuda.attention_tiles import Tile, split_head
 from npu_runner.platforms.upload import upload
-
-# What flash attention takes beside 16 bits.
-_HEAD_DIM_STEP, _LARGEST_HEAD_DIM = 8, 256
-_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class VisionPlan(NamedTuple):
@@ -39,25 +35,18 @@ def plan_pictures(lengths: Sequence[int], device: torch.device) -> VisionPlan:
     return VisionPlan(list(lengths), upload(starts_B1, device))
 
 
-def picture_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
-    """Full attention within each picture, (T, N, H)."""
-    varlen = _varlen_attention()
-    head_dim = q_TNH.shape[-1]
-    is_taken = q_TNH.dtype != torch.float32 and head_dim % _HEAD_DIM_STEP == 0 and head_dim <= _LARGEST_HEAD_DIM
-    if varlen is None or not is_taken:
-        with sdpa_kernel(_WITHOUT_PLANS):
-            return segment_attention(q_TNH, k_TNH, v_TNH, plan.lengths, scale)
+def picture_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float,
+                      tile: Tile) -> Tensor:
+    """Full attention within each picture, (T, N, H); heads of one token lie together."""
+    num_heads, head_dim = q_TNH.shape[1:]
+    assert all(x.stride()[1:] == (head_dim, 1) for x in (q_TNH, k_TNH, v_TNH)), "heads of one token lie together"
     longest = max(plan.lengths)
-    out_TNH: Tensor = varlen(q_TNH, k_TNH, v_TNH, plan.starts_B1, plan.starts_B1, longest, longest, scale=scale)
+    assert longest * max(x.stride(0) for x in (q_TNH, k_TNH, v_TNH)) < 2**31, "places within a picture fit into 32 bits"
+    head, rest = split_head(head_dim)
+    out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    kernels.pictures[(triton.cdiv(longest, tile.rows), num_heads, len(plan.lengths))](
+        q_TNH, k_TNH, v_TNH, out_TNH, plan.starts_B1, q_TNH.stride(0), k_TNH.stride(0), v_TNH.stride(0),
+        NUM_HEADS=num_heads, FACTOR=scale * math.log2(math.e), HEAD_DIM=head_dim, HEAD=head, REST=rest,
+        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )
     return out_TNH
-
-
-@cache
-def _varlen_attention() -> Callable[..., Any] | None:
-    """torch's flash attention over sequences of any lengths; None where torch or the GPU is too old for it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    takes_scale = "scale" in inspect.signature(varlen_attn).parameters
-    return varlen_attn if takes_scale and torch.cuda.get_device_capability() >= (8, 0) else None

@@ -1,0 +1,101 @@
+"""A draw from the whole vocabulary, or its most probable token, in two kernels that read the logits once.
+
+The first leaves the largest logit and the sum of weights of each block of a row; the second finds the block in which
+the running sum passes the row's uniform, and reads that one again. Knows no slots and no parameters.
+
+B rows, V vocabulary, N blocks of a row; a 1 is a kept dim.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_WARPS = 4
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NO_PLACE = tl.constexpr(2**31 - 1)
+# They are parts of a step's inputs, which lie anywhere: a variant for aligned ones would be compiled while serving.
+_PLACES = ["temperatures", "uniforms"]
+
+
+def draw_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
+    """See Ops.softmax_draw; temperature 0 is the most probable token. Sums are float32.
+
+    A weight below 2^-126 of the largest is none.
+    """
+    assert logits_BV.stride(1) == 1, "a row's logits lie side by side"
+    batch_size, vocab_size = logits_BV.shape
+    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    highest_BN, totals_BN = torch.empty((2, batch_size, num_blocks), dtype=torch.float32, device=logits_BV.device)
+    tokens_B1 = torch.empty((batch_size, 1), dtype=torch.int32, device=logits_BV.device)
+    sizes = (logits_BV.stride(0), vocab_size, num_blocks)
+    _sum_blocks[(batch_size, num_blocks)](
+        logits_BV, temperature_B1, highest_BN, totals_BN, *sizes, BLOCK=_BLOCK, num_warps=_WARPS)
+    _draw_rows[(batch_size,)](
+        logits_BV, temperature_B1, uniform_B1, highest_BN, totals_BN, tokens_B1, *sizes, BLOCK=_BLOCK,
+        BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_WARPS)
+    return tokens_B1
+
+
+@triton.jit
+def _scale(temperature):
+    """What turns a difference of logits into the exponent of two of its weight; any where nothing is drawn."""
+    return _LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
+
+
+@triton.jit(do_not_specialize=_PLACES)
+def _sum_blocks(logits, temperatures, highest, totals, stride, vocab_size, num_blocks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + row * stride + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    largest = tl.max(values, 0)
+    # A block of impossible tokens weighs nothing. NaN and +inf make the sum NaN, whatever the largest became.
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2((values - base) * _scale(tl.load(temperatures + row)))
+    tl.store(highest + row * num_blocks + block, largest)
+    tl.store(totals + row * num_blocks + block, tl.sum(weights, 0))
+
+
+@triton.jit(do_not_specialize=_PLACES)
+def _draw_rows(logits, temperatures, uniforms, highest, totals, out, stride, vocab_size, num_blocks,
+               BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    is_greedy = temperature == 0.0
+    scale = _scale(temperature)
+    blocks = tl.arange(0, BLOCKS)
+    is_there = blocks < num_blocks
+    largest = tl.load(highest + row * num_blocks + blocks, mask=is_there, other=float("-inf"))
+    top = tl.max(largest, 0)
+    totals_of_blocks = tl.load(totals + row * num_blocks + blocks, mask=is_there, other=0.0)
+    masses = totals_of_blocks * tl.exp2((largest - top) * scale)
+    whole = tl.sum(masses, 0)
+    target = tl.load(uniforms + row) * whole
+    block = _first_beyond(tl.cumsum(masses, 0), masses, target, blocks)
+    block = tl.where(is_greedy, _first(largest == top, blocks), block)
+    block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)  # a row of NaN has none
+    before = tl.sum(tl.where(blocks < block, masses, 0.0), 0)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + row * stride + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    weights = tl.exp2((values - top) * scale)
+    token = _first_beyond(before + tl.cumsum(weights, 0), weights, target, tokens)
+    token = tl.where(is_greedy, _first(values == top, tokens), token)
+    tl.store(out + row, tl.where(whole == whole, token, -1))
+
+
+@triton.jit
+def _first_beyond(running, weights, target, places):
+    """The first place that weighs something and whose running sum passes the target; by rounding there may be none,
+    then the last that weighs something."""
+    place = _first((weights > 0.0) & (running > target), places)
+    return tl.where(place == _NO_PLACE, tl.max(tl.where(weights > 0.0, places, -1), 0), place)
+
+
+@triton.jit
+def _first(is_one, places):
+    return tl.min(tl.where(is_one, places, _NO_PLACE), 0)

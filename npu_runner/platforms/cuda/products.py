@@ -1,0 +1,117 @@
+"""Products of a few rows with a weight: what bounds them is reading the weight. Knows nothing of models.
+
+M rows, I input features, O output features.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_ROWS = 8
+# Smaller weights are read in the time of a launch, whoever reads them; float32 products stay IEEE's in cuBLAS.
+_LEAST_FEATURES = 1024
+_DTYPES = (torch.bfloat16, torch.float16)
+_TENSOR_CORE_ROWS = 16
+# A step's number of rows is no constant of a kernel.
+_CHANGES = ["num_rows"]
+
+
+class Tile(NamedTuple):
+    """Output and input features of one loop step, and how it is launched."""
+
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def has_product(x_MI: Tensor, weight_OI: Tensor) -> bool:
+    """Whether `few_rows` computes products with this weight."""
+    return (weight_OI.dtype in _DTYPES and x_MI.dim() == 2 and x_MI.stride(1) == 1 and weight_OI.is_contiguous()
+            and min(weight_OI.shape) >= _LEAST_FEATURES)
+
+
+def tile_of(num_rows: int, num_outputs: int) -> Tile:
+    """Few outputs want small tiles, so that every multiprocessor has one; each was the quickest of those tried."""
+    if num_rows == 1:
+        if num_outputs > 65_536:
+            return Tile(16, 256, 4, 4)
+        return Tile(4, 1024, 4, 1) if num_outputs > 4096 else Tile(8, 512, 4, 3)
+    return Tile(64, 128, 4, 4) if num_outputs > 8192 else Tile(32, 128, 4, 5)
+
+
+def few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: Tile | None = None) -> Tensor:
+    """x W^T + b for up to MOST_ROWS rows, (M, O) of x's dtype; sums and bias in float32, rounded once."""
+    (num_rows, num_inputs), num_outputs = x_MI.shape, len(weight_OI)
+    assert num_rows <= MOST_ROWS, f"{num_rows} rows are more than {MOST_ROWS}"
+    tile = tile or tile_of(num_rows, num_outputs)
+    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
+    is_even = num_outputs % tile.outputs == 0 and num_inputs % tile.inputs == 0
+    arguments = (x_MI, weight_OI, weight_OI if bias_O is None else bias_O, out_MO)
+    settings = {"HAS_BIAS": bias_O is not None, "IS_EVEN": is_even, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs,
+                "STAGES": tile.num_stages, "num_warps": tile.num_warps}
+    grid = (triton.cdiv(num_outputs, tile.outputs),)
+    if num_rows == 1:
+        _one_row[grid](*arguments, num_outputs, num_inputs, **settings)
+    else:
+        _few_rows[grid](*arguments, num_rows, num_outputs, num_inputs, x_MI.stride(0), ROWS=_TENSOR_CORE_ROWS,
+                        **settings)
+    return out_MO
+
+
+@triton.jit
+def _one_row(x, weight, bias, out, num_outputs, num_inputs, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr,
+             OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr):
+    """Element by element, with one sum over the inputs at the end."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inputs = tl.arange(0, INPUTS)
+    is_output = outputs < num_outputs
+    places = weight + outputs.to(tl.int64)[:, None] * num_inputs + inputs[None, :]
+    sums = tl.zeros((OUTPUTS, INPUTS), tl.float32)
+    for start in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
+        if IS_EVEN:
+            weights = tl.load(places + start, eviction_policy="evict_first")
+            values = tl.load(x + start + inputs)
+        else:
+            is_input = start + inputs < num_inputs
+            weights = tl.load(places + start, mask=is_output[:, None] & is_input[None, :], other=0.0)
+            values = tl.load(x + start + inputs, mask=is_input, other=0.0)
+        sums += weights.to(tl.float32) * values.to(tl.float32)[None, :]
+    result = tl.sum(sums, 1)
+    if HAS_BIAS:
+        result += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=is_output)
+
+
+@triton.jit(do_not_specialize=_CHANGES)
+def _few_rows(x, weight, bias, out, num_rows, num_outputs, num_inputs, stride_x, HAS_BIAS: tl.constexpr,
+              IS_EVEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
+              ROWS: tl.constexpr):
+    """On tensor cores, the weight's tile as the left factor: it has the rows that these want."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.arange(0, ROWS)
+    inputs = tl.arange(0, INPUTS)
+    is_output = outputs < num_outputs
+    is_row = rows < num_rows
+    places = weight + outputs.to(tl.int64)[:, None] * num_inputs + inputs[None, :]
+    sources = x + rows[None, :] * stride_x + inputs[:, None]
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for start in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
+        if IS_EVEN:
+            weights = tl.load(places + start, eviction_policy="evict_first")
+            values = tl.load(sources + start, mask=is_row[None, :], other=0.0)
+        else:
+            is_input = start + inputs < num_inputs
+            weights = tl.load(places + start, mask=is_output[:, None] & is_input[None, :], other=0.0)
+            values = tl.load(sources + start, mask=is_row[None, :] & is_input[:, None], other=0.0)
+        sums = tl.dot(weights, values, sums)
+    if HAS_BIAS:
+        sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + rows[None, :] * num_outputs + outputs[:, None], sums.to(out.dtype.element_ty),
+             mask=is_row[None, :] & is_output[:, None])

@@ -1,0 +1,90 @@
+"""The Triton kernel of a vision tower's attention: online softmax (arXiv 2205.14135) within pictures. Knows no cache.
+
+Softmax is in base 2: FACTOR is the scale times log2(e), above 0. Products are exact in float32 inputs (no TF32), sums
+are float32 always. A head dim H is taken as HEAD dims, a power of 2, and REST more, a smaller one or 0 (72 and 80 are
+64 and 16): one power of 2 that holds all of it would be nearly twice as much work.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from npu_runner.platforms.cuda.attention_kernels import load_rows, weigh
+
+
+@triton.jit
+def _step(queries, queries_rest, highest, total, sums, sums_rest, k, v, start, length, stride_k, stride_v,
+          MASKED: tl.constexpr, FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
+          COLUMNS: tl.constexpr):
+    """COLUMNS tokens of a picture from its token `start` on; MASKED: not all of them are among its `length`."""
+    columns = start + tl.arange(0, COLUMNS)
+    dims = tl.arange(0, HEAD)
+    is_there = None
+    is_seen = None
+    if MASKED:
+        is_there = columns < length
+        is_seen = is_there[None, :]
+    rows_k = k + columns[:, None] * stride_k
+    rows_v = v + columns[:, None] * stride_v
+    keys = load_rows(rows_k + dims[None, :], is_there, dims, HEAD_DIM, HEAD)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if REST:
+        rest = HEAD + tl.arange(0, REST)
+        keys_rest = load_rows(rows_k + rest[None, :], is_there, rest, HEAD_DIM, HEAD + REST)
+        scores = tl.dot(queries_rest, tl.trans(keys_rest), scores, input_precision="ieee")
+    probabilities, fade, highest, total = weigh(scores, is_seen, highest, total, FACTOR)
+    values = load_rows(rows_v + dims[None, :], is_there, dims, HEAD_DIM, HEAD)
+    probabilities = probabilities.to(values.dtype)
+    sums = tl.dot(probabilities, values, sums * fade[:, None], input_precision="ieee")
+    if REST:
+        values_rest = load_rows(rows_v + rest[None, :], is_there, rest, HEAD_DIM, HEAD + REST)
+        sums_rest = tl.dot(probabilities, values_rest, sums_rest * fade[:, None], input_precision="ieee")
+    return highest, total, sums, sums_rest
+
+
+@triton.jit
+def pictures(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.constexpr, FACTOR: tl.constexpr,
+             HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+             COLUMNS: tl.constexpr):
+    """ROWS tokens of one head and one picture over all of that picture; only its last columns are masked."""
+    head = tl.program_id(1)
+    begin = tl.load(starts + tl.program_id(2)).to(tl.int64)
+    length = (tl.load(starts + tl.program_id(2) + 1) - begin).to(tl.int32)
+    first = tl.program_id(0) * ROWS
+    if first < length:
+        q += begin * stride_q + head * HEAD_DIM
+        k += begin * stride_k + head * HEAD_DIM
+        v += begin * stride_v + head * HEAD_DIM
+        out += (begin * NUM_HEADS + head) * HEAD_DIM
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows < length
+        dims = tl.arange(0, HEAD)
+        rows_q = q + rows[:, None] * stride_q
+        rows_out = out + rows[:, None] * (NUM_HEADS * HEAD_DIM)
+        queries = load_rows(rows_q + dims[None, :], is_row, dims, HEAD_DIM, HEAD)
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS, HEAD), tl.float32)
+        # Without a rest these are carried along as they are.
+        queries_rest = queries
+        sums_rest = total
+        if REST:
+            rest = HEAD + tl.arange(0, REST)
+            queries_rest = load_rows(rows_q + rest[None, :], is_row, rest, HEAD_DIM, HEAD + REST)
+            sums_rest = tl.zeros((ROWS, REST), tl.float32)
+        whole = length // COLUMNS * COLUMNS
+        for start in range(0, whole, COLUMNS):
+            highest, total, sums, sums_rest = _step(queries, queries_rest, highest, total, sums, sums_rest, k, v, start,
+                                                    length, stride_k, stride_v, False, FACTOR, HEAD_DIM, HEAD, REST,
+                                                    COLUMNS)
+        if whole < length:
+            highest, total, sums, sums_rest = _step(queries, queries_rest, highest, total, sums, sums_rest, k, v, whole,
+                                                    length, stride_k, stride_v, True, FACTOR, HEAD_DIM, HEAD, REST,
+                                                    COLUMNS)
+        tl.store(rows_out + dims[None, :], (sums / total[:, None]).to(out.dtype.element_ty),
+                 mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
+        if REST:
+            tl.store(rows_out + rest[None, :], (sums_rest / total[:, None]).to(out.dtype.element_ty),
+                     mask=is_row[:, None] & (rest < HEAD_DIM)[None, :])

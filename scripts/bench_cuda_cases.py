@@ -1,0 +1,67 @@
+"""What is measured of a CUDA kernel, and how: the profiler's times, or those of a graph of several calls."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CALLS = 12
+DEVICE = torch.device("cuda")
+_REPLAYS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`call(i)` is the i-th of several calls over different buffers; what one of them must move and compute."""
+
+    name: str
+    call: Callable[[int], Any]
+    num_bytes: float
+    operations: float = 0
+    in_graph: bool = False
+    """Timed as a graph of several calls: with the gaps between kernels, as a decode step has them."""
+
+
+def measure(case: Case) -> dict[str, Any]:
+    for index in range(3):
+        case.call(index)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for index in range(CALLS):
+            case.call(index)
+        torch.cuda.synchronize()
+    microseconds: Counter[str] = Counter()
+    for event in profile.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            microseconds[event.name()[:40]] += event.duration_ns() / 1e3 / CALLS
+    total = _in_graph(case) if case.in_graph else sum(microseconds.values())
+    return {"name": case.name, "microseconds": total, "gb_per_second": case.num_bytes / total / 1e3,
+            "tflops": case.operations / total / 1e6, "kernels": dict(microseconds.most_common(8))}
+
+
+def _in_graph(case: Case) -> float:
+    """Microseconds of a call within a graph of CALLS of them, the median of several replays."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [case.call(index) for index in range(CALLS)]  # none takes the memory of one before
+    times = []
+    for _ in range(_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    del outputs
+    return statistics.median(times)
+
+
+def report(result: dict[str, Any]) -> str:
+    kernels = ", ".join(f"{name} {microseconds:.1f}" for name, microseconds in result["kernels"].items())
+    return (f"{result['name']:<46}{result['microseconds']:>10.1f} us{result['gb_per_second']:>8.0f} GB/s"
+            f"{result['tflops']:>7.1f} TFLOP/s   {kernels}")

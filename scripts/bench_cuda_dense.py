@@ -1,0 +1,134 @@
+"""What stands beside attention in a dense decoder's step, the general operators and the kernels in their place.
+
+Parts of bench_cuda_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_cuda_cases import CALLS, DEVICE, Case
+from torch import Tensor
+
+from npu_runner.layers import sampling_ops
+from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.cuda.attention import TritonAttention
+from npu_runner.platforms.cuda.draw import draw_from_softmax
+from npu_runner.platforms.cuda.ops import TritonOps
+from npu_runner.platforms.cuda.products import Tile, few_rows
+from npu_runner.platforms.ops import HeadNorms
+
+_VOCABULARY = 151_936
+# (query heads, kv heads, head dim, dims that turn, a gate beside each query) of Qwen3-0.6B, Qwen3-8B, Qwen3.5-35B-A3B
+_HEADS = {"0.6b": (16, 8, 128, 128, False), "8b": (32, 8, 128, 128, False), "35b-a3b": (16, 2, 256, 64, True)}
+_BLOCK_SIZE = 64
+# (output, input features) of Qwen3-8B's weights and of Qwen3-0.6B's
+_WEIGHTS = {"8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (24_576, 4096), "8b down": (4096, 12_288),
+            "8b head": (_VOCABULARY, 4096), "0.6b qkv": (4096, 1024), "0.6b o": (1024, 2048),
+            "0.6b gate_up": (6144, 1024), "0.6b down": (1024, 3072), "0.6b head": (_VOCABULARY, 1024)}
+
+
+def draws() -> Iterator[Case]:
+    """A token of each row from bfloat16 logits: drawn, or the most probable."""
+    for batch_size in (1, 8, 64, 256):
+        layers = [torch.randn(batch_size, _VOCABULARY, device=DEVICE).mul_(3).bfloat16() for _ in range(3)]
+        uniforms_B1 = torch.rand(batch_size, 1, device=DEVICE)
+        for kind, temperature in (("draw", 0.6), ("greedy", 0.0)):
+            temperature_B1 = torch.full((batch_size, 1), temperature, device=DEVICE)
+
+            def plain(index: int, layers: Any = layers, t: Any = temperature_B1, u: Any = uniforms_B1) -> Any:
+                return plain_draw(layers[index % len(layers)], t, u)
+
+            def kernels(index: int, layers: Any = layers, t: Any = temperature_B1, u: Any = uniforms_B1) -> Any:
+                return draw_from_softmax(layers[index % len(layers)], t, u)
+
+            def greedy(index: int, layers: Any = layers) -> Any:
+                return sampling_ops.most_probable(layers[index % len(layers)])
+
+            num_bytes = 2.0 * batch_size * _VOCABULARY
+            for way, call in (("operators", plain if temperature else greedy), ("kernels", kernels)):
+                yield Case(name=f"{kind} of {batch_size}, {way}", call=call, num_bytes=num_bytes, in_graph=True)
+
+
+def plain_draw(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
+    """What the sampler does where a platform has no draw of its own."""
+    largest_B1, tokens_B1 = sampling_ops.most_probable(logits_BV)
+    unusable_B1 = sampling_ops.is_unusable(logits_BV, largest_B1)
+    weights_BV = sampling_ops.token_weights(logits_BV.float(), largest_B1.float(), temperature_B1)
+    return sampling_ops.draw(weights_BV, tokens_B1, uniform_B1, min_p_B1=None).masked_fill(unusable_B1, -1)
+
+
+def heads() -> Iterator[Case]:
+    """Norm, rotary embedding and cache write of the heads of a step, or of a prompt."""
+    for model, shape in _HEADS.items():
+        for num_tokens in (1, 8, 64, 256, 8192):
+            layers = [_Heads(num_tokens, *shape) for _ in range(CALLS if num_tokens <= 256 else 3)]
+            for way, run in (("operators", AttentionBackend.norm_rotary_store),
+                             ("kernel", TritonAttention.norm_rotary_store)):
+
+                def call(index: int, layers: Any = layers, run: Any = run) -> Any:
+                    return layers[index % len(layers)].store(run)
+
+                yield Case(name=f"heads of {model}, {num_tokens} tokens, {way}", call=call, in_graph=True,
+                           num_bytes=layers[0].num_bytes)
+
+
+class _Heads:
+    """What one layer's product leaves of a step, and the layer's cache."""
+
+    def __init__(self, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int,
+                 is_gated: bool):
+        width = (1 + is_gated) * head_dim
+        sizes = [num_heads * width, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        qkv = torch.randn(num_tokens, sum(sizes), device=DEVICE).bfloat16()
+        q, k, v = qkv.split(sizes, dim=-1)
+        self.heads = [q.unflatten(-1, (-1, width))[..., :head_dim], *(x.unflatten(-1, (-1, head_dim)) for x in (k, v))]
+        gain_H = torch.ones(head_dim, device=DEVICE, dtype=torch.bfloat16)
+        self.norms = HeadNorms(gain_H, gain_H, 1e-6)
+        self.turns = [torch.randn(num_tokens, rotary_dim, device=DEVICE).bfloat16() for _ in range(2)]
+        num_blocks = -(-num_tokens // _BLOCK_SIZE)
+        k_cache, v_cache = torch.zeros(2, num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, device=DEVICE,
+                                       dtype=torch.bfloat16)
+        self.cache = {"k_cache": k_cache, "v_cache": v_cache,
+                      "slot_mapping_T": torch.randperm(num_blocks * _BLOCK_SIZE, device=DEVICE)[:num_tokens].int()}
+        self.backend = TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                                       block_size=_BLOCK_SIZE, dtype=torch.bfloat16)
+        self.ops = TritonOps()
+        self.num_bytes = 2.0 * 2 * num_tokens * head_dim * (num_heads + 2 * num_kv_heads)
+
+    def store(self, run: Any) -> Tensor:
+        q_TNH: Tensor = run(self.backend, self.ops, *self.heads, self.norms, *self.turns, **self.cache)
+        return q_TNH
+
+
+def products(is_sweep: bool) -> Iterator[Case]:
+    """A few rows times a weight, by the library and by the kernels."""
+    for name, (num_outputs, num_inputs) in _WEIGHTS.items():
+        num_layers = 2 if num_outputs == _VOCABULARY else CALLS
+        weights = [torch.randn(num_outputs, num_inputs, device=DEVICE, dtype=torch.bfloat16) * num_inputs**-0.5
+                   for _ in range(num_layers)]
+        for num_rows in (1, 2, 4, 8):
+            x_MI = torch.randn(num_rows, num_inputs, device=DEVICE).bfloat16()
+            ways: dict[str, Any] = {"library": F.linear, "kernel": few_rows}
+            for tile in _tiles(num_rows) if is_sweep else ():
+                ways[f"{tuple(tile)}"] = lambda x, w, b, tile=tile: few_rows(x, w, b, tile)
+            for way, run in ways.items():
+
+                def call(index: int, run: Any = run, x_MI: Any = x_MI, weights: Any = weights) -> Any:
+                    return run(x_MI, weights[index % len(weights)], None)
+
+                yield Case(name=f"{name}, {num_rows} rows, {way}", call=call, in_graph=True,
+                           num_bytes=2.0 * num_outputs * num_inputs,
+                           operations=2.0 * num_rows * num_outputs * num_inputs)
+
+
+def _tiles(num_rows: int) -> Iterator[Tile]:
+    if num_rows == 1:
+        sizes = [(4, 1024, 4, 1), (8, 512, 4, 1), (8, 512, 4, 3), (8, 1024, 8, 1), (16, 256, 4, 4), (2, 1024, 4, 1)]
+    else:
+        sizes = [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3),
+                 (128, 64, 4, 5), (128, 128, 8, 4)]
+    yield from (Tile(*size) for size in sizes)

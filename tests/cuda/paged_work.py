@@ -1,0 +1,95 @@
+"""Contexts in a paged cache for the attention kernels, and what the definition makes of them in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.step_inputs import AttentionMetadata
+from tests.oracle.test_attention_backends import attention
+
+# T tokens, B sequences, N query heads, K kv heads, H head dim, S block size, W blocks a sequence
+
+# Of the largest value: float32 sums, or one rounding of weights and answer in 16 bits.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass
+class PagedWork:
+    """`query_lens` new tokens behind `cached_lens` ones; whatever no query may see is NaN, as are blocks of nobody."""
+
+    cached_lens: list[int]
+    query_lens: list[int]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 64
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    keys: list[Tensor] = field(init=False)
+    values: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.context_lens = [c + q for c, q in zip(self.cached_lens, self.query_lens, strict=True)]
+        self.keys, self.values = ([self._random(length, self.num_kv_heads) for length in self.context_lens]
+                                  for _ in "kv")
+        # Beside other columns of a wider product, as in a fused qkv.
+        self.q_TNH = self._random(sum(self.query_lens), self.num_heads + 2)[:, :self.num_heads]
+        counts = [-(-length // self.block_size) for length in self.context_lens]
+        order = iter((1 + torch.randperm(sum(counts))).tolist())
+        self.block_tables_BW = torch.full((len(counts), max(counts) + 1), sum(counts) + 1, dtype=torch.int32)
+        shape = (sum(counts) + 2, self.block_size, self.num_kv_heads, self.head_dim)
+        self.k_cache, self.v_cache = (torch.full(shape, torch.nan, dtype=self.dtype) for _ in "kv")
+        for row, count in enumerate(counts):
+            self.block_tables_BW[row, :count] = torch.tensor([next(order) for _ in range(count)], dtype=torch.int32)
+            self._fill(row)
+
+    def _random(self, length: int, num_heads: int) -> Tensor:
+        return torch.randn(length, num_heads, self.head_dim).to(self.dtype)
+
+    def _fill(self, row: int) -> None:
+        first_seen = max(0, self.cached_lens[row] + 1 - self.window) if self.window else 0
+        for place in range(first_seen, self.context_lens[row]):
+            block = int(self.block_tables_BW[row, place // self.block_size])
+            self.k_cache[block, place % self.block_size] = self.keys[row][place]
+            self.v_cache[block, place % self.block_size] = self.values[row][place]
+
+    def backend(self) -> Any:
+        from npu_runner.platforms.cuda.attention import TritonAttention
+
+        return TritonAttention(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+                               block_size=self.block_size, dtype=self.dtype)
+
+    def run(self, device: torch.device, backend: Any, *, is_prefill: bool) -> Tensor:
+        """What the kernels make of it, (T, N, H)."""
+        plan = (backend.plan_prefill(self.query_lens, self.context_lens, self.block_tables_BW.numpy(), device)
+                if is_prefill else None)
+        lens_B = torch.tensor(self.context_lens, dtype=torch.int32, device=device)
+        metadata = AttentionMetadata(is_prefill, torch.empty(0), lens_B, self.block_tables_BW.to(device), plan)
+        wide_TNH = torch.cat([self.q_TNH, self.q_TNH[:, :2]], dim=1).to(device)[:, :self.num_heads]
+        attend = backend.prefill if is_prefill else backend.decode
+        out_TNH: Tensor = attend(wide_TNH, self.k_cache.to(device), self.v_cache.to(device), metadata,
+                                 self.head_dim**-0.5, window=self.window)
+        return out_TNH.cpu()
+
+    def expected(self) -> Tensor:
+        parts = zip(self.q_TNH.split(self.query_lens), self.keys, self.values, strict=True)
+        return torch.cat([attention(q, k, v, self.window) for q, k, v in parts])
+
+    def assert_equals_definition(self, device: torch.device, *, is_prefill: bool, num_sms: int | None = 2) -> None:
+        """`num_sms`: of how many multiprocessors the backend is to think, None: as many as there are."""
+        backend = self.backend()
+        if num_sms:
+            backend.gpu = backend.gpu._replace(num_sms=num_sms)
+        assert_close(self.run(device, backend, is_prefill=is_prefill), self.expected(), self.dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    assert actual.isfinite().all()
+    error = (actual.double() - expected).abs().max() / expected.abs().max()
+    assert error < TOLERANCE[dtype], f"error {error:.1e} of the largest value, allowed {TOLERANCE[dtype]:.1e}"

@@ -1,0 +1,168 @@
+"""The draw in two kernels against its definition in float64, and against the sampler's plain operators."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from npu_runner.layers.sampler import NO_TOKEN
+from npu_runner.sampling_params import SamplingParams
+from tests.runner.sampler_steps import SpellingSampler, make_sampler
+
+LAST = 1.0 - 2.0**-24  # the largest uniform there is
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Below one block, a whole number of blocks, one logit more; and as wide as a model's.
+VOCABULARIES = [3, 1000, 8192, 8193, 151_936]
+
+
+def draw_rows(device: torch.device, logits_BV: Tensor, temperatures: list[float], uniforms: list[float]) -> list[int]:
+    from npu_runner.platforms.cuda.draw import draw_from_softmax
+
+    columns = (torch.tensor(values, dtype=torch.float32, device=device)[:, None] for values in (temperatures, uniforms))
+    drawn_B1 = draw_from_softmax(logits_BV.to(device), *columns)
+    assert drawn_B1.dtype == torch.int32
+    assert drawn_B1.shape == (len(logits_BV), 1)
+    return drawn_B1[:, 0].tolist()
+
+
+def draw_all(device: torch.device, logits_V: Tensor, temperature: float, uniforms: np.ndarray) -> np.ndarray:
+    """The token at each uniform, (B,)."""
+    logits_BV = logits_V.to(device).expand(len(uniforms), -1)
+    return np.array(draw_rows(device, logits_BV, [temperature] * len(uniforms), uniforms.tolist()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 3.0])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution(device: torch.device, vocab_size: int,
+                                                              temperature: float, dtype: torch.dtype) -> None:
+    logits_V = (torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3).to(dtype)
+    scaled = logits_V.double().numpy() / temperature
+    weights = np.exp(scaled - scaled.max())
+    cumulative = np.cumsum(weights / weights.sum())
+    uniforms = np.append(np.linspace(0.0, LAST, 12), LAST)
+    tokens = draw_all(device, logits_V, temperature, uniforms)
+    below = np.where(tokens > 0, cumulative[tokens - 1], 0.0)
+    assert (below <= uniforms + 1e-5).all()
+    assert (uniforms <= cumulative[tokens] + 1e-5).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_temperature_0_is_the_first_of_the_most_probable(device: torch.device, vocab_size: int,
+                                                         dtype: torch.dtype) -> None:
+    logits_BV = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits_BV[1] = 2.5  # all alike
+    logits_BV[2, [vocab_size - 1, vocab_size // 2]] = 9.0
+    logits_BV[3, vocab_size - 1] = 9.0
+    found = draw_rows(device, logits_BV, [0.0] * 4, [0.0, LAST, LAST, 0.5])
+    assert found == [int(logits_BV[0].float().argmax()), 0, vocab_size // 2, vocab_size - 1]
+
+
+def test_a_token_that_weighs_nothing_is_never_drawn(device: torch.device) -> None:
+    """Blocks of impossible tokens before, between and behind the possible ones, and one that underflows."""
+    logits_V = torch.full((40_000,), -torch.inf)
+    places = [5, 130, 131, 20_000, 38_000]
+    logits_V[places] = torch.tensor([0.0, 0.5, -200.0, 0.25, 0.1])
+    tokens = draw_all(device, logits_V, 0.5, np.append(np.linspace(0.0, LAST, 200), LAST))
+    assert set(tokens.tolist()) == set(places) - {131}
+
+
+def test_one_possible_token_is_drawn(device: torch.device) -> None:
+    logits_V = torch.full((9000,), -torch.inf)
+    logits_V[8999] = -1e30
+    for temperature in (0.0, 1e-5, 1.0):
+        assert set(draw_all(device, logits_V, temperature, np.linspace(0.0, LAST, 5)).tolist()) == {8999}
+
+
+def test_equal_logits_are_drawn_equally_often(device: torch.device) -> None:
+    tokens = draw_all(device, torch.full((16,), 7.25), 0.3, np.linspace(0.0, LAST, 400))
+    assert np.abs(np.bincount(tokens, minlength=16) - 25).max() <= 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [0, 5000, 8999])
+def test_a_row_without_a_token_says_so_and_its_neighbours_draw(device: torch.device, spoilt: float, place: int,
+                                                               temperature: float) -> None:
+    logits_BV = torch.randn(4, 9000, generator=torch.Generator().manual_seed(1))
+    others = [temperature] * 4, [0.4] * 4
+    wanted = draw_rows(device, logits_BV, *others)
+    logits_BV[1, place] = spoilt
+    logits_BV[2] = -torch.inf
+    assert draw_rows(device, logits_BV, *others) == [wanted[0], NO_TOKEN, NO_TOKEN, wanted[3]]
+
+
+def test_a_row_is_drawn_alike_alone_among_others_and_from_a_wider_tensor(device: torch.device) -> None:
+    logits_BV = torch.randn(6, 9003, generator=torch.Generator().manual_seed(2)).bfloat16()
+    temperatures, uniforms = [0.0, 0.5, 1.0, 1.0, 2.0, 0.0], [0.1, 0.3, 0.99, LAST, 0.0, 0.5]
+    together = draw_rows(device, logits_BV, temperatures, uniforms)
+    alone = [draw_rows(device, logits_BV[row:row + 1], temperatures[row:row + 1], uniforms[row:row + 1])[0]
+             for row in range(6)]
+    wider = torch.cat((logits_BV, torch.full((6, 5), 50.0).bfloat16()), dim=1).to(device)[:, :9003]
+    assert together == alone == draw_rows(device, wider, temperatures, uniforms)
+
+
+# -- in the sampler ------------------------------------------------------------------------------------------------
+
+PLAIN = [SamplingParams(temperature=temperature) for temperature in (0.0, 0.3, 0.7, 1.0, 1.0, 3.0)]
+OTHERS = [SamplingParams(min_p=0.05), SamplingParams(top_p=0.7), SamplingParams(repetition_penalty=1.3),
+          SamplingParams(temperature=0.0, logprobs=2), SamplingParams(logit_bias={3: 2.0})]
+
+
+def sample(sampler: SpellingSampler, device: torch.device, logits_BV: Tensor, several: list[SamplingParams],
+           num_steps: int = 4) -> list[list[int]]:
+    """By step, the token of each row."""
+    for slot, params in enumerate(several):
+        sampler.add(slot, params, [1, 2], seed=slot)
+    slots, found = np.arange(len(several), dtype=np.int32), []
+    for _ in range(num_steps):
+        uniforms_B, slots_B = (torch.from_numpy(array).to(device) for array in (sampler.host_inputs(slots), slots))
+        found.append(sampler(logits_BV[:len(several)].to(device), slots_B, uniforms_B, torch.zeros_like(slots_B),
+                             slots).to_host().token_ids_B.tolist())
+    return found
+
+
+def make(device: torch.device, *, by_kernels: bool) -> SpellingSampler:
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    ops = TritonOps()
+    hooks = {"draw_from_softmax": ops.softmax_draw(), "draws_greedily": ops.draws_greedily} if by_kernels else {}
+    return make_sampler(5000, 12, device=device, **hooks)
+
+
+@pytest.fixture
+def logits_BV() -> Tensor:
+    return (torch.randn(12, 5000, generator=torch.Generator().manual_seed(3)) * 3).bfloat16()
+
+
+def test_plain_rows_have_the_tokens_of_the_plain_operators(device: torch.device, logits_BV: Tensor) -> None:
+    """The same uniforms through the same distribution: they could differ where one lies within rounding of an edge."""
+    for several in (PLAIN, PLAIN[:1] * 3, PLAIN[1:], PLAIN + OTHERS):
+        expected = sample(make(device, by_kernels=False), device, logits_BV, several)
+        assert sample(make(device, by_kernels=True), device, logits_BV, several) == expected
+
+
+def test_a_plain_row_draws_by_the_kernels_whatever_its_neighbours_ask_for(device: torch.device, logits_BV: Tensor,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw that answers row by row shows which rows take it."""
+    sampler = make(device, by_kernels=True)
+    monkeypatch.setattr(sampler, "_draw_from_softmax",
+                        lambda logits_BV, *_: torch.arange(4000, 4000 + len(logits_BV), dtype=torch.int32,
+                                                           device=logits_BV.device)[:, None])
+    for tokens in sample(sampler, device, logits_BV, PLAIN + OTHERS):
+        assert tokens[1:6] == [4001, 4002, 4003, 4004, 4005]
+        assert not set(tokens[6:]) & set(range(4000, 4012))
+    for tokens in sample(sampler, device, logits_BV, PLAIN):
+        assert tokens == [4000, 4001, 4002, 4003, 4004, 4005]
+
+
+@pytest.mark.parametrize("several", [PLAIN, PLAIN + OTHERS], ids=["plain", "among others"])
+def test_a_spoilt_row_has_no_token_and_a_valid_next_input(device: torch.device, logits_BV: Tensor,
+                                                          several: list[SamplingParams]) -> None:
+    logits_BV[[0, 3], 4321] = torch.nan
+    sampler = make(device, by_kernels=True)
+    for tokens in sample(sampler, device, logits_BV, several):
+        assert [row for row, token in enumerate(tokens) if token == NO_TOKEN] == [0, 3]

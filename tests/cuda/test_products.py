@@ -1,0 +1,72 @@
+"""Products of a few rows against the definition in float64, on a GPU or in triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+# M rows, I input features, O output features
+
+DTYPES = [torch.bfloat16, torch.float16]
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 6e-4}  # of the largest value: one rounding
+
+
+def draw(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x_MI = torch.randn(num_rows, num_inputs + 64)[:, :num_inputs].to(dtype)
+    weight_OI = (torch.randn(num_outputs, num_inputs) * num_inputs**-0.5).to(dtype)
+    return x_MI, weight_OI, torch.randn(num_outputs).to(dtype)
+
+
+def assert_product(found: Tensor, x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    expected = x_MI.double() @ weight_OI.double().T + (0.0 if bias_O is None else bias_O.double())
+    assert found.dtype == x_MI.dtype
+    assert found.shape == expected.shape
+    assert (found.double().cpu() - expected).abs().max() < TOLERANCE[x_MI.dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("excess", [(0, 0), (0, 512), (6, 8)], ids=str)
+@pytest.mark.parametrize("num_outputs", [1024, 6144, 12_288, 151_936])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
+def test_a_product(device: torch.device, num_rows: int, num_outputs: int, excess: tuple[int, int], dtype: torch.dtype,
+                   has_bias: bool) -> None:
+    """With the tile that weights of so many outputs have: two of them, two steps, and what is left over."""
+    from npu_runner.platforms.cuda.products import few_rows, tile_of
+
+    tile = tile_of(num_rows, num_outputs)
+    sizes = [2 * size + more for size, more in zip((tile.outputs, tile.inputs), excess, strict=True)]
+    x_MI, weight_OI, bias_O = draw(num_rows, *sizes, dtype)
+    wider = torch.cat((x_MI, x_MI[:, :64]), dim=1).to(device)[:, :sizes[1]]  # rows of a wider tensor
+    bias = bias_O if has_bias else None
+    found = few_rows(wider, weight_OI.to(device), None if bias is None else bias.to(device), tile)
+    assert_product(found, x_MI, weight_OI, bias)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 9])
+def test_linear_takes_it_up_to_its_most_rows_and_compiles_it_before(device: torch.device, num_rows: int,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_runner.platforms.cuda import products
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    calls: list[int] = []
+    few_rows = products.few_rows
+    monkeypatch.setattr(products, "few_rows", lambda x, *rest: calls.append(len(x)) or few_rows(x, *rest))
+    x_MI, weight_OI, bias_O = draw(num_rows, 1024, 1024, torch.bfloat16)
+    ops = TritonOps()
+    assert_product(ops.linear(x_MI.to(device), weight_OI.to(device), bias_O.to(device)), x_MI, weight_OI, bias_O)
+    own = [num_rows] if num_rows <= products.MOST_ROWS else []
+    assert calls == [1, 2, *own]
+    ops.linear(x_MI.to(device), weight_OI.to(device), bias_O.to(device))
+    assert calls == [1, 2, *own, *own]
+
+
+def test_small_weights_and_float32_stay_with_the_library(device: torch.device) -> None:
+    from npu_runner.platforms.cuda.products import has_product
+
+    x_MI, weight_OI, _ = draw(1, 1024, 1024, torch.bfloat16)
+    assert has_product(x_MI, weight_OI)
+    assert not has_product(x_MI, weight_OI[:1000])
+    assert not has_product(x_MI.float(), weight_OI.float())
