@@ -89,6 +89,10 @@ class RunnerConfig:
     reasoning_parser: str = "auto"
     """auto: where the checkpoint has tokens to think between, the reasoning is split off the answer; none: the answer
     stays as the model wrote it."""
+    prepare_structured_outputs: bool = False
+    """Requests with structured_outputs (response_format, guided_*) will come: what follows them is made ready while the
+    weights load, and not when the first one comes, which holds everybody up for a second or more. npu-runner batch
+    does so by itself where there is a response_schema."""
     tool_call_parser: str = "auto"
     """How tool calls are read out of answers to rows with tools: hermes, qwen3_coder, the name of an installed
     package's parser, or none (they stay text); auto: as the chat template asks for them to be written."""

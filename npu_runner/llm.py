@@ -25,7 +25,7 @@ from npu_runner.limits import plain_template_kwargs
 from npu_runner.multimodal.effort import kwargs_with_effort
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
-from npu_runner.multimodal.prompt_forms import prompt_and_images
+from npu_runner.multimodal.prompt_forms import raw_prompt
 from npu_runner.multimodal.tools import parse_tools
 from npu_runner.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
 from npu_runner.pooling_params import PoolingParams
@@ -37,8 +37,9 @@ from npu_runner.workers.options import PreprocessingOptions
 from npu_runner.workers.prompts import PromptTask, PromptWorkers, chat_task, text_task
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
-"""Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...]}, vLLM's {"prompt" or
-"prompt_token_ids", "multi_modal_data": {"image": ...}}, or an already prepared prompt."""
+"""Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...], "videos": [bytes, ...]}, vLLM's
+{"prompt" or "prompt_token_ids", "multi_modal_data": {"image": ..., "video": ...}}, each with "mm_processor_kwargs" if
+it likes, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; film
 parts {"type": "video", "video": bytes} or vLLM's video_url."""
@@ -385,11 +386,7 @@ def _is_one_conversation(conversations: Any) -> bool:
 
 
 def _text_task(item: Any) -> PromptTask | PromptInputs:
-    if isinstance(item, PromptInputs):
-        return item
-    prompt, images = prompt_and_images(item) if isinstance(item, Mapping) else (item, ())
-    pictures = [(image, f"images[{number}]") for number, image in enumerate(images)]
-    return text_task(prompt, pictures)
+    return item if isinstance(item, PromptInputs) else text_task(raw_prompt(item))
 
 
 def _with_index(index: int, error: RequestError) -> RequestError:

@@ -50,15 +50,17 @@ class LLMPredictor:
 
     def __init__(self, model: str, *, sampling_params: Mapping[str, Any] | None = None,
                  allowed_media_dir: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-                 **settings: Any):
+                 mm_processor_kwargs: Mapping[str, Any] | None = None, **settings: Any):
         """`sampling_params`: what rows leave open; what that leaves open is the checkpoint's generation_config, then
-        SamplingParams' defaults. `allowed_media_dir`, `chat_template_kwargs`: as in `LLM.chat`. `settings`: LLM's.
+        SamplingParams' defaults. `allowed_media_dir`, `chat_template_kwargs`, `mm_processor_kwargs`: as in
+        `LLM.chat`. `settings`: LLM's.
 
         Raises what LLM raises, and ConfigError for wrong `sampling_params`.
         """
         self._model, self._settings = model, settings
         self._chat_options: dict[str, Any] = {"allowed_media_dir": allowed_media_dir,
-                                              "chat_template_kwargs": chat_template_kwargs}
+                                              "chat_template_kwargs": chat_template_kwargs,
+                                              "mm_processor_kwargs": mm_processor_kwargs}
         self._defaults = dict(sampling_params or {})
         try:
             _sampling_params(self._defaults, {})

@@ -17,17 +17,20 @@ from npu_runner.sampling_params import SamplingParams
 def answer_question(
     config: RunnerConfig,
     question: str,
-    pictures: Sequence[str],
+    seen: Sequence[tuple[str, str]],
     *,
     system: str | None,
     max_tokens: int | None,
     temperature: float,
 ) -> str:
-    """Load the model and answer. Raises RequestError for a picture or a question that cannot be served, and
-    GenerationError where the model gives no whole answer. What it thinks first goes to standard error."""
+    """Load the model and answer. `seen`: ("image" or "video", its file), in the order in which they are shown.
+
+    Raises ConfigError for a file that cannot be read, RequestError for a picture, a film or a question that cannot be
+    served, and GenerationError where the model gives no whole answer. What it thinks first goes to standard error.
+    """
     asked: dict[str, Any] = {"temperature": temperature, **({} if max_tokens is None else {"max_tokens": max_tokens})}
     SamplingParams(**asked)  # a mistake answers before anything is loaded
-    conversation = _conversation(question, [_read(picture) for picture in pictures], system)
+    conversation = _conversation(question, [(kind, _read(kind, file)) for kind, file in seen], system)
     # Only the answer belongs on standard output; what loading prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         from npu_runner.llm import LLM  # torch comes with it: not before the arguments are known to be good
@@ -49,14 +52,15 @@ def answer_question(
     return result.text
 
 
-def _read(picture: str) -> bytes:
+def _read(kind: str, file: str) -> bytes:
     try:
-        return Path(picture).read_bytes()
+        return Path(file).read_bytes()
     except OSError as error:
-        raise ConfigError(f"image {picture}: {error.strerror}") from error
+        raise ConfigError(f"{kind} {file}: {error.strerror}") from error
 
 
-def _conversation(question: str, pictures: Sequence[bytes], system: str | None) -> list[dict[str, Any]]:
-    content = [{"type": "image", "image": data} for data in pictures] + [{"type": "text", "text": question}]
+def _conversation(question: str, seen: Sequence[tuple[str, bytes]], system: str | None) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = [{"type": kind, kind: data} for kind, data in seen]
+    content.append({"type": "text", "text": question})
     messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     return [*messages, {"role": "user", "content": content}]

@@ -6,6 +6,7 @@ Imports torch only once the arguments are known to be good, so that --help and m
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -93,19 +94,26 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "generate",
-        help="answer one question, with pictures or without",
+        help="answer one question, with pictures and films or without",
         description="Answers one question and prints the answer. Exit status 1: the model gave none; standard error "
         "says why.",
         allow_abbrev=False,
     )
     question = parser.add_argument_group("question")
     question.add_argument("question", help="what to ask")
-    question.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
+    # One list of both kinds: they are shown in the order in which they are named.
+    for kind, what in (("image", "a picture"), ("video", "a film (pip install 'npu-runner[video]')")):
+        question.add_argument(f"--{kind}", dest="seen", action="append", default=[], metavar="FILE",
+                              type=functools.partial(_of_kind, kind), help=f"{what}; may be repeated")
     question.add_argument("--system", metavar="TEXT", help="instructions that come before the question")
     question.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of the answer")
     question.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
     _add_model_options(parser)
     parser.set_defaults(run=_generate)
+
+
+def _of_kind(kind: str, file: str) -> tuple[str, str]:
+    return kind, file
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -145,7 +153,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     answer = answer_question(
-        RunnerConfig(**given(arguments, RunnerConfig)), arguments.question, arguments.image, system=arguments.system,
+        RunnerConfig(**given(arguments, RunnerConfig)), arguments.question, arguments.seen, system=arguments.system,
         max_tokens=arguments.max_tokens, temperature=arguments.temperature,
     )  # fmt: skip
     print(answer)

@@ -16,15 +16,6 @@ class StepsUnderWay:
     def __len__(self) -> int:
         return len(self._steps)
 
-    @property
-    def oldest(self) -> list[Sequence]:
-        """Its sequences in batch order, whether they still wait for it or not."""
-        return self._steps[0][0]
-
-    @property
-    def newest(self) -> list[Sequence]:
-        return self._steps[-1][0]
-
     def launch(self, sequences: list[Sequence]) -> None:
         self._steps.append((sequences, [seq.epoch for seq in sequences]))
 

@@ -36,12 +36,22 @@ class Matchers:
         self._executor: LLExecutor | None = None
         self._kept: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
-    def prepare(self, grammar: str) -> Future[LLMatcher]:
-        """Begin to build the matcher of `grammar`; whoever follows it takes a copy. Does not wait."""
+    def begin(self) -> None:
+        """Begin to build what all matchers share, a table of the model's tokens. Does not wait.
+
+        Better while nobody waits for an answer: llguidance holds the interpreter's lock while it does so, a second or
+        more where there are 150,000 tokens. Grammars themselves are built beside everything else.
+        """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars")
         if self._tokens is None:
             self._tokens = self._threads.submit(self._make_tokens)
+
+    def prepare(self, grammar: str) -> Future[LLMatcher]:
+        """Begin to build the matcher of `grammar`; whoever follows it takes a copy. Does not wait."""
+        self.begin()
+        assert self._threads is not None, "begin has made them"
+        assert self._tokens is not None, "begin has made them"
         if grammar not in self._kept:
             self._kept[grammar] = self._threads.submit(self._build, self._tokens, grammar)
             if len(self._kept) > _MOST_KEPT:

@@ -73,6 +73,10 @@ class Watch:
         self._recent = list(output_token_ids[-words.longest_prefix:])
         self.banned = words.completing(self._recent)
 
+    def must_know(self, num_untold: int) -> bool:
+        """Any token may begin a word."""
+        return num_untold > 0
+
     def observe(self, token: int) -> None:
         self._recent.append(token)
         if len(self._recent) > 2 * self._words.longest_prefix + 64:

@@ -182,13 +182,18 @@ class Sampler:
         return output
 
     def _tell_tokens(self) -> None:
-        """Tell rows with bad words, and those that are steered, what was chosen last: the step before must have run,
-        and the forward of this one is under way."""
-        for output, listeners in self._untold:
+        """Tell rows with bad words, and those that are steered, what was chosen, as far as it is there.
+
+        Waits for the step before, while the forward of this one is under way, only where somebody cannot go on without
+        knowing: not for a thinking budget that cannot be spent yet.
+        """
+        must_wait = any(listener.must_know(len(self._untold)) for _, listeners in self._untold
+                        for _, listener in listeners)
+        while self._untold and (must_wait or self._untold[0][0].is_done()):
+            output, listeners = self._untold.pop(0)
             tokens = output.to_host().token_ids_B.tolist()
             for row, listener in listeners:
                 listener.observe(tokens[row])
-        self._untold.clear()
 
     def _compile_draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> None:
         """The first step, a made-up one, draws whatever it asks for: a kernel is compiled when it is called."""

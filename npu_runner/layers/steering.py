@@ -66,6 +66,13 @@ class Steering:
             self._phase = _Phase.OVER if token in self._eos_token_ids else _Phase.ANSWER
             self._unfollowed.append(token)
 
+    def must_know(self, num_untold: int) -> bool:
+        """Whether its next mask may depend on the last tokens, so many at most, that it was not told of."""
+        if self._has_grammar:
+            return self._phase is not _Phase.OVER
+        may_think = self._phase in (_Phase.START, _Phase.THINKING)
+        return may_think and self._most_thinking is not None and self._num_thought + num_untold >= self._most_thinking
+
     @property
     def restricts(self) -> bool:
         """Whether not every token may come next."""

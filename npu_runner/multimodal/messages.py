@@ -29,10 +29,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Conversation:
-    """`messages`: what the template sees; `images`: (picture or film, where it stood) in prompt order."""
+    """`messages`: what the template sees; `seen`: (picture or film, where it stood) in prompt order."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    images: list[tuple[bytes | Image.Image | Media | Video, str]] = field(default_factory=list)
+    seen: list[tuple[bytes | Image.Image | Media | Video, str]] = field(default_factory=list)
 
     def map_text(self, change: Callable[[str, str, bool], str]) -> list[dict[str, Any]]:
         """The messages with `change(role, text, is_part)` applied to every piece of text in them."""
@@ -66,13 +66,13 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int, needs_te
         content = message.get("content")
         if content is None and others.keys() & {"tool_calls", "reasoning_content"}:
             content = ""
-        content = _content(content, role, f"{where}.content", conversation.images)
+        content = _content(content, role, f"{where}.content", conversation.seen)
         if not has_vision and isinstance(content, list):
             content = _joined(content, separator="\n")
         conversation.messages.append({"role": role, "content": content, **others})
-    _check_images(conversation, has_vision, max_images)
+    _check_seen(conversation, has_vision, max_images)
     has_text = any(m["role"] == "user" and _joined(m["content"]).strip() for m in conversation.messages)
-    if not has_text and (needs_text or not conversation.images):
+    if not has_text and (needs_text or not conversation.seen):
         raise RequestError("messages: no user message has any text; ask a question", "no_user_text", "messages")
     return conversation
 
@@ -125,7 +125,7 @@ def _others(message: Mapping[str, Any], role: str, where: str) -> dict[str, Any]
     return found
 
 
-def _content(content: Any, role: str, where: str, images: list[tuple[Any, str]]) -> str | list[dict[str, str]]:
+def _content(content: Any, role: str, where: str, seen: list[tuple[Any, str]]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return checked_text(content, where)
     if isinstance(content, (bytes, bytearray)) or not isinstance(content, Sequence):
@@ -135,10 +135,10 @@ def _content(content: Any, role: str, where: str, images: list[tuple[Any, str]])
     if not content:
         raise RequestError(f"{where}: the list of parts is empty", "invalid_type", where)
     check_count(where, "parts", content, LIMITS.max_parts)
-    return [_part(part, role, f"{where}[{number}]", images) for number, part in enumerate(content)]
+    return [_part(part, role, f"{where}[{number}]", seen) for number, part in enumerate(content)]
 
 
-def _part(part: Any, role: str, where: str, images: list[tuple[Any, str]]) -> dict[str, str]:
+def _part(part: Any, role: str, where: str, seen: list[tuple[Any, str]]) -> dict[str, str]:
     if not isinstance(part, Mapping):
         raise RequestError(f"{where}: an object is needed, not {type(part).__name__}", "invalid_type", where)
     kind = part.get("type")
@@ -154,10 +154,10 @@ def _part(part: Any, role: str, where: str, images: list[tuple[Any, str]]) -> di
             )
         if role != "user":
             raise RequestError(f"{where}: images belong in user messages, not in {role} ones", "image_role", where)
-        images.append((bytes(image) if isinstance(image, bytearray) else image, where))
+        seen.append((bytes(image) if isinstance(image, bytearray) else image, where))
         return {"type": "image", "image": "image"}  # templates only ask whether the key is there
     if kind == "video":
-        return _video_part(part, role, where, images)
+        return _video_part(part, role, where, seen)
     if kind in ("image_url", "video_url"):
         hint = "this address was not resolved; LLM.chat and the batch job do that, else give a part with bytes"
     else:
@@ -166,7 +166,7 @@ def _part(part: Any, role: str, where: str, images: list[tuple[Any, str]]) -> di
     raise RequestError(message, "unsupported_part", f"{where}.type")
 
 
-def _video_part(part: Mapping[str, Any], role: str, where: str, images: list[tuple[Any, str]]) -> dict[str, str]:
+def _video_part(part: Mapping[str, Any], role: str, where: str, seen: list[tuple[Any, str]]) -> dict[str, str]:
     video = part.get("video")
     if not isinstance(video, (bytes, bytearray, Media, Video)):
         message = f"{where}.video: the encoded bytes of a film are needed, not {type(video).__name__}"
@@ -175,7 +175,7 @@ def _video_part(part: Mapping[str, Any], role: str, where: str, images: list[tup
         raise RequestError(f"{where}: films belong in user messages, not in {role} ones", "image_role", where)
     if not isinstance(video, Video):
         video = Video(bytes(video) if isinstance(video, bytearray) else video)
-    images.append((video, where))
+    seen.append((video, where))
     return {"type": "video", "video": "video"}  # as for a picture
 
 
@@ -190,18 +190,18 @@ def checked_text(text: Any, where: str) -> str:
     return text
 
 
-def _check_images(conversation: Conversation, has_vision: bool, max_images: int) -> None:
-    if not conversation.images:
+def _check_seen(conversation: Conversation, has_vision: bool, max_images: int) -> None:
+    if not conversation.seen:
         return
     if not has_vision:
         raise RequestError(
             "this model reads text only; remove the pictures and films or choose a model with vision",
             "model_has_no_vision",
-            conversation.images[0][1],
+            conversation.seen[0][1],
         )
-    if len(conversation.images) > max_images:
+    if len(conversation.seen) > max_images:
         raise RequestError(
-            f"messages: {len(conversation.images)} pictures and films, at most {max_images} are allowed "
+            f"messages: {len(conversation.seen)} pictures and films, at most {max_images} are allowed "
             "(max_images_per_prompt)",
             "too_many_images",
             "messages",

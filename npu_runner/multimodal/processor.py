@@ -7,6 +7,7 @@ worker process seconds. Its results equal those of transformers' processors, whi
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, overload
@@ -38,7 +39,8 @@ from npu_runner.multimodal.text_length import TextLength
 from npu_runner.multimodal.tokenizer import read_special_tokens, read_tokenizer
 from npu_runner.multimodal.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.multimodal.tools import parse_tools, strings_in
-from npu_runner.multimodal.vision_prompts import VisionPrompts, not_cut, read_image_token, read_vision_tokens
+from npu_runner.multimodal.videos import Video
+from npu_runner.multimodal.vision_prompts import Seen, VisionPrompts, not_cut, read_image_token, read_vision_tokens
 from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.structured_outputs import StructuredOutputsParams
@@ -204,31 +206,40 @@ class ChatProcessor:
             conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt is not False,
         )
-        seen = self._vision.in_order(token_ids, conversation.images)
+        seen = self._vision.in_order(token_ids, conversation.seen)
         prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, films)
         if self.reasoning_tokens is None:
             return prompt
         return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))
 
     def from_text(
-        self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (), *,
-        truncate_prompt_tokens: int | None = None,
+        self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (),
+        videos: Sequence[Video | bytes] = (), *, truncate_prompt_tokens: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptInputs:
-        """A raw prompt, as text or token ids, with one image token where each picture stands.
+        """A raw prompt, as text or token ids, with one image token where each picture stands, and one video token where
+        each film, encoded bytes, does.
 
-        Control tokens in it are control tokens, and no chat template is applied.
+        Control tokens in it are control tokens, and no chat template is applied. `mm_processor_kwargs`: as for a
+        conversation.
         """
-        if images and not self.has_vision:
-            raise RequestError("this model reads text only; remove the images", "model_has_no_vision", "images")
-        if len(images) > self.max_images_per_prompt:
-            raise RequestError(
-                f"{len(images)} images, at most {self.max_images_per_prompt} are allowed (max_images_per_prompt)",
-                code="too_many_images",
-                param="images",
-            )
+        films = self._vision.films_as(mm_processor_kwargs)
+        located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
+        located += [(video if isinstance(video, Video) else Video(video), f"videos[{number}]")
+                    for number, video in enumerate(videos)]  # fmt: skip
+        self._check_seen(located)
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
-        located = [(image, f"images[{number}]") for number, image in enumerate(images)]
-        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens)
+        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, films)
+
+    def _check_seen(self, located: Sequence[tuple[Seen, str]]) -> None:
+        if located and not self.has_vision:
+            where = located[0][1].partition("[")[0]
+            raise RequestError(f"this model reads text only; remove the {where}", "model_has_no_vision", where)
+        if len(located) > self.max_images_per_prompt:
+            raise RequestError(
+                f"{len(located)} pictures and films, at most {self.max_images_per_prompt} are allowed "
+                "(max_images_per_prompt)", "too_many_images", located[-1][1].partition("[")[0],
+            )  # fmt: skip
 
     def most_prompt_tokens(self, params: SamplingParams | PoolingParams) -> int | None:
         """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
@@ -362,6 +373,7 @@ class ChatProcessor:
             "pillow": PIL.__version__,
             "tokenizers": tokenizers.__version__,
             # Only where they say something: an output that was begun before they existed goes on with them unset.
+            **({"decoders": decoders} if (decoders := self._decoders()) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"reasoning_tokens": asdict(self.reasoning_tokens)} if self.reasoning_tokens else {}),
             **{name: self._settings[name] for name in ("video_fps", "video_max_frames")
@@ -369,6 +381,12 @@ class ChatProcessor:
             # What auto comes to follows from the template.
             **({"tool_call_parser": setting} if (setting := self._settings["tool_call_parser"]) != "auto" else {}),
         }
+
+    def _decoders(self) -> dict[str, str]:
+        """Versions of the packages that are installed to decode what not everybody sends: another one may give other
+        pixels. FFmpeg and libheif come with their wheels."""
+        packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.films is not None)
+        return {package: version for package in packages if (version := _installed_version(package)) is not None}
 
     def _raw_token_ids(self, prompt: str | Sequence[int], *, is_cut: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -379,6 +397,7 @@ class ChatProcessor:
         if not token_ids:
             raise RequestError("prompt: it is empty", "empty_prompt", "prompt")
         return token_ids
+
 
 def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
@@ -391,6 +410,14 @@ def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
                 f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
             )
     return list(prompt)
+
+
+def _installed_version(package: str) -> str | None:
+    """Without importing it; None: it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _digest(text: str) -> str:

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner.errors import RequestError
+from npu_runner.multimodal.video_settings import checked_kwargs
+from npu_runner.multimodal.videos import Video
 
-_FIELDS = ("prompt", "prompt_token_ids", "images", "multi_modal_data")
+_FIELDS = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data", "mm_processor_kwargs")
 
 
-def prompt_and_images(item: Mapping[str, Any]) -> tuple[str | Sequence[int], Sequence[Any]]:
-    """Text or token ids, and the pictures in the order of their placeholders, of {"prompt" or "prompt_token_ids",
-    "images" or "multi_modal_data": {"image": one or several}}. None asks for nothing.
+@dataclass(frozen=True, kw_only=True)
+class RawPrompt:
+    """Text or token ids, and what stands in the placeholders: pictures and films, each kind in their order."""
+
+    prompt: str | Sequence[int]
+    images: Sequence[Any] = ()
+    videos: Sequence[Video] = ()
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def raw_prompt(item: Any) -> RawPrompt:
+    """Of text, of token ids, or of {"prompt" or "prompt_token_ids", "images" and "videos", or "multi_modal_data":
+    {"image": one or several, "video": one or several}, "mm_processor_kwargs"}. None asks for nothing.
 
     Raises RequestError naming the field.
     """
+    if not isinstance(item, Mapping):
+        return RawPrompt(prompt=item)
     given = {name: value for name, value in item.items() if value is not None}
     for name in given:
         if name not in _FIELDS:
             shown = str(name)[:60]
             message = f"{shown}: not supported; a prompt has {', '.join(_FIELDS)}"
             raise RequestError(message, "unsupported_field", shown)
-    return _one_of(given, "prompt_token_ids", "prompt"), _images(given)
+    kwargs = checked_kwargs(given.get("mm_processor_kwargs", {}))
+    prompt = _one_of(given, "prompt_token_ids", "prompt")
+    images, where_images, videos, where_videos = _media(given)
+    films = [_film(video, where_videos) for video in _several(videos, where_videos, "the encoded bytes of films")]
+    pictures = _several(images, where_images, "PIL images or encoded bytes")
+    return RawPrompt(prompt=prompt, images=pictures, videos=films, mm_processor_kwargs=kwargs)
 
 
 def _one_of(given: Mapping[str, Any], first: str, second: str) -> Any:
@@ -34,27 +54,42 @@ def _one_of(given: Mapping[str, Any], first: str, second: str) -> Any:
     return given.get(first, given.get(second))
 
 
-def _images(given: Mapping[str, Any]) -> Sequence[Any]:
+def _media(given: Mapping[str, Any]) -> tuple[Any, str, Any, str]:
+    """Pictures and where they stood, films and where they stood."""
     if "multi_modal_data" not in given:
-        return _several(given.get("images", ()), "images")
+        return given.get("images", ()), "images", given.get("videos", ()), "videos"
     name, data = "multi_modal_data", given["multi_modal_data"]
-    if "images" in given:
-        raise RequestError(f"images: {name} has them already; give one of the two", "invalid_value", "images")
+    for own in ("images", "videos"):
+        if own in given:
+            raise RequestError(f"{own}: there is {name} as well; give one of the two", "invalid_value", own)
     if not isinstance(data, Mapping):
         raise RequestError(f"{name}: an object is needed, not {type(data).__name__}", "invalid_type", name)
     for kind, value in data.items():
-        if kind != "image" and value is not None:
-            field = f"{name}.{str(kind)[:60]}"
-            raise RequestError(f"{field}: not supported; image is", "unsupported_field", field)
-    images = data.get("image")
-    if images is None:
+        if kind not in ("image", "video") and value is not None:
+            where = f"{name}.{str(kind)[:60]}"
+            raise RequestError(f"{where}: not supported; image and video are", "unsupported_field", where)
+    return _listed(data.get("image")), f"{name}.image", _listed(data.get("video")), f"{name}.video"
+
+
+def _listed(value: Any) -> Any:
+    """vLLM's: one stands alone."""
+    if value is None:
         return ()
-    is_list = isinstance(images, Sequence) and not isinstance(images, (bytes, bytearray))
-    return _several(images if is_list else [images], f"{name}.image")
+    is_list = isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray))
+    return value if is_list else [value]
 
 
-def _several(images: Any, name: str) -> Sequence[Any]:
-    if isinstance(images, (str, bytes, bytearray)) or not isinstance(images, Sequence):
-        message = f"{name}: PIL images or encoded bytes are needed, not {type(images).__name__}"
+def _several(given: Any, name: str, what: str) -> Sequence[Any]:
+    if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Sequence):
+        raise RequestError(f"{name}: {what} are needed, not {type(given).__name__}", "invalid_type", name)
+    return given
+
+
+def _film(video: Any, name: str) -> Video:
+    if isinstance(video, Video):
+        return video
+    if not isinstance(video, (bytes, bytearray)):
+        message = (f"{name}: the encoded bytes of a film are needed, not {type(video).__name__}; decoded frames do not "
+                   "say when they are shown: encode them, or send them as pictures")
         raise RequestError(message, "invalid_type", name)
-    return images
+    return Video(bytes(video))

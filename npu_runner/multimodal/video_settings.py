@@ -54,7 +54,7 @@ class VideoSettings:
 
         Raises RequestError for another name, and for a value that cannot be.
         """
-        given = _checked_kwargs(kwargs)
+        given = checked_kwargs(kwargs)
         wanted = replace(self, num_frames=None) if "fps" in given else self
         wanted = replace(wanted, **given)
         return replace(wanted, min_frames=min(wanted.min_frames, wanted.max_frames))
@@ -119,7 +119,8 @@ class VideoSettings:
         return replace(self.frame, min_pixels=least, max_pixels=most).largest_size()
 
 
-def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """`mm_processor_kwargs` without what asks for nothing. Raises RequestError naming what cannot be."""
     field = "mm_processor_kwargs"
     if not isinstance(kwargs, Mapping):
         raise RequestError(f"{field}: an object is needed, not {type(kwargs).__name__}", "invalid_type", field)

@@ -82,6 +82,8 @@ class ModelRunner(ModelRunnerBase):
         self.processor = self.strategy.processor(self.config)
         self._eos_token_ids = self.processor.end_token_ids(self.model_config)
         self._matchers = Matchers(self.processor.tokenizer, self.model_config.vocab_size, self._eos_token_ids)
+        if self.config.prepare_structured_outputs and self.tp.rank == 0 and self.model_config.pooling is None:
+            self._matchers.begin()
         self.largest_image = self.processor.largest_image() if self.strategy.is_multimodal else None
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
         self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)

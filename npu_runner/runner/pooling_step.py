@@ -66,9 +66,9 @@ class PoolingStepRunner(StepRunner):
     def _submit(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> StepUnderWay:
         step = self.prepare(batch, number, uniforms_B)
         self.clock.end_prepare()
-        hidden_BD = self.launch(step)
+        launched = self.launch(step)
         self.clock.end_launch()
-        vectors = self.pool(step, hidden_BD, uniforms_B)
+        vectors = self.pool(step, launched.last_BX, uniforms_B)
         self.clock.end_sample()
         return StepUnderWay(step, vectors)
 

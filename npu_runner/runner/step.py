@@ -54,6 +54,15 @@ class PreparedStep:
     pictures: StepPictures | None = None
 
 
+@dataclass(frozen=True)
+class Launched:
+    """What a forward that was handed out will give: `last_BX` of the rows whose tokens are all there, logits (B, V) or
+    hidden states (B, D), which the step goes on with; `prompt_scores` where log probabilities of prompts are wanted."""
+
+    last_BX: Tensor
+    prompt_scores: PromptScores | None = None
+
+
 class StepResult(Protocol):
     """What a step makes, on its way to the host."""
 
@@ -110,8 +119,6 @@ class StepRunner:
         self._kept_rows: tuple[np.ndarray, Tensor] | None = None
         self._last_number = 0
         self._newest: StepUnderWay | None = None
-        self._prompt_scores: PromptScores | None = None
-        """What `launch` has handed out last beside its logits."""
 
     def run(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         """All of a step, one thing after the other. None on ranks that do not sample."""
@@ -132,12 +139,12 @@ class StepRunner:
         places."""
         step = self.prepare(batch, number, uniforms_B)
         self.clock.end_prepare()
-        logits_BV = self.launch(step)
+        launched = self.launch(step)
         self.clock.end_launch()
-        sampled = self.sample(step, logits_BV)
+        sampled = self.sample(step, launched.last_BX)
         self.keep_tokens(step, sampled)
         self.clock.end_sample()
-        return StepUnderWay(step, sampled, self._prompt_scores)
+        return StepUnderWay(step, sampled, launched.prompt_scores)
 
     def collect(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         """What a step brings, once it has run; steps are collected in their order. None on ranks that do not sample.
@@ -197,13 +204,12 @@ class StepRunner:
         self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
         return padded
 
-    def launch(self, step: PreparedStep) -> Tensor:
-        """Hand out the forward: logits (B, V) of the rows that sample."""
-        self._prompt_scores = None
+    def launch(self, step: PreparedStep) -> Launched:
+        """Hand out the forward."""
         if step.bucket is not None:
-            return step.bucket.forward(step.inputs)[: step.batch.batch_size]
+            return Launched(step.bucket.forward(step.inputs)[: step.batch.batch_size])
         if not step.batch.is_prefill:
-            return self.decode_step(step.inputs, step.plan)
+            return Launched(self.decode_step(step.inputs, step.plan))
         return self._prefill(step)
 
     def sample(self, step: PreparedStep, logits_BV: Tensor) -> SamplerOutput | None:
@@ -263,7 +269,7 @@ class StepRunner:
         places_B[rows[on_host.logprob_rows]] = np.arange(len(on_host.logprob_rows), dtype=np.int32)
         return StepLogprobs(places_B.tolist(), on_host.records_LC)
 
-    def _prefill(self, step: PreparedStep) -> Tensor:
+    def _prefill(self, step: PreparedStep) -> Launched:
         inputs, batch = step.inputs, step.batch
         if self.states is not None:
             self.states.load(batch.state_loads)
@@ -273,13 +279,14 @@ class StepRunner:
             x_TD, deepstack = self.pictures.show(batch, step.pictures, x_TD, step.tensors["image_rows"])
         metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
+        scores = None
         if batch.prompt_scores:
-            self._prompt_scores = score_prompts(
+            scores = score_prompts(
                 batch, hidden_TD, step.tensors["prompt_targets"], keeps=self.sampler is not None,
                 max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits, download=self.platform.download)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]
-        return self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0]
+        return Launched(self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0], scores)
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
         """What is made of the final hidden states of rows whose prompt has ended: logits (B, V)."""

@@ -15,7 +15,9 @@ from npu_runner.errors import RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.multimodal.messages import check_ending
+from npu_runner.multimodal.prompt_forms import RawPrompt
 from npu_runner.multimodal.sending import checked_conversation, num_bytes, sendable_pictures
+from npu_runner.multimodal.videos import Video
 from npu_runner.workers.options import PreprocessingOptions
 from npu_runner.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 
@@ -30,7 +32,9 @@ class PromptProcessor(Protocol):
         self, messages: Any, chat_template_kwargs: Any = None, *, tools: Any = None, add_generation_prompt: Any = None,
         continue_final_message: Any = False, mm_processor_kwargs: Any = None,
     ) -> PromptInputs: ...
-    def from_text(self, prompt: Any, images: Any = ()) -> PromptInputs: ...
+    def from_text(
+        self, prompt: Any, images: Any = (), videos: Any = (), *, mm_processor_kwargs: Any = None
+    ) -> PromptInputs: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +84,15 @@ class ChatTask(PromptTask):
 
 @dataclass(frozen=True, kw_only=True)
 class TextTask(PromptTask):
-    """A raw prompt: text or token ids."""
+    """A raw prompt: text or token ids. Its films stand behind its pictures, wherever their placeholders do."""
 
     prompt: Any
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self, processor: PromptProcessor) -> PromptInputs:
-        return processor.from_text(self.prompt, [picture for picture, _ in self.pictures])
+        seen = [each for each, _ in self.pictures]
+        images, videos = ([each for each in seen if isinstance(each, Video) is is_film] for is_film in (False, True))
+        return processor.from_text(self.prompt, images, videos, mm_processor_kwargs=self.mm_processor_kwargs)
 
 
 def chat_task(
@@ -99,18 +106,22 @@ def chat_task(
     asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
              "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs}
     return ChatTask(
-        messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.images,
+        messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.seen,
         options={name: value for name, value in asked.items() if value is not None},
         num_chars=sum(len(text) for _, text in conversation.texts()),
     )  # fmt: skip
 
 
-def text_task(prompt: Any, pictures: Sequence[tuple[Any, str]]) -> TextTask:
-    """`prompt`: text or token ids; if it is neither, preparing it says so."""
+def text_task(raw: RawPrompt) -> TextTask:
+    """Where its prompt is neither text nor token ids, preparing it says so."""
+    prompt = raw.prompt
+    pictures = [(image, f"images[{number}]") for number, image in enumerate(raw.images)]
+    pictures += [(video, f"videos[{number}]") for number, video in enumerate(raw.videos)]
+    settings: dict[str, Any] = {"pictures": pictures, "mm_processor_kwargs": raw.mm_processor_kwargs}
     if isinstance(prompt, str):
-        return TextTask(prompt=str.__str__(prompt), pictures=pictures, num_chars=len(prompt))
+        return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), **settings)
     is_plain = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
-    return TextTask(prompt=list(prompt) if is_plain else prompt, pictures=pictures, is_plain=is_plain)
+    return TextTask(prompt=list(prompt) if is_plain else prompt, is_plain=is_plain, **settings)
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ BAD_BODIES = [
     ({"prompt": [["a"]]}, "invalid_type", "prompt"),
     ({"suffix": "end"}, "unsupported_parameter", "suffix"),
     ({"best_of": 2}, "unsupported_parameter", "best_of"),
+    ({"multi_modal_data": {"video": "a.mp4"}}, "unsupported_parameter", "multi_modal_data"),
+    ({"mm_processor_kwargs": {"fps": 1}}, "unsupported_parameter", "mm_processor_kwargs"),
     ({"stream": True}, "unsupported_parameter", "stream"),
     ({"logprobs": 21}, "invalid_sampling_parameter", "logprobs"),
     ({"logprobs": True}, "invalid_type", "logprobs"),

@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from npu_runner.batch.files.manifest import Manifest, differences, manifest_path
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from tests.batch.job_folder import Job
-from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
+from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, read_rows, row, write_rows
 
 MANIFEST = Manifest(
     created=1,
@@ -171,3 +173,33 @@ def test_an_output_begun_by_a_version_that_sampled_weights_goes_on_as_it_was(beg
     assert manifest.weights == {}
     answers = {item["custom_id"]: item["response"]["body"] for item in read_rows(begun.output)}
     assert answers["c"]["system_fingerprint"] == manifest.system_fingerprint == earlier.system_fingerprint
+
+
+@dataclass(frozen=True)
+class Decoding(ScriptedProcessor):
+    """Of a host with these packages."""
+
+    decoders: dict[str, str] = field(default_factory=dict)
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), **({"decoders": self.decoders} if self.decoders else {})}
+
+
+def test_films_decoded_by_two_versions_are_not_mixed_but_a_decoder_may_come_and_go(job: Job) -> None:
+    """A row that found none has failed by name: with it the job goes on, as it said, and keeps its version."""
+    rows = [row("0", "engine error")]
+
+    def runs_with(**decoders: str) -> Any:
+        rows.append(row(str(len(rows))))
+        write_rows(job.input, rows)
+        job.run(processor=Decoding(decoders=decoders))
+        return json.loads(manifest_path(job.output).read_text())["settings"].get("prompts.decoders")
+
+    assert runs_with() is None
+    assert runs_with(av="17.1") == {"av": "17.1"}
+    assert runs_with(heif="1.0") == {"av": "17.1", "heif": "1.0"}
+    assert runs_with(av="17.1") == {"av": "17.1", "heif": "1.0"}
+    before = job.output.read_bytes()
+    with pytest.raises(ConfigError, match=r'settings.*prompts.decoders: was .*"av": "17.1".* is .*"av": "18.0"'):
+        runs_with(av="18.0", heif="1.0")
+    assert job.output.read_bytes() == before

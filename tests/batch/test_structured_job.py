@@ -11,6 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from npu_runner.cli import main as cli
+from npu_runner.runner.model_runner import ModelRunner
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.oracle.thinking_checkpoints import make_thinking
 
@@ -122,6 +123,24 @@ def test_an_output_goes_on_with_no_other_rule(
     paths = [str(finished / item) if item.endswith(".json") else item for item in arguments]
     assert run(finished, model, "--retry-errors", *paths) == 2
     assert name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_schema", [False, True])
+def test_a_job_with_a_schema_gets_ready_for_it_while_the_weights_load(
+    model: Path, tmp_path: Path, has_schema: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bool] = []
+    load = ModelRunner.load_model
+
+    def load_model(runner: ModelRunner) -> None:
+        begun.append(runner._matchers._tokens is not None)
+        load(runner)
+
+    monkeypatch.setattr(ModelRunner, "load_model", load_model)
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    write_rows(tmp_path / "in.jsonl", [row("a", **ASKED)])
+    assert run(tmp_path, model, *(["--response-schema", str(tmp_path / "schema.json")] if has_schema else [])) == 0
+    assert begun == [has_schema]
 
 
 @pytest.mark.parametrize(("text", "what"), [

@@ -90,6 +90,22 @@ def test_a_film_that_needs_more_memory_than_a_worker_has_fails_alone(name: str, 
     assert found[name]["error"]["code"] in NO_MEMORY
 
 
+def test_a_row_for_a_vector_takes_films_and_says_how_they_are_sampled(folder: Path) -> None:
+    content = [{"type": "video_url", "video_url": {"url": "a.mp4"}}]
+    wishes = {"all": None, "two": {"num_frames": 2}, "wrong": {"size": 1}}
+    rows = [{"custom_id": name, "method": "POST", "url": "/v1/embeddings", "body": {
+        "messages": [{"role": "user", "content": content}], "mm_processor_kwargs": wish}}
+        for name, wish in wishes.items()]  # fmt: skip
+    write_rows(folder / "vectors.jsonl", rows)
+    files = ["-i", str(folder / "vectors.jsonl"), "-o", str(folder / "vectors.out.jsonl")]
+    options = ["--allowed-media-dir", str(folder), "--runner", "pooling", "--preprocessing-workers", "1"]
+    assert cli.main(["batch", *files, *options, *SMALL]) == 3
+    found = {item["custom_id"]: item for item in read_rows(folder / "vectors.out.jsonl")}
+    num_tokens = {name: found[name]["response"]["body"]["usage"]["prompt_tokens"] for name in ("all", "two")}
+    assert num_tokens["two"] < num_tokens["all"]
+    assert found["wrong"]["error"]["param"] == "mm_processor_kwargs.size"
+
+
 def test_the_report_shows_films_as_strips(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     strips = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" class="strip" alt="film 1 of ([^"]+)"', page)

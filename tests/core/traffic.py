@@ -151,7 +151,8 @@ class World:
     def _submit(self, batch: ScheduledBatch) -> None:
         self._check_batch(batch)
         self.planned.append((batch.request_ids, batch.query_lens_B.tolist()))
-        step = Step(batch, self.scheduler.under_way.newest, [], self.rng.random() < self.failing)
+        sequences = [self.live[int(name)] for name in batch.request_ids]
+        step = Step(batch, sequences, [], self.rng.random() < self.failing)
         if not any(before.fails for before in self.steps):
             self._run(step)
         self.steps.append(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import io
 import json
@@ -261,6 +262,16 @@ def test_identity_holds_the_versions_of_what_makes_prompts(
     before = processor.identity()
     monkeypatch.setattr(f"{library}.__version__", "0.0")
     assert processor.identity() != before
+
+
+def test_identity_holds_the_versions_of_decoders_that_a_model_has_a_use_for(
+    qwen_folder: Path, llama: ChatProcessor
+) -> None:
+    heif, films = (importlib.metadata.version(name) for name in ("pillow-heif", "av"))
+    assert ChatProcessor(str(qwen_folder), takes_videos=True).identity()["decoders"] == {"pillow-heif": heif,
+                                                                                        "av": films}
+    assert ChatProcessor(str(qwen_folder)).identity()["decoders"] == {"pillow-heif": heif}
+    assert "decoders" not in llama.identity()
 
 
 def test_preprocessing_imports_neither_torch_nor_transformers() -> None:

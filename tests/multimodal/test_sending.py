@@ -16,6 +16,7 @@ from npu_runner.errors import RequestError
 from npu_runner.limits import LIMITS
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.multimodal.prompt_forms import RawPrompt
 from npu_runner.multimodal.sending import unread_file
 from npu_runner.workers.options import PreprocessingOptions
 from npu_runner.workers.prompts import Prepared, PromptTask, PromptWorkers, chat_task, text_task
@@ -136,7 +137,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_a_picture_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, workers: PromptWorkers) -> None:
     task = chat_task(asks(PICTURES[name]()), None, MediaRules(), has_vision=True)
     assert_same(from_worker(workers, task), qwen(asks(PICTURES[name]())))
-    raw = text_task("<|image_pad|> x", [(PICTURES[name](), "images[0]")])
+    raw = text_task(RawPrompt(prompt="<|image_pad|> x", images=[PICTURES[name]()]))
     assert_same(from_worker(workers, raw), qwen.from_text("<|image_pad|> x", [PICTURES[name]()]))
 
 
@@ -187,14 +188,14 @@ def test_text_of_a_class_of_its_own_travels_as_text(qwen: ChatProcessor, workers
                      [{"role": "user", "content": [{"type": "text", "text": Text(long)}]}]):
         task = chat_task(messages, None, MediaRules(), has_vision=True)
         assert_same(from_worker(workers, task), qwen([{"role": "user", "content": long}]))
-    assert_same(from_worker(workers, text_task(Text(long), [])), qwen.from_text(long))
+    assert_same(from_worker(workers, text_task(RawPrompt(prompt=Text(long)))), qwen.from_text(long))
 
 
 @pytest.mark.parametrize(("picture", "code"), [
     (b"junk", "image_not_recognised"), (b"", "image_empty"), ("a.png", "invalid_type"), (photo("F"), "image_mode"),
 ])  # fmt: skip
 def test_a_bad_picture_is_named_by_its_place(picture: Any, code: str, workers: PromptWorkers) -> None:
-    task = text_task("<|image_pad|> x", [(picture, "images[0]")])
+    task = text_task(RawPrompt(prompt="<|image_pad|> x", images=[picture]))
     try:
         found = from_worker(workers, task)
     except RequestError as error:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, RequestError
 from npu_runner.multimodal.chat_template import ChatTemplate
-from npu_runner.multimodal.tool_parsers import ToolCall, find_tool_parser, parse_calls, tool_parser
+from npu_runner.multimodal.tool_parsers import ToolCall, find_tool_parser, forced_calls, parse_calls, tool_parser
 
 JSON_CALLS = ChatTemplate("""\
 {%- for message in messages %}{{ message.content }}{% for call in message.tool_calls %}
@@ -162,3 +162,11 @@ def test_a_package_brings_its_own(installed: None) -> None:
     for name in ("absent", "wrong"):
         with pytest.raises(ConfigError, match=name):
             find_tool_parser(name, None)
+
+
+def test_a_package_that_says_no_grammar_forces_no_call_and_says_so(installed: None) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for name in (None, "f"):
+        with pytest.raises(RequestError, match=r"a call cannot be forced: the parser 'shouting'") as caught:
+            forced_calls("shouting", tools, name=name, is_parallel=True)
+        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tool_choice")

@@ -13,6 +13,7 @@ import pytest
 from npu_runner import LLM, PoolingParams
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
+from tests.films import film, moving_picture
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import POOLING, assert_same, expected_vector, save_bare, write_modules
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
@@ -140,6 +141,16 @@ def test_a_picture_alone_has_a_vector(checkpoint: Make, platform_name: str) -> N
         prompt = llm.engine.processor([{"role": "user", "content": [{"type": "image", "image": image}]}])
         (result,) = llm.embed(prompt)
         assert_same(result.embedding, expected_vector(path, prompt.token_ids, [image]))
+
+
+def test_films_of_raw_prompts_and_of_chats_have_vectors(checkpoint: Make, platform_name: str) -> None:
+    path, data = checkpoint("qwen3_vl"), film(moving_picture(30))
+    shape = {"prompt": "<|vision_start|><|video_pad|><|vision_end|>which?", "multi_modal_data": {"video": data}}
+    with LLM(path, platform=platform_name, runner="pooling", **SMALL) as llm:
+        prompt = llm.processor.from_text(shape["prompt"], videos=[data])
+        chat = llm.processor([{"role": "user", "content": [{"type": "video", "video": data}]}])
+        for result, expected in zip(llm.embed([shape, chat]), [prompt, chat], strict=True):
+            assert_same(result.embedding, expected_vector(path, expected.token_ids, [data]))
 
 
 def test_several_prompts_of_one_request_are_answered_in_order(

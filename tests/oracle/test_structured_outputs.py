@@ -16,7 +16,9 @@ import torch
 from npu_runner import LLM, SamplingParams, StructuredOutputsParams
 from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import json_options, with_grammar
+from npu_runner.grammars.matchers import Matchers
 from npu_runner.outputs import RequestOutput
+from npu_runner.runner.model_runner import ModelRunner
 from tests.oracle import reference
 from tests.oracle.random_schemas import random_schema
 from tests.runner.test_culprits import failing
@@ -312,3 +314,24 @@ def test_masks_leave_out_what_the_model_has_and_the_tokenizer_has_not(checkpoint
         outputs = llm.generate(WORDS, DRAWN.replace(structured_outputs={"regex": "(.|\\n){20}"}))
     assert all(max(output.token_ids) < 320 for output in outputs)
     assert np.all([output.finish_reason == "stop" for output in outputs])
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_table_of_tokens_is_made_once_and_while_the_weights_load_if_somebody_says_so(
+    path: Path, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bool] = []
+    made: list[object] = []
+    load, make = ModelRunner.load_model, Matchers._make_tokens
+
+    def load_model(runner: ModelRunner) -> None:
+        begun.append(runner._matchers._tokens is not None)
+        load(runner)
+
+    monkeypatch.setattr(ModelRunner, "load_model", load_model)
+    monkeypatch.setattr(Matchers, "_make_tokens", lambda matchers: made.append(matchers) or make(matchers))
+    with LLM(path, kv_cache_bytes=16 << 20, prepare_structured_outputs=is_told, **SETTINGS) as llm:
+        assert begun == [is_told]
+        outputs = llm.generate(WORDS, GREEDY.replace(structured_outputs={"choice": ["circle"]}))
+    assert len(made) == 1
+    assert {output.text for output in outputs} == {"circle"}

@@ -154,6 +154,49 @@ def test_chats_take_addresses_and_bytes(films: list[bytes], checkpoint: Any, tmp
     assert len({tuple(output.token_ids) for output in outputs}) == 1
 
 
+def test_raw_prompts_take_films(films: list[bytes], checkpoint: Any, platform_name: str) -> None:
+    """In each shape, behind and before pictures, against transformers, which is given the prompt as it came out."""
+    path: Path = checkpoint("qwen3_vl")
+    picture = random_image(np.random.default_rng(7), 70, 45)
+    image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+    with LLM(path, platform=platform_name, **SMALL) as llm:
+        tokenizer = llm.processor.tokenizer
+        texts = [f"{video} which?", f"{image}a circle{video}{video} which?"]
+        ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        shapes: list[dict[str, Any]] = [
+            {"prompt": texts[0], "videos": [films[0]]},
+            {"prompt": texts[0], "multi_modal_data": {"video": films[0]}},
+            {"prompt_token_ids": ids[0], "multi_modal_data": {"video": [bytearray(films[0])], "image": None}},
+            {"prompt": texts[1], "videos": films[:2], "images": [picture]},
+            {"prompt_token_ids": ids[1], "multi_modal_data": {"video": films[:2], "image": picture}},
+        ]
+        prompts = [llm.processor.from_text(texts[0], videos=films[:1]),
+                   llm.processor.from_text(ids[1], [picture], films[:2])]
+        seen: list[list[Any]] = [[films[0]], [picture, films[0], films[1]]]
+        assert_equals_reference(path, llm, prompts, seen)
+        expected = [output.token_ids for output in llm.generate(prompts, greedy())]
+        num_encoded = llm.stats().num_images_encoded
+        found = [output.token_ids for output in llm.generate(shapes, greedy())]
+        assert found == [expected[0]] * 3 + [expected[1]] * 2
+        assert llm.stats().num_images_encoded == num_encoded, "the same pairs, from wherever they come"
+
+
+def test_a_raw_prompt_chooses_its_frames(films: list[bytes], checkpoint: Any) -> None:
+    shape = {"prompt": "<|vision_start|><|video_pad|><|vision_end|>which?", "videos": films[:1]}
+    with LLM(checkpoint("qwen3_vl"), platform="cpu", **SMALL) as llm:
+        llm.generate([{**shape, "mm_processor_kwargs": {"num_frames": 2}}], greedy(1))
+        assert llm.stats().num_images_encoded == 1
+    with LLM(checkpoint("qwen2_5_vl"), platform="cpu", **SMALL) as llm:
+        for item in (shape, {**shape, "videos": [], "mm_processor_kwargs": {"fps": 1}}):
+            with pytest.raises(RequestError, match="takes no") as caught:
+                llm.generate([item])
+            assert caught.value.code == "model_has_no_video"
+    with LLM(checkpoint("llama"), platform="cpu", **SMALL) as llm:
+        with pytest.raises(RequestError, match="remove the videos") as caught:
+            llm.generate([shape])
+        assert caught.value.code == "model_has_no_vision"
+
+
 def test_a_call_chooses_the_frames(films: list[bytes], checkpoint: Any) -> None:
     messages, _ = conversation("0t", films)
     with LLM(checkpoint("qwen3_vl"), platform="cpu", **SMALL) as llm:

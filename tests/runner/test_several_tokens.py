@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from npu_runner import LLM, SamplingParams
+from npu_runner.core.sequence import Sequence
+from npu_runner.core.steps_under_way import StepsUnderWay
 from npu_runner.engine.executors.base import Executor
 from npu_runner.runner.base import ModelRunnerOutput
 
@@ -23,18 +26,35 @@ def path(checkpoint: Any) -> Path:
     return folder
 
 
+class WatchedSteps(StepsUnderWay):
+    """`sequences` of each, the oldest first, whether they still wait for it or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequences: deque[list[Sequence]] = deque()
+
+    def launch(self, sequences: list[Sequence]) -> None:
+        self.sequences.append(sequences)
+        super().launch(sequences)
+
+    def complete(self) -> list[Sequence | None]:
+        self.sequences.popleft()
+        return super().complete()
+
+
 class KnowsWhatFollows:
     """Adds to each row's token the next `surplus` ones of the answer that one token a step has given."""
 
     def __init__(self, llm: LLM, answers: dict[tuple[str, int], list[int]], surplus: int):
-        self._llm, self._answers, self._surplus = llm, answers, surplus
+        self._answers, self._surplus = answers, surplus
         self._real: Executor = llm.engine._executor
+        self._steps = llm.engine.scheduler.under_way = WatchedSteps()
         self.collect = self._real.collect
 
     def __call__(self) -> ModelRunnerOutput:
         output = self.collect()
         tokens = []
-        for sequence, given in zip(self._llm.engine.scheduler.under_way.oldest, output.sampled_token_ids, strict=True):
+        for sequence, given in zip(self._steps.sequences[0], output.sampled_token_ids, strict=True):
             start = sequence.num_output_tokens
             answer = self._answers[sequence.request_id.rpartition("-")[2], sequence.index]
             tokens.append([*given, *[*answer, 5, 5, 5][start + 1 : start + 1 + self._surplus]] if given else given)

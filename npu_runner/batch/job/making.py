@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.input_file import InputIdentity
@@ -14,6 +16,7 @@ from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.replicas.base import ReplicaFacts
 
 _LENGTH = "max_model_len"
+_DECODERS = "prompts.decoders"
 
 
 def refuse_another_model(destination: Destination, model_files: Mapping[str, str]) -> None:
@@ -67,8 +70,16 @@ def manifest_of(
         )
     if earlier.weights:
         _refuse(destination, "model", differences(earlier.weights, weights))
-    _refuse(destination, "settings", differences(earlier.settings, settings))
-    return earlier.with_input(input)
+    going_on = _with_decoders(earlier.settings, settings)
+    _refuse(destination, "settings", differences(going_on, _with_decoders(settings, earlier.settings)))
+    return replace(earlier, settings=going_on, input=input)
+
+
+def _with_decoders(settings: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """`settings`, and decoders that only `others` have: one that was installed since, or is gone. Without it whatever
+    needs it fails by name, so no answer is of another one."""
+    decoders = {**others.get(_DECODERS, {}), **settings.get(_DECODERS, {})}
+    return {**settings, _DECODERS: decoders} if decoders else settings
 
 
 def manifest_without_model(

@@ -53,6 +53,8 @@ def server_plan(
     """A plan for a replica of a job. `num_workers`: its preprocessing workers. Raises ConfigError for a response_schema
     that cannot be served."""
     folder = options.allowed_media_dir
+    if options.response_schema is not None:
+        config = config.replace(prepare_structured_outputs=True)
     return ServerPlan(
         config=config,
         source=source,

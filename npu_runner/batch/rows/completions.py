@@ -37,12 +37,17 @@ class CompletionBody(RequestBody):
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "best_of": (1,),
+        "mm_processor_kwargs": ({},),
+        "multi_modal_data": ({},),
         "spaces_between_special_tokens": (True,),
         "stream": (False,),
         "stream_options": (),
         "suffix": ("",),
     }
     instead: ClassVar[Mapping[str, str]] = {
+        "mm_processor_kwargs": "; a prompt of this endpoint has no films, send them in messages to "
+        "/v1/chat/completions",
+        "multi_modal_data": "; pictures and films go in messages to /v1/chat/completions",
         "best_of": "; ask for n completions with logprobs and choose",
         "suffix": "; write the model's own tokens for filling in the middle into the prompt",
     }

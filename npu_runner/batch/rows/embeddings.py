@@ -23,7 +23,8 @@ from npu_runner.multimodal.media import MediaRules, resolve_media
 from npu_runner.outputs import CompletionOutput, PromptLogprobs
 from npu_runner.pooling_params import PoolingParams
 
-_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+                "mm_processor_kwargs")
 
 
 def _tag_of_input(value: Any) -> str | None:
@@ -63,6 +64,7 @@ class EmbeddingBody(RowBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
@@ -105,6 +107,7 @@ class EmbeddingBody(RowBody):
                 # vLLM's default here: a conversation is looked at, not answered.
                 add_generation_prompt=bool(self.add_generation_prompt),
                 continue_final_message=bool(self.continue_final_message),
+                mm_processor_kwargs=self.mm_processor_kwargs,
             )  # fmt: skip
             return (prompt,), form
         return tuple(self._of_inputs(processor, most)), form
