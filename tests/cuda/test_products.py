@@ -45,22 +45,25 @@ def test_a_product(device: torch.device, num_rows: int, num_outputs: int, excess
     assert_product(found, x_MI, weight_OI, bias)
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 9])
-def test_linear_takes_it_up_to_its_most_rows_and_compiles_it_before(device: torch.device, num_rows: int,
+@pytest.mark.parametrize(("is_head", "num_rows"), [(False, 1), (False, 2), (True, 1), (True, 8), (True, 9)])
+def test_linear_takes_it_up_to_its_most_rows_and_compiles_it_before(device: torch.device, num_rows: int, is_head: bool,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_runner.platforms.cuda import products
     from npu_runner.platforms.cuda.ops import TritonOps
 
+    if is_head:
+        monkeypatch.setattr(products, "_MANY_OUTPUTS", 1000)
+    most, compiled = (products.MOST_ROWS, [1, 2]) if is_head else (1, [1])
     calls: list[int] = []
     few_rows = products.few_rows
     monkeypatch.setattr(products, "few_rows", lambda x, *rest: calls.append(len(x)) or few_rows(x, *rest))
     x_MI, weight_OI, bias_O = draw(num_rows, 1024, 1024, torch.bfloat16)
     ops = TritonOps()
     assert_product(ops.linear(x_MI.to(device), weight_OI.to(device), bias_O.to(device)), x_MI, weight_OI, bias_O)
-    own = [num_rows] if num_rows <= products.MOST_ROWS else []
-    assert calls == [1, 2, *own]
+    own = [num_rows] if num_rows <= most else []
+    assert calls == [*compiled, *own]
     ops.linear(x_MI.to(device), weight_OI.to(device), bias_O.to(device))
-    assert calls == [1, 2, *own, *own]
+    assert calls == [*compiled, *own, *own]
 
 
 def test_small_weights_and_float32_stay_with_the_library(device: torch.device) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 MOST_ROWS = 8
 # Smaller weights are read in the time of a launch, whoever reads them; float32 products stay IEEE's in cuBLAS.
 _LEAST_FEATURES = 1024
+# Weights with more outputs are those of heads.
+_MANY_OUTPUTS = 65_536
 _DTYPES = (torch.bfloat16, torch.float16)
 _TENSOR_CORE_ROWS = 16
 # A step's number of rows is no constant of a kernel.
@@ -37,10 +39,15 @@ def has_product(x_MI: Tensor, weight_OI: Tensor) -> bool:
             and min(weight_OI.shape) >= _LEAST_FEATURES)
 
 
+def most_rows(num_outputs: int) -> int:
+    """Up to how many rows the kernel was quicker than cuBLAS, on an H200: with other weights than a head's it is one."""
+    return MOST_ROWS if num_outputs > _MANY_OUTPUTS else 1
+
+
 def tile_of(num_rows: int, num_outputs: int) -> Tile:
     """Few outputs want small tiles, so that every multiprocessor has one; each was the quickest of those tried."""
     if num_rows == 1:
-        if num_outputs > 65_536:
+        if num_outputs > _MANY_OUTPUTS:
             return Tile(16, 256, 4, 4)
         return Tile(4, 1024, 4, 1) if num_outputs > 4096 else Tile(8, 512, 4, 3)
     return Tile(64, 128, 4, 4) if num_outputs > 8192 else Tile(32, 128, 4, 5)
