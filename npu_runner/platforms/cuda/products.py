@@ -40,7 +40,7 @@ def has_product(x_MI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def most_rows(num_outputs: int) -> int:
-    """Up to how many rows the kernel was quicker than cuBLAS, on an H200: with other weights than a head's it is one."""
+    """Up to how many rows the kernel was quicker than cuBLAS on an H200: one, but with the weight of a head."""
     return MOST_ROWS if num_outputs > _MANY_OUTPUTS else 1
 
 
