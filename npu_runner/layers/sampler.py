@@ -196,9 +196,11 @@ class Sampler:
                 listener.observe(tokens[row])
 
     def _compile_draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> None:
-        """The first step, a made-up one, draws whatever it asks for: a kernel is compiled when it is called."""
+        """The first step, a made-up one, draws whatever it asks for, from the model's logits and from adjusted ones: a
+        kernel is compiled when it is called."""
         if self._draw_from_softmax is not None and not self._has_drawn:
-            self._draw_from_softmax(logits_BV, torch.ones_like(uniforms_B)[:, None], uniforms_B[:, None])
+            for logits_1V in (logits_BV[:1], logits_BV[:1].float()):
+                self._draw_from_softmax(logits_1V, torch.ones_like(uniforms_B)[:1, None], uniforms_B[:1, None])
             self._has_drawn = True
 
     def _masks_of(self, steerings: Sequence[Steering]) -> Tensor:
@@ -272,6 +274,8 @@ class Sampler:
         fields_FG1 = self._state.fields(slots_G)
         temperature_G1 = fields_FG1[Field.TEMPERATURE]
         min_p_G1 = fields_FG1[Field.MIN_P] if group.uses_min_p else None
+        if self._draw_from_softmax is not None and not group.sorts and not group.uses_min_p:
+            return self._draw_from_softmax(logits_GV, temperature_G1, uniforms_G1).clamp(min=0).to(greedy_G1.dtype)
         if not group.sorts:
             weights_GV = ops.token_weights(logits_GV, largest_G1, temperature_G1)
             return ops.draw(weights_GV, greedy_G1, uniforms_G1, min_p_B1=min_p_G1)

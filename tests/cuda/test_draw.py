@@ -147,14 +147,16 @@ def test_plain_rows_have_the_tokens_of_the_plain_operators(device: torch.device,
 
 def test_a_plain_row_draws_by_the_kernels_whatever_its_neighbours_ask_for(device: torch.device, logits_BV: Tensor,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draw that answers row by row shows which rows take it."""
+    """A draw that answers row by row shows which rows take it. Those with a penalty or bias do so from logits of their
+    own; min_p, top_p and greedy rows among others do not."""
     sampler = make(device, by_kernels=True)
     monkeypatch.setattr(sampler, "_draw_from_softmax",
                         lambda logits_BV, *_: torch.arange(4000, 4000 + len(logits_BV), dtype=torch.int32,
                                                            device=logits_BV.device)[:, None])
     for tokens in sample(sampler, device, logits_BV, PLAIN + OTHERS):
         assert tokens[1:6] == [4001, 4002, 4003, 4004, 4005]
-        assert not set(tokens[6:]) & set(range(4000, 4012))
+        assert (tokens[8], tokens[10]) == (4000, 4001)
+        assert not {tokens[6], tokens[7], tokens[9]} & set(range(4000, 4012))
     for tokens in sample(sampler, device, logits_BV, PLAIN):
         assert tokens == [4000, 4001, 4002, 4003, 4004, 4005]
 
