@@ -15,7 +15,8 @@ from npu_runner.runner.model_runner import ModelRunner
 from tests.oracle import reference
 
 MAX_NEW_TOKENS = 12
-LOGITS_TOLERANCE = 1e-4
+LOGITS_TOLERANCE = 2e-5
+"""Of the largest logit. transformers' own float32 is up to 1.3e-5 of it away from its float64 (qwen3_5_moe, CPU)."""
 SMALL = {"max_num_seqs": 8, "max_model_len": 1024, "dtype": "float32"}
 
 
@@ -66,4 +67,4 @@ def assert_logits_equal(llm: LLM, prompt: PromptInputs, tokens: list[int], logit
     ours = torch.cat([step for step in steps if len(step)])
     assert ours.shape == logits.shape
     worst = (ours - logits).abs().max().item()
-    assert worst < LOGITS_TOLERANCE, f"logits differ by {worst:.2e}"
+    assert worst < LOGITS_TOLERANCE * logits.abs().max().item(), f"logits differ by {worst:.2e}"

@@ -19,7 +19,7 @@ _WARPS = 4
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_PLACE = tl.constexpr(2**31 - 1)
 # They are parts of a step's inputs, which lie anywhere: a variant for aligned ones would be compiled while serving.
-_PLACES = ["temperatures", "uniforms"]
+_PLACES = ["temperatures", "uniforms", "highest", "totals"]
 
 
 def draw_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:

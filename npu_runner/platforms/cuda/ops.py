@@ -21,6 +21,7 @@ from npu_runner.platforms.ops import Ops
 
 # Heads of one token that one program turns; they share its cos and sin.
 _ROTARY_HEADS = 8
+_GATED = -1  # among what is compiled: no weight has so many features
 
 
 class TritonOps(Ops):
@@ -67,12 +68,12 @@ class TritonOps(Ops):
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TND, gate_TND = (part if part.dim() == 3 else part[:, None] for part in (x, gate))
-        out_TND = torch.empty(x_TND.shape, dtype=x.dtype, device=x.device)
-        num_tokens, num_heads, width = x_TND.shape
-        _gated_rms_norm[(num_tokens * num_heads,)](
-            x_TND, gate_TND, weight, out_TND, x_TND.stride(0), x_TND.stride(1), gate_TND.stride(0), gate_TND.stride(1),
-            num_heads, width, eps, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
-        )
+        kind = (_GATED, *x_TND.shape[1:], x.dtype.itemsize)
+        if not torch.compiler.is_compiling() and kind not in self._compiled and len(x_TND):
+            # One token alone has no stride from token to token; the kernel has a variant for that.
+            self._compiled.add(kind)
+            _launch_gated_rms_norm(x_TND[:1], gate_TND[:1], weight, eps)
+        out_TND = _launch_gated_rms_norm(x_TND, gate_TND, weight, eps)
         return out_TND if x.dim() == 3 else out_TND[:, 0]
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,6 +121,17 @@ class TritonOps(Ops):
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return draw_from_softmax
+
+
+def _launch_gated_rms_norm(x_TND: Tensor, gate_TND: Tensor, weight: Tensor, eps: float) -> Tensor:
+    num_tokens, num_heads, width = x_TND.shape
+    out_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
+    stride_x, stride_gate = (part.stride(0) if num_tokens > 1 else 0 for part in (x_TND, gate_TND))
+    _gated_rms_norm[(num_tokens * num_heads,)](
+        x_TND, gate_TND, weight, out_TND, stride_x, x_TND.stride(1), stride_gate, gate_TND.stride(1), num_heads, width,
+        eps, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+    )
+    return out_TND
 
 
 def _warps(width: int) -> int:
