@@ -27,7 +27,7 @@ PICTURE = ("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAA
 MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}},
                                          {"type": "text", "text": "a red circle"}]}]
 EXTRAS = {"messages", "metadata", "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message",
-          "chat_template_kwargs"}  # fmt: skip
+          "chat_template_kwargs", "mm_processor_kwargs"}  # fmt: skip
 
 
 def embedding_row(custom_id: str, **body: Any) -> dict[str, Any]:

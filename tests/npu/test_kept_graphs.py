@@ -42,6 +42,7 @@ def only_folder(graphs: Path, but: set[Path] = frozenset()) -> Path:  # type: ig
     return folder
 
 
+@pytest.mark.full("starts that compile, one after the other; graphs of two ranks that are kept and used stay")
 def test_a_changed_layer_a_stale_graph_and_a_damaged_one_are_never_used(checkpoint: Any, tmp_path: Path) -> None:
     model, graphs = checkpoint("qwen3", num_hidden_layers=1), tmp_path / "graphs"
     first = run(model, graphs, tmp_path)

@@ -96,6 +96,7 @@ def test_tiny_models(mode: str, checkpoint: Any, tmp_path: Path) -> None:
             assert_graphs_are_whole(result, [4])
 
 
+@pytest.mark.full("three modes of every model in another dtype; float32 stays, and the doctor's layers in bfloat16")
 def test_tiny_models_in_bfloat16(checkpoint: Any, tmp_path: Path) -> None:
     assert_close_in_bfloat16("reduce-overhead", checkpoint, tmp_path)
 
