@@ -190,8 +190,9 @@ class Sampler:
         must_wait = any(listener.must_know(len(self._untold)) for _, listeners in self._untold
                         for _, listener in listeners)
         while self._untold and (must_wait or self._untold[0][0].is_done()):
-            output, listeners = self._untold.pop(0)
+            output, listeners = self._untold[0]
             tokens = output.to_host().token_ids_B.tolist()
+            del self._untold[0]  # what could not be fetched is told by a second call
             for row, listener in listeners:
                 listener.observe(tokens[row])
 

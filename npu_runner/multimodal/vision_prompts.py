@@ -87,10 +87,10 @@ class VisionPrompts:
         self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, films: FilmPrompts | None
     ) -> list[list[Shown]]:
         """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
-        known: dict[int, list[Shown]] = {}
+        known: dict[tuple[bool, int], list[Shown]] = {}
         num_tokens = num_text_tokens
         self._text_length.check_tokens(num_tokens)
-        keys = [id(item.source if isinstance(item, Video) else item) for item, _ in seen]
+        keys = [(isinstance(item, Video), id(item.source if isinstance(item, Video) else item)) for item, _ in seen]
         for key, (item, where) in zip(keys, seen, strict=True):
             if key not in known:
                 known[key] = self._show(item, where, num_tokens - 1, films)

@@ -96,6 +96,8 @@ class WorkerPool(Generic[Task]):
         self._tasks = tasks
         self._limits = limits
         self._again: deque[tuple[Task, int]] = deque()
+        self._for_new: deque[Task] = deque()
+        """Tasks that had too little memory in a worker that had served: each waits for one that has not."""
         self._workers: list[_Worker[Task]] = []
         self._results: queue.SimpleQueue[Finished[Task] | BaseException | None] = queue.SimpleQueue()
         self._counts_lock = threading.Lock()
@@ -206,7 +208,8 @@ class WorkerPool(Generic[Task]):
             self._wake_receiver.close()
 
     def _all_done(self) -> bool:
-        return self._tasks_are_read and not self._again and all(worker.task is None for worker in self._workers)
+        is_left = self._again or self._for_new or any(worker.task is not None for worker in self._workers)
+        return self._tasks_are_read and not is_left
 
     def _start_missing_workers(self, selector: selectors.BaseSelector) -> None:
         while len(self._workers) < self._limits.num_workers:
@@ -224,9 +227,9 @@ class WorkerPool(Generic[Task]):
         for worker in list(self._workers):
             if not worker.is_ready or worker.task is not None:
                 continue
-            following = self._next_task()
+            following = self._next_task(worker)
             if following is None:
-                return
+                continue
             task, worker.attempt = following
             worker.deadline = time.monotonic() + self._limits.task_timeout_seconds
             try:
@@ -236,7 +239,9 @@ class WorkerPool(Generic[Task]):
                 self._again.appendleft(following)
                 self._replace(worker, selector)
 
-    def _next_task(self) -> tuple[Task, int] | None:
+    def _next_task(self, worker: _Worker[Task]) -> tuple[Task, int] | None:
+        if self._for_new and not worker.is_used:
+            return self._for_new.popleft(), MAX_ATTEMPTS
         if self._again:
             return self._again.popleft()
         with self._counts_lock:
@@ -286,8 +291,8 @@ class WorkerPool(Generic[Task]):
             # What a worker may take is in pieces after some tasks, libraries keep some: only a new one can say whether
             # the task itself is too large.
             self._remove(worker, selector)
-            if worker.is_used and worker.attempt < MAX_ATTEMPTS:
-                self._again.append((task, worker.attempt + 1))
+            if worker.is_used:
+                self._for_new.append(task)
             else:
                 self._deliver(task, self._out_of_memory(), num_bytes)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ def allocate(num_bytes: int) -> tuple[int, int]:
 _kept: list[bytearray] = []
 
 
-def allocate_and_keep(num_bytes: int) -> int:
-    """Takes so much memory and holds it as long as the process lives."""
+def allocate_and_keep(num_bytes: int) -> tuple[int, int]:
+    """Takes so much memory and holds it as long as the process lives; so slowly that every worker gets its share."""
+    time.sleep(0.1)
     _kept.append(bytearray(num_bytes))
-    return len(_kept[-1])
+    return len(_kept[-1]), os.getpid()
 
 
 def without_job(task: str) -> str:

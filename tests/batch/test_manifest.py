@@ -203,3 +203,6 @@ def test_films_decoded_by_two_versions_are_not_mixed_but_a_decoder_may_come_and_
     with pytest.raises(ConfigError, match=r'settings.*prompts.decoders: was .*"av": "17.1".* is .*"av": "18.0"'):
         runs_with(av="18.0", heif="1.0")
     assert job.output.read_bytes() == before
+    answers = [item["response"]["body"] for item in read_rows(job.output) if item["error"] is None]
+    assert len(answers) == 4
+    assert len({body["system_fingerprint"] for body in answers}) == 1, "what an output is named for stays to its end"

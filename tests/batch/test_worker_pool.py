@@ -184,11 +184,22 @@ def test_a_task_that_wants_more_memory_than_its_worker_has_fails_by_name_and_the
     assert len({item.result[1] for item in found if not isinstance(item.result, WorkerFailure)}) == 3
 
 
-def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_for() -> None:
-    mib, tasks = 1 << 20, [80 << 20, 90 << 20, 150 << 20]
-    with WorkerPool(allocate_and_keep, iter(tasks), limits(num_workers=1, worker_memory_bytes=200 * mib)) as pool:
-        found = drain(pool)
-    assert [item.result for item in found] == tasks
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_for(num_workers: int) -> None:
+    """Whether or not others that have served stand idle."""
+    mib, found = 1 << 20, []
+
+    def tasks() -> Iterator[int]:
+        while len({item.result[1] for item in found}) < num_workers:
+            yield 2 * mib
+        yield 199 * mib
+
+    settings = limits(num_workers=num_workers, worker_memory_bytes=200 * mib)
+    with WorkerPool(allocate_and_keep, tasks(), settings) as pool:
+        while (item := pool.get(None)) is not None:
+            found.append(item)
+    assert [item.result[0] for item in found] == [item.task for item in found]
+    assert found[-1].task == 199 * mib
     assert pool.num_replaced == 1
 
 

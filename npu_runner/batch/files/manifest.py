@@ -18,6 +18,8 @@ from npu_runner.batch.files.input_file import InputIdentity
 from npu_runner.errors import ConfigError
 
 FORMAT = 1
+DECODERS = "prompts.decoders"
+"""Versions of the libraries that decode pictures and films, among the settings."""
 _ABSENT = "(not there)"
 
 
@@ -45,8 +47,9 @@ class Manifest:
 
     @property
     def system_fingerprint(self) -> str:
-        """Names model and settings in every answer."""
-        settings = {name: json.dumps(value, sort_keys=True) for name, value in self.settings.items()}
+        """Names model and settings in every answer; no decoders, which may be installed while an output goes on."""
+        named = {name: value for name, value in self.settings.items() if name != DECODERS}
+        settings = {name: json.dumps(value, sort_keys=True) for name, value in named.items()}
         weights = {f"weights.{name}": line for name, line in self.weights.items()}
         return f"fp_{digest_lines({**self.model_files, **weights, **settings})}"
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.input_file import InputIdentity
-from npu_runner.batch.files.manifest import Manifest, differences, start_time
+from npu_runner.batch.files.manifest import DECODERS, Manifest, differences, start_time
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.replicas.base import ReplicaFacts
 
 _LENGTH = "max_model_len"
-_DECODERS = "prompts.decoders"
 
 
 def refuse_another_model(destination: Destination, model_files: Mapping[str, str]) -> None:
@@ -78,8 +77,8 @@ def manifest_of(
 def _with_decoders(settings: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """`settings`, and decoders that only `others` have: one that was installed since, or is gone. Without it whatever
     needs it fails by name, so no answer is of another one."""
-    decoders = {**others.get(_DECODERS, {}), **settings.get(_DECODERS, {})}
-    return {**settings, _DECODERS: decoders} if decoders else settings
+    decoders = {**others.get(DECODERS, {}), **settings.get(DECODERS, {})}
+    return {**settings, DECODERS: decoders} if decoders else settings
 
 
 def manifest_without_model(
