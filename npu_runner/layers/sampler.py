@@ -104,7 +104,7 @@ class Sampler:
     min_p and one draw by inverse CDF. Where probabilities are equal the lower token id comes first in the kept sets,
     and in the argmax where the device's own keeps that order (CPU and CUDA; Ascend documents none). The token depends
     on the row's logits, parameters, seed and history alone, not on its slot or its neighbours: where the platform has a
-    draw of its own for rows that draw from the whole of the model's distribution, all of these take it in every step.
+    draw of its own for rows that draw from the whole vocabulary, all of these take it in every step.
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
