@@ -1,4 +1,4 @@
-"""Root-mean-square norm. Knows nothing of where it stands."""
+"""Norms. Know nothing of where they stand."""
 
 from __future__ import annotations
 
@@ -24,6 +24,24 @@ class RMSNorm(nn.Module):
     def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Weight and bias (size,), of the model's dtype."""
+
+    def __init__(self, size: int, eps: float, context: LayerContext):
+        super().__init__()
+        self.ops = context.ops
+        self.eps = eps
+        self.weight = context.parameter(size)
+        self.bias = context.parameter(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return self.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 class GatedRMSNorm(nn.Module):

@@ -41,6 +41,16 @@ class Ops(ABC):
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)."""
 
+    def layer_norm(self, x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+        """Layer norm over the last dim (arXiv 1607.06450), computed in float32, of x's dtype."""
+        return F.layer_norm(x, weight_D.shape, weight_D, bias_D, eps)
+
+    def add_layer_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor,
+                       eps: float) -> tuple[Tensor, Tensor]:
+        """(layer_norm(x + residual), x + residual)."""
+        total_TD = x_TD + residual_TD
+        return self.layer_norm(total_TD, weight_D, bias_D, eps), total_TD
+
     @abstractmethod
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """rms_norm(x) * weight * silu(gate), over the last dim, the gate in float32; of x's dtype (Gated DeltaNet)."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
+from npu_runner.layers.norm import LayerNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
 from npu_runner.model_config import VisionConfig
 from npu_runner.platforms.base import AttentionBackend
@@ -71,6 +72,27 @@ class VisionAttention(nn.Module):
         qkv_P3NH = self.qkv(x_PC).unflatten(-1, (3, -1, self.head_dim))
         q_PNH, k_PNH = self.ops.rotary_in_float32(qkv_P3NH[:, :2], cos_PH, sin_PH)
         return self.proj(self.backend.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], plan, self.scale).flatten(-2))
+
+
+class TowerBlock(nn.Module):
+    """Attention and MLP, each behind its norm, each added to what came in. Two norms of one kind: layer or RMS norms.
+
+    What a block adds at its end is left to whoever norms the sum: the next block, in one operator with its norm.
+    """
+
+    def __init__(self, norm1: LayerNorm | RMSNorm, norm2: LayerNorm | RMSNorm, attn: VisionAttention, mlp: nn.Module):
+        super().__init__()
+        self.norm1, self.norm2, self.attn, self.mlp = norm1, norm2, attn, mlp
+
+    def forward(self, x_PC: Tensor, update_PC: Tensor | None, cos_PH: Tensor, sin_PH: Tensor,
+                plan: Any) -> tuple[Tensor, Tensor]:
+        """What comes in is x + update, what goes out likewise (x, update)."""
+        if update_PC is None:
+            normed_PC = self.norm1(x_PC)
+        else:
+            normed_PC, x_PC = self.norm1.add_forward(update_PC, x_PC)
+        normed_PC, x_PC = self.norm2.add_forward(self.attn(normed_PC, cos_PH, sin_PH, plan), x_PC)
+        return x_PC, self.mlp(normed_PC)
 
 
 def tower_context(config: VisionConfig, context: LayerContext) -> LayerContext:

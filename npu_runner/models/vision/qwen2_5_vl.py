@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from npu_runner.model_config import MLPConfig, VisionConfig
 from npu_runner.models.mixers.mlp import DecoderMLP
 from npu_runner.models.vision.parts import (
     PatchEmbed,
+    TowerBlock,
     VisionAttention,
     block_order,
     both_halves,
@@ -35,18 +35,12 @@ from npu_runner.platforms.upload import upload_together
 _EPS = 1e-6
 
 
-class WindowedBlock(nn.Module):
+class WindowedBlock(TowerBlock):
     def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, _EPS, context)
-        self.norm2 = RMSNorm(config.hidden_size, _EPS, context)
-        self.attn = VisionAttention(config, context)
-        self.mlp = DecoderMLP(config.hidden_size, MLPConfig(intermediate_size=config.intermediate_size, bias=True),
-                              context)
-
-    def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, plan: Any) -> Tensor:
-        x_PC = x_PC + self.attn(self.norm1(x_PC), cos_PH, sin_PH, plan)
-        return x_PC + self.mlp(self.norm2(x_PC))
+        mlp = MLPConfig(intermediate_size=config.intermediate_size, bias=True)
+        super().__init__(
+            RMSNorm(config.hidden_size, _EPS, context), RMSNorm(config.hidden_size, _EPS, context),
+            VisionAttention(config, context), DecoderMLP(config.hidden_size, mlp, context))
 
 
 class WindowedMerger(nn.Module):
@@ -63,8 +57,10 @@ class WindowedMerger(nn.Module):
                                           context=context)
         self.second = RowParallelLinear("mlp.2", merged, config.out_hidden_size, bias=True, context=context)
 
-    def forward(self, x_PC: Tensor) -> Tensor:
-        x_MC = self.ln_q(x_PC).reshape(-1, self.merged)
+    def forward(self, x_PC: Tensor, update_PC: Tensor) -> Tensor:
+        """Of what the last block leaves, x + update."""
+        normed_PC, _ = self.ln_q.add_forward(update_PC, x_PC)
+        x_MC = normed_PC.reshape(-1, self.merged)
         return self.second(self.first.gelu_forward(x_MC, "none"))
 
 
@@ -99,9 +95,11 @@ class WindowedVisionTower(nn.Module):
         whole = self.attention.plan_vision([height * width for height, width in grids], x_PC.device)
         lengths = [count * group for count in chain.from_iterable(self._windows(grid)[1] for grid in grids)]
         windows = self.attention.plan_vision(lengths, x_PC.device)
+        update_PC: Tensor | None = None
         for index, block in enumerate(self.blocks):
-            x_PC = block(x_PC, cos_PH, sin_PH, whole if index in config.full_attention_layers else windows)
-        return F.embedding(back_M, self.merger(x_PC)), []
+            plan = whole if index in config.full_attention_layers else windows
+            x_PC, update_PC = block(x_PC, update_PC, cos_PH, sin_PH, plan)
+        return F.embedding(back_M, self.merger(x_PC, update_PC)), []
 
     def _windows(self, grid: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
         config = self.config

@@ -7,7 +7,6 @@ N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden size of the deco
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +15,12 @@ from torch import Tensor, nn
 
 from npu_runner.errors import ModelError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from npu_runner.layers.norm import LayerNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.model_config import VisionConfig
 from npu_runner.models.vision.parts import (
     PatchEmbed,
+    TowerBlock,
     VisionAttention,
     block_order,
     both_halves,
@@ -37,18 +38,12 @@ _ACTIVATED: dict[str, Callable[[ColumnParallelLinear, Tensor], Tensor]] = {
 _LAYER_NORM_EPS = 1e-6
 
 
-class VisionBlock(nn.Module):
+class VisionBlock(TowerBlock):
     def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__()
-        self.norm1 = _layer_norm(config.hidden_size, context)
-        self.norm2 = _layer_norm(config.hidden_size, context)
-        self.attn = VisionAttention(config, context)
-        self.mlp = VisionMLP(config.hidden_size, config.intermediate_size, config.hidden_size, config.hidden_act,
-                             context)
-
-    def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, plan: Any) -> Tensor:
-        x_PC = x_PC + self.attn(self.norm1(x_PC), cos_PH, sin_PH, plan)
-        return x_PC + self.mlp(self.norm2(x_PC))
+        super().__init__(
+            _layer_norm(config.hidden_size, context), _layer_norm(config.hidden_size, context),
+            VisionAttention(config, context),
+            VisionMLP(config.hidden_size, config.intermediate_size, config.hidden_size, config.hidden_act, context))
 
 
 class VisionMLP(nn.Module):
@@ -115,11 +110,15 @@ class VisionTower(nn.Module):
                           for table in (cos_SQ, sin_SQ))
         plan = self.attention.plan_vision([height * width for height, width in grids], x_PC.device)
         levels: dict[int, Tensor] = {}
+        update_PC: Tensor | None = None
         for index, block in enumerate(self.blocks):
-            x_PC = block(x_PC, cos_PH, sin_PH, plan)
+            x_PC, update_PC = block(x_PC, update_PC, cos_PH, sin_PH, plan)
             if index in self.config.deepstack_layers:
                 level = self.config.deepstack_layers.index(index)
+                x_PC, update_PC = x_PC + update_PC, None
                 levels[level] = self.deepstack_merger_list[level](x_PC)
+        if update_PC is not None:
+            x_PC = x_PC + update_PC
         return self.merger(x_PC), [levels[level] for level in range(len(levels))]
 
     def _positions(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
@@ -135,8 +134,8 @@ class VisionTower(nn.Module):
         return [*map(np.concatenate, columns), *tables]
 
 
-def _layer_norm(size: int, context: LayerContext) -> nn.LayerNorm:
-    return nn.LayerNorm(size, eps=_LAYER_NORM_EPS, dtype=context.dtype, device=context.device)
+def _layer_norm(size: int, context: LayerContext) -> LayerNorm:
+    return LayerNorm(size, _LAYER_NORM_EPS, context)
 
 
 @cached_by_size

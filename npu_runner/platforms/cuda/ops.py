@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import experts, products
+from npu_runner.platforms.cuda import experts, norms, products
 from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.ops import Ops
 
@@ -65,6 +65,20 @@ class TritonOps(Ops):
             BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
         )
         return out_TD, total_TD
+
+    def linear_gelu(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, approximate: str) -> Tensor:
+        """In 16 bits cuBLAS does it with tanh within the product, and rounds once."""
+        is_fused = x_TD.dtype != torch.float32 and approximate == "tanh" and bias_O is not None
+        if not is_fused or torch.compiler.is_compiling() or x_TD.dim() != 2 or not x_TD.is_cuda:
+            return super().linear_gelu(x_TD, weight_OD, bias_O, approximate)
+        return torch._addmm_activation(bias_O, x_TD, weight_OD.t(), use_gelu=True)
+
+    def layer_norm(self, x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+        return norms.layer_norm(x, None, weight_D, bias_D, eps)[0]
+
+    def add_layer_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor,
+                       eps: float) -> tuple[Tensor, Tensor]:
+        return norms.layer_norm(x_TD, residual_TD, weight_D, bias_D, eps)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TND, gate_TND = (part if part.dim() == 3 else part[:, None] for part in (x, gate))
