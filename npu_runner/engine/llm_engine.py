@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
@@ -72,8 +72,10 @@ class _Request:
 class LLMEngine:
     """Continuous batching over one model. Not thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, config: RunnerConfig, *, processor: ChatProcessor | None = None):
-        """`processor`: the one that the checkpoint's strategy makes for `config`, if the caller has it already."""
+    def __init__(self, config: RunnerConfig, *, processor: ChatProcessor | None = None,
+                 wants_grammars: Callable[[], bool] = lambda: False):
+        """`processor`: the one that the checkpoint's strategy makes for `config`, if the caller has it already.
+        `wants_grammars`: asked while the model loads, whether a request that will come brings a grammar."""
         self.model_path = resolve_checkpoint(config.model, config.revision)
         strategy = pick_strategy(self.model_path)
         self.config = config = strategy.settle(config)
@@ -88,7 +90,7 @@ class LLMEngine:
         if self.model_config.generation_not_served:
             logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
                            "from those it was made for: %s", self.model_config.generation_not_served)
-        self._executor = make_executor(config, self.model_path)
+        self._executor = make_executor(config, self.model_path, wants_grammars)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         self.block_manager = _make_block_manager(info, enable_prefix_caching=config.enable_prefix_caching)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
@@ -37,15 +38,26 @@ class SideStream:
     def __init__(self, device: Any):
         self._device = device
         self._stream = device.Stream()
+        self._read: deque[Any] = deque()
 
     def run(self, work: Callable[[], T]) -> Aside[T]:
         """Hand out `work()` to the side stream: copies, kernels, and the memory that they take.
 
         It waits for nothing that other streams have to do, so it may read only what the host sends and what has been
-        there for long, as weights have.
+        there for long, as weights have. The host waits first, until all but the last of what `mark_read` was told of
+        has been read: so there is memory of two at most, of one that is being read and one that is being made.
         """
+        while len(self._read) > 1:
+            self._read[0].synchronize()
+            self._read.popleft()
         with self._device.stream(self._stream):
             result = work()
             event = self._device.Event()
             event.record()
         return Aside(result, event, self._device)
+
+    def mark_read(self) -> None:
+        """The current stream has been given all that reads what was joined last, and the host has let go of that."""
+        event = self._device.Event()
+        event.record()
+        self._read.append(event)

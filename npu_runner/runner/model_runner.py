@@ -61,16 +61,19 @@ logger = logging.getLogger(__name__)
 class ModelRunner(ModelRunnerBase):
     """Ready to serve once constructed. `tp` is this rank's place in an initialised process group.
 
-    `progress(phase)` is told what the rank is doing, for whoever watches over it.
+    `progress(phase)` is told what the rank is doing, for whoever watches over it. `wants_grammars` is asked then, too:
+    once a request that will come brings a grammar, what all grammars share is made while the model still loads.
     """
 
     def __init__(self, config: RunnerConfig, model_path: Path, tp: TensorParallel | None = None,
-                 progress: Callable[[str], None] = lambda phase: None):
+                 progress: Callable[[str], None] = lambda phase: None,
+                 wants_grammars: Callable[[], bool] = lambda: False):
         self._report_phase = progress
-        self._phase = "starting"
+        self._wants_grammars = wants_grammars
+        self._phase = "setting the device"
         self.tp = tp or TensorParallel()
         self.platform = pick_platform(config.platform)
-        self._progress("setting the device")
+        progress(self._phase)
         self.device = self.platform.set_device(self.tp.rank)
         self.strategy = pick_strategy(model_path)
         self.model_path = model_path
@@ -104,6 +107,8 @@ class ModelRunner(ModelRunnerBase):
     def _progress(self, phase: str) -> None:
         self._phase = phase
         self._report_phase(phase)
+        if self._wants_grammars():
+            self._matchers.begin()
 
     # -- start-up --------------------------------------------------------------------------------------------------
 

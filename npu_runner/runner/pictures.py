@@ -48,7 +48,8 @@ class Pictures:
     def stage(self, images: Sequence[ImageInput]) -> StepPictures:
         """Look for a step's pictures in the cache, and send those that are not there ahead of the step.
 
-        Called once the steps before have been handed to the device, before anything waits for them.
+        Called once the steps before have been handed to the device, before anything waits for them. Chunks of a prompt
+        that sample nothing are not waited for, so it is here that pictures of one step at most are ahead of others.
         """
         values = {image.content_hash: self.cache.get(image.content_hash) for image in images}
         groups = self._groups([image for image in images if values[image.content_hash] is None])
@@ -69,8 +70,11 @@ class Pictures:
         pictures.found.clear()
         for index, together in enumerate(pictures.groups):
             # Only the first group was sent ahead: as a rule there is one.
-            images = together if index or pictures.ahead is None else _joined(pictures.ahead)
-            for image, value in zip(together, self._strategy.encode_images(self._model, images), strict=True):
+            ahead = pictures.ahead if index == 0 else None
+            values = self._strategy.encode_images(self._model, together if ahead is None else _joined(ahead))
+            if ahead is not None and self._side_stream is not None:
+                self._side_stream.mark_read()
+            for image, value in zip(together, values, strict=True):
                 self.cache.put(image.content_hash, value)
                 found[image.content_hash] = value
             self.num_encoded += len(together)

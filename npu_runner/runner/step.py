@@ -116,7 +116,7 @@ class StepRunner:
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
         self.last_tokens_S = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
         # Slots of the last step that sampled, and the same on the device as its indices want them.
-        self._kept_rows: tuple[np.ndarray, Tensor] | None = None
+        self._kept_slots: tuple[np.ndarray, Tensor] | None = None
         self._last_number = 0
         self._newest: StepUnderWay | None = None
 
@@ -141,8 +141,10 @@ class StepRunner:
         self.clock.end_prepare()
         launched = self.launch(step)
         self.clock.end_launch()
+        # Before the sampler, which counts its tokens: behind it nothing takes memory, so that none is counted twice.
+        kept_slots_B = self.slots_on_device(step)
         sampled = self.sample(step, launched.last_BX)
-        self.keep_tokens(step, sampled)
+        self.keep_tokens(kept_slots_B, sampled)
         self.clock.end_sample()
         return StepUnderWay(step, sampled, launched.prompt_scores)
 
@@ -221,16 +223,19 @@ class StepRunner:
         inputs = (step.tensors[name][:count] for name in SAMPLER_ARRAYS)
         return self.sampler(logits_BV, *inputs, step.batch.slots_B[samples_B])
 
-    def keep_tokens(self, step: PreparedStep, sampled: SamplerOutput | None) -> None:
-        """Put the step's tokens where the next one reads them, on every rank."""
-        slots_B = step.tensors["slots"][: int(step.batch.samples_B.sum())]
+    def slots_on_device(self, step: PreparedStep) -> Tensor:
+        """(B,) int64, of the rows that sample: where `keep_tokens` puts their tokens."""
+        host_slots_B = step.batch.slots_B[step.batch.samples_B]
+        if self._kept_slots is None or not np.array_equal(self._kept_slots[0], host_slots_B):
+            self._kept_slots = host_slots_B, step.tensors["slots"][: len(host_slots_B)].long()
+        return self._kept_slots[1]
+
+    def keep_tokens(self, slots_B: Tensor, sampled: SamplerOutput | None) -> None:
+        """Put the step's tokens where the next one reads them, on every rank; None where this rank has sampled none."""
         if not len(slots_B):
             return
-        tokens_B = torch.empty_like(slots_B) if sampled is None else sampled.next_input_ids_B
-        host_slots_B = step.batch.slots_B[step.batch.samples_B]
-        if self._kept_rows is None or not np.array_equal(self._kept_rows[0], host_slots_B):
-            self._kept_rows = host_slots_B, slots_B.long()
-        self.last_tokens_S.index_copy_(0, self._kept_rows[1], self.tp.broadcast(tokens_B))
+        tokens_B = torch.empty_like(slots_B, dtype=torch.int32) if sampled is None else sampled.next_input_ids_B
+        self.last_tokens_S.index_copy_(0, slots_B, self.tp.broadcast(tokens_B))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 

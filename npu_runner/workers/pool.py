@@ -86,12 +86,14 @@ class _Worker(Generic[Task]):
 class WorkerPool(Generic[Task]):
     """Applies `function` (picklable) to `tasks` in worker processes; `get` fetches results in order of completion.
 
-    `inherited`: file descriptors that workers have too, under the same numbers.
+    `inherited`: file descriptors that workers have too, under the same numbers. `seen` is told each result, in a thread
+    of the pool's, before it can be fetched.
     """
 
     def __init__(self, function: Callable[[Task], Any], tasks: Iterator[Task], limits: PoolLimits,
-                 inherited: Sequence[int] = ()):
+                 inherited: Sequence[int] = (), *, seen: Callable[[Any], None] = lambda result: None):
         self._function = function
+        self._seen = seen
         self._inherited = tuple(inherited)
         self._tasks = tasks
         self._limits = limits
@@ -343,6 +345,7 @@ class WorkerPool(Generic[Task]):
         with self._counts_lock:
             self._num_ready += 1
             self._ready_bytes += num_bytes
+        self._seen(result)
         self._results.put(Finished(task, result, num_bytes))
 
 

@@ -179,7 +179,7 @@ class ScriptedModel:
     processor: Any = field(default_factory=ScriptedProcessor)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
 
-    def load(self) -> ScriptedEngine:
+    def load(self, wants_grammars: Any = None) -> ScriptedEngine:
         return self.make_engine(self.config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jsonschema
 import pytest
 from openai.types.chat import ChatCompletion
 
+from npu_runner.batch.job.row_server import RowServer
 from npu_runner.cli import main as cli
 from npu_runner.runner.model_runner import ModelRunner
 from tests.batch.scripted import read_rows, row, write_rows
@@ -168,3 +170,28 @@ def test_a_jobs_budget_for_a_model_that_does_not_think_is_refused(
     assert run(tmp_path, checkpoint("qwen3"), "--max-thinking-tokens", "3") == 2
     assert "max_thinking_tokens: this model has no end-of-thinking token" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("asked", [{}, {"guided_choice": ["circle"]}])
+def test_the_table_of_tokens_is_begun_while_the_model_loads_if_a_first_row_needs_it(
+    asked: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says so: a worker prepares the row meanwhile."""
+    seen, begun = threading.Event(), []
+    look_at, profile = RowServer._look_at, ModelRunner.profile_run
+
+    def look(server: RowServer, prepared: Any) -> None:
+        look_at(server, prepared)
+        seen.set()
+
+    def profile_run(runner: ModelRunner) -> Any:
+        assert seen.wait(60), "no row is prepared while the model loads"
+        found = profile(runner)
+        begun.append(runner._matchers._tokens is not None)
+        return found
+
+    monkeypatch.setattr(RowServer, "_look_at", look)
+    monkeypatch.setattr(ModelRunner, "profile_run", profile_run)
+    write_rows(tmp_path / "in.jsonl", [row("first", **{**ASKED, "max_thinking_tokens": 4, **asked})])
+    assert run(tmp_path, model) == 0
+    assert begun == [bool(asked)]

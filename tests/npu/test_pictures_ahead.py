@@ -10,7 +10,7 @@ import pytest
 
 from npu_runner import LLM
 from tests.cann.environment import has_real_cann, run_python
-from tests.npu.programs.pictures_ahead import FAULT, PARAMS, SETTINGS, prompts_of
+from tests.npu.programs.pictures_ahead import CHUNKS, FAULT, PARAMS, SETTINGS, prompt_of_all, prompts_of
 
 pytestmark = [
     pytest.mark.npu,
@@ -77,6 +77,16 @@ def test_pictures_are_staged_on_a_stream_beside_while_a_step_runs(
     assert result["seen"][1]["step_runs"]
     assert "pictures of the next step" in result["ledger"]
     assert not found["reuses_memory"], "patches that a step has not read yet are overwritten by the next one's"
+
+
+def test_pictures_of_one_step_at_most_are_ahead_of_the_tower(checkpoint: Any, tmp_path: Path) -> None:
+    """Chunks in the middle of a prompt bring nothing that anybody waits for, and the ledger counts one staged step."""
+    with LLM(checkpoint("qwen3_vl"), platform="cpu", **SETTINGS) as llm:
+        expected = [output.token_ids for output in llm.generate(prompt_of_all(llm), PARAMS)]
+    (result,) = results_of("pictures_ahead", checkpoint("qwen3_vl"), tmp_path, CHUNKS, lazy=2)["runs"]
+    assert result["tokens"] == expected
+    assert max(seen["num_unread"] for seen in result["seen"]) <= 1
+    assert len(result["seen"]) > 3
 
 
 @pytest.mark.full("two engines, one of which gives up each row; memory that runs out in steps with pictures stays")

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from npu_runner.layers.sampler import Sampler, SamplerOutput
 from npu_runner.multimodal.sampling_ids import resolve_sampling
@@ -103,3 +105,24 @@ def generate(table_VV: Tensor, conversation: Conversation, num_steps: int, *, sl
     sampler.add(slot, conversation.params, conversation.prompt, seed=conversation.seed)
     run_together(sampler, table_VV, {slot: conversation}, num_steps)
     return conversation.output
+
+
+class MemoryRunsOut(TorchDispatchMode):
+    """The `at`-th operator that takes memory fails."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.num_left = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Inside inference mode `to` arrives whole: a view or a copy, as it happens.
+        if not func._schema.is_mutable and not storages(result) & storages(args):
+            self.num_left -= 1
+            if self.num_left == 0:
+                raise MemoryError
+        return result
+
+
+def storages(values: Any) -> set[int]:
+    return {value.untyped_storage().data_ptr() for value in tree_leaves(values) if isinstance(value, Tensor)}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_runner.layers.sampler import Sampler
 from npu_runner.sampling_params import SamplingParams
-from tests.runner.sampler_steps import Conversation, generate, make_sampler, run_together, step
+from tests.runner.sampler_steps import Conversation, MemoryRunsOut, generate, make_sampler, run_together, step
 
 VOCAB = 300
 SEVERAL = [
@@ -93,22 +93,6 @@ def test_coming_going_and_preemption_make_no_difference(table_VV, alone):
                 if not is_finished:
                     waiting.append(one)
     assert [one.output for one in everyone] == alone
-
-
-class MemoryRunsOut(TorchDispatchMode):
-    """The `at`-th operator that takes memory fails."""
-
-    def __init__(self, at: int):
-        super().__init__()
-        self.num_left = at
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func._schema.is_mutable and not func.is_view:
-            self.num_left -= 1
-            if self.num_left == 0:
-                raise MemoryError
-        return result
 
 
 def test_a_step_that_runs_out_of_memory_can_be_made_again(table_VV, alone):

@@ -5,7 +5,7 @@ Knows nothing of rows or files of answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,8 +24,8 @@ class ModelSide(Protocol):
     def generation_defaults(self) -> Mapping[str, Any]:
         """SamplingParams fields that the checkpoint sets."""
 
-    def load(self) -> AbstractContextManager[Any]:
-        """The engine, once it can serve; prompts of `processor` are what it takes."""
+    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """The engine, once it can serve; prompts of `processor` are what it takes. `wants_grammars`: LLMEngine's."""
 
 
 class CheckpointSide:
@@ -39,7 +39,7 @@ class CheckpointSide:
         self.generation_defaults = dict(strategy.read_config().generation_defaults)
         self.processor = strategy.processor(config)
 
-    def load(self) -> AbstractContextManager[Any]:
+    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
         from npu_runner.engine.llm_engine import LLMEngine
 
-        return LLMEngine(self._config, processor=self.processor)
+        return LLMEngine(self._config, processor=self.processor, wants_grammars=wants_grammars)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.rows.input_row import InputRow, RowSource
-from npu_runner.batch.rows.preprocessing import RowPreprocessor
+from npu_runner.batch.rows.preprocessing import PreparedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import ConfigError, RequestError
@@ -91,6 +92,8 @@ class RowServer(InlineReplica):
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
         self._feed = _Feed()
+        self._wants_grammars = threading.Event()
+        """A row that was prepared has a grammar. Of use while the model loads."""
 
     def start(self, wake: Callable[[], None]) -> None:
         self._model = self._plan.open_model(self._plan.config)
@@ -109,8 +112,13 @@ class RowServer(InlineReplica):
         )
         # Workers prepare the first rows while the model loads.
         self._pool: WorkerPool[InputRow] = self._open.enter_context(
-            WorkerPool(preprocessor, self._feed, self._plan.limits, self._plan.inherited)
+            WorkerPool(preprocessor, self._feed, self._plan.limits, self._plan.inherited, seen=self._look_at)
         )
+
+    def _look_at(self, prepared: Any) -> None:
+        """In the pool's thread."""
+        if isinstance(prepared, PreparedRow) and getattr(prepared.params, "structured_outputs", None) is not None:
+            self._wants_grammars.set()
 
     def begin(self, terms: Any) -> None:
         self._loop = ServingLoop(self._engine, self._pool, name_of=self._plan.source.name, stamp=terms)
@@ -137,7 +145,7 @@ class RowServer(InlineReplica):
             folder = Path(self._plan.config.model)
             if self._plan.digest_threads:
                 digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
-            self._engine = self._open.enter_context(self._model.load())
+            self._engine = self._open.enter_context(self._model.load(self._wants_grammars.is_set))
             self._pool.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs

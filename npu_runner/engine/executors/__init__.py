@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.executors.base import Executor
 
 
-def make_executor(config: RunnerConfig, model_path: Path) -> Executor:
-    """In this process for one rank, spawned processes for more."""
+def make_executor(config: RunnerConfig, model_path: Path,
+                  wants_grammars: Callable[[], bool] = lambda: False) -> Executor:
+    """In this process for one rank, spawned processes for more: those ask nobody whether grammars are wanted."""
     if config.tensor_parallel_size == 1:
         from npu_runner.engine.executors.inline import InlineExecutor
 
-        return InlineExecutor(config, model_path)
+        return InlineExecutor(config, model_path, wants_grammars)
     from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 
     return SharedMemoryExecutor(config, model_path)

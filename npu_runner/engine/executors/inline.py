@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ class _Step:
 
 
 class InlineExecutor(Executor):
-    def __init__(self, config: RunnerConfig, model_path: Path):
-        self._runner: ModelRunner | None = ModelRunner(config, model_path)
+    def __init__(self, config: RunnerConfig, model_path: Path, wants_grammars: Callable[[], bool] = lambda: False):
+        self._runner: ModelRunner | None = ModelRunner(config, model_path, wants_grammars=wants_grammars)
         self._under_way: deque[_Step] = deque()
         self.info = self._runner.info()
 

@@ -39,6 +39,7 @@ struct Settings {
   int max_graphs;
   int cann_version;  // 900 for 9.0.0
   bool is_lazy;
+  bool answers_without_running;  // lazy, and asking an event does not make anything run, however often
   bool is_logging;
   bool allows_fp32_attention;
   int sync_timeout_ms;

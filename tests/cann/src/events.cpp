@@ -58,7 +58,7 @@ aclError status_of(aclrtEvent handle, const char* function, bool* is_complete) {
   if (event->capture) return refuse(ACL_ERROR_RT_EVENT_CAPTURED, "%s: the event was recorded in a capture", function);
   *is_complete = event->done >= event->issued;
   // In lazy mode a first question must not finish the work, but a loop of questions must end.
-  if (!*is_complete && ++event->queries > 1) scheduler().run_what_can_run();
+  if (!*is_complete && ++event->queries > 1 && !settings().answers_without_running) scheduler().run_what_can_run();
   return ACL_SUCCESS;
 }
 

@@ -3,7 +3,8 @@
     python -m tests.npu.programs.pictures_ahead MODEL RESULTS.json FAILURE...
 
 For each FAILURE an engine of its own, in which the device fails like that while pictures are staged for the second
-time; "" is none, "fault" a kernel on the stream of the pictures that reads what is not there.
+time; "" is none, "fault" a kernel on the stream of the pictures that reads what is not there. "chunks" is none either:
+there all pictures are one prompt's, whose chunks show about one each.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SIZES = ((64, 64), (128, 96), (64, 96), (160, 96), (32, 96), (96, 128))
 # A step takes two of these prompts at most, so that pictures come in several steps.
 SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 64, "dtype": "float32",
                             "vision_cache_bytes": 1 << 20}
-FAULT = "fault"
+FAULT, CHUNKS = "fault", "chunks"
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -37,12 +38,19 @@ def prompts_of(llm: LLM) -> list[Any]:
     return [llm.engine.processor([{"role": "user", "content": [picture, text]}]) for picture in pictures]
 
 
+def prompt_of_all(llm: LLM) -> list[Any]:
+    """The pictures of `prompts_of` in one prompt."""
+    rng = np.random.default_rng(3)
+    pictures = [{"type": "image", "image": random_image(rng, *size)} for size in SIZES]
+    return [llm.engine.processor([{"role": "user", "content": [*pictures, {"type": "text", "text": "which"}]}])]
+
+
 def fail(failure: str) -> None:
     from tests.cann.programs.emulation import set_failures
 
     if failure == FAULT:
         torch.nn.functional.embedding(torch.full((1,), 1 << 20).npu(), torch.zeros(4, 4).npu())
-    else:
+    elif failure != CHUNKS:
         torch.npu.empty_cache()  # nothing is at hand: pictures need memory of their own
         set_failures(failure)
 
@@ -61,26 +69,36 @@ def hold_up(stream: Any) -> None:
 
 
 def run(model: str, failure: str) -> dict[str, Any]:
+    settings = SETTINGS | ({"max_num_batched_tokens": 16} if failure == CHUNKS else {})
     with LLM(model, platform="npu", attention_backend="fused", graph_mode="eager", async_scheduling=True,
-             **SETTINGS) as llm:
+             **settings) as llm:
         runner = runner_of(llm)
-        stage, seen = runner.strategy.stage_images, []
+        stage, encode, seen = runner.strategy.stage_images, runner.strategy.encode_images, []
+        ends_of_reading: list[Any] = []
         steps_stream = torch.npu.current_stream().stream_id
 
         def noted(*arguments: Any) -> Any:
             newest = runner.steps._newest
             seen.append({"beside": torch.npu.current_stream().stream_id != steps_stream,
-                         "step_runs": newest is not None and not newest.is_done()})
+                         "step_runs": newest is not None and not newest.is_done(),
+                         "num_unread": sum(not end.query() for end in ends_of_reading)})
             if failure and len(seen) == 2:
                 fail(failure)
             if len(seen) == 1:
                 hold_up(torch.npu.current_stream())
             return stage(*arguments)
 
+        def read(*arguments: Any) -> Any:
+            embeddings = encode(*arguments)
+            ends_of_reading.append(torch.npu.Event())
+            ends_of_reading[-1].record()
+            return embeddings
+
         runner.strategy.stage_images = noted  # type: ignore[method-assign]
+        runner.strategy.encode_images = read  # type: ignore[method-assign]
         result: dict[str, Any] = {"seen": seen, "ledger": llm.engine.ledger}
         try:
-            outputs = llm.generate(prompts_of(llm), PARAMS)
+            outputs = llm.generate((prompt_of_all if failure == CHUNKS else prompts_of)(llm), PARAMS)
             result |= {"tokens": [output.token_ids for output in outputs],
                        "given_up": [output.completions[0].error_code for output in outputs]}
         except NpuRunnerError as error:
