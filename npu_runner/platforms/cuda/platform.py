@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -125,6 +125,12 @@ class CudaPlatform(Platform):
         from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
 
         return CudaGraphCompiler(with_inductor=settings.mode == "max-autotune")
+
+    def compile_ahead(self, run: Callable[[], object]) -> Callable[[], list[str]]:
+        from npu_runner.platforms.cuda.compile_ahead import compile_ahead
+
+        device = torch.cuda.current_device()
+        return compile_ahead(run, lambda: torch.cuda.set_device(device))
 
     def memory_info(self) -> MemoryInfo | None:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
