@@ -88,7 +88,7 @@ class LLMEngine:
         if self.model_config.generation_not_served:
             logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
                            "from those it was made for: %s", self.model_config.generation_not_served)
-        self._executor = make_executor(config, self.model_path)
+        self._executor = make_executor(config, self.model_path, self.processor)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         self.block_manager = _make_block_manager(info, enable_prefix_caching=config.enable_prefix_caching)

@@ -110,7 +110,7 @@ class RunnerInfo:
     """None: the model has no state beside the KV cache."""
     description: dict[str, str] = field(default_factory=dict)
     start_seconds: dict[str, float] = field(default_factory=dict)
-    """The start of this rank by phase, in order; on an accelerator what was handed out may still run in the next one."""
+    """Of this rank, by phase, in order. What a device was given in one phase may still run in the next."""
 
 
 class StepHandle(Protocol):

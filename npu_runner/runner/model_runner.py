@@ -31,6 +31,7 @@ from npu_runner.layers.sampler import Sampler
 from npu_runner.layers.steering import SteeredRows
 from npu_runner.models.contract import LanguageModel
 from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.base import GraphResourceError, GraphSettings
@@ -64,11 +65,12 @@ _ROWS_AHEAD, _TOKENS_A_ROW_AHEAD = 4, 8
 class ModelRunner(ModelRunnerBase):
     """Ready to serve once constructed. `tp` is this rank's place in an initialised process group.
 
-    `progress(phase)` is told what the rank is doing, for whoever watches over it.
+    `progress(phase)` is told what the rank is doing, for whoever watches over it. `processor`: the one that the
+    checkpoint's strategy makes for `config`, if the caller has it already.
     """
 
     def __init__(self, config: RunnerConfig, model_path: Path, tp: TensorParallel | None = None,
-                 progress: Callable[[str], None] = lambda phase: None):
+                 progress: Callable[[str], None] = lambda phase: None, processor: ChatProcessor | None = None):
         self._report_phase = progress
         self._is_ready = False
         self._phase = "starting"
@@ -85,7 +87,7 @@ class ModelRunner(ModelRunnerBase):
         self.settings = resolve_settings(config, self.model_config, self.platform)
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
-        self.processor = self.strategy.processor(self.config)
+        self.processor = processor or self.strategy.processor(self.config)
         self._eos_token_ids = self.processor.end_token_ids(self.model_config)
         self._matchers = Matchers(self.processor.tokenizer, self.model_config.vocab_size, self._eos_token_ids)
         if self.config.prepare_structured_outputs and self.tp.rank == 0 and self.model_config.pooling is None:

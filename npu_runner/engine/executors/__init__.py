@@ -6,14 +6,15 @@ from pathlib import Path
 
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.executors.base import Executor
+from npu_runner.multimodal.processor import ChatProcessor
 
 
-def make_executor(config: RunnerConfig, model_path: Path) -> Executor:
-    """In this process for one rank, spawned processes for more."""
+def make_executor(config: RunnerConfig, model_path: Path, processor: ChatProcessor) -> Executor:
+    """In this process for one rank, which then shares `processor`; spawned processes for more."""
     if config.tensor_parallel_size == 1:
         from npu_runner.engine.executors.inline import InlineExecutor
 
-        return InlineExecutor(config, model_path)
+        return InlineExecutor(config, model_path, processor)
     from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 
     return SharedMemoryExecutor(config, model_path)

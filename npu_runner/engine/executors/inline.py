@@ -14,6 +14,7 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.engine.executors.base import Executor, RunnerCounters
 from npu_runner.engine.executors.channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, StepError
+from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.model_runner import ModelRunner
 
@@ -28,8 +29,8 @@ class _Step:
 
 
 class InlineExecutor(Executor):
-    def __init__(self, config: RunnerConfig, model_path: Path):
-        self._runner: ModelRunner | None = ModelRunner(config, model_path)
+    def __init__(self, config: RunnerConfig, model_path: Path, processor: ChatProcessor | None = None):
+        self._runner: ModelRunner | None = ModelRunner(config, model_path, processor=processor)
         self._under_way: deque[_Step] = deque()
         self.info = self._runner.info()
 
