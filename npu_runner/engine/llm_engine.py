@@ -423,6 +423,11 @@ class LLMEngine:
         """Where the device's memory went, in lines."""
         return self.info.ledger
 
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """Where the start of the first rank went, by phase, in order."""
+        return self.info.start_seconds
+
     def describe(self) -> dict[str, str]:
         """Everything beside the checkpoint and the request that shapes an answer."""
         return {**self.info.description, "max_model_len": str(self.max_model_len),
