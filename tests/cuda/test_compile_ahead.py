@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +98,23 @@ def test_what_is_met_is_compiled_once_a_variant_and_not_launched(compiler: Compi
     assert late() == []
 
 
+def test_constants_are_told_apart_however_they_are_given(compiler: Compiler) -> None:
+    import triton
+
+    from npu_runner.platforms.cuda.compile_ahead import compile_ahead
+
+    kernel = triton.jit(_constant)
+    kernel.module = "npu_runner.platforms.cuda.a_kernel"
+
+    def run() -> None:
+        for constant in (16, 32, 32):
+            kernel[(1,)](7, constant)
+            kernel[(1,)](9, constant, num_warps=8)
+
+    compile_ahead(run, lambda: None)
+    assert compiler.asked == 4 * [("_constant", True)]
+
+
 def test_launches_go_on_as_before_afterwards(compiler: Compiler) -> None:
     from npu_runner.platforms.cuda.compile_ahead import compile_ahead
 
@@ -121,6 +140,22 @@ def test_what_goes_wrong_is_raised(compiler: Compiler, fails: str) -> None:
     assert compiler.asked[-1] == ("_silu_and_mul", False)
 
 
+def test_nothing_is_compiled_before_what_all_share_is_there(compiler: Compiler) -> None:
+    from npu_runner.platforms.cuda.compile_ahead import compile_ahead
+
+    prepared: Future[None] = Future()
+
+    def run() -> None:
+        _activate(3, torch.float32)
+        time.sleep(0.05)
+        assert compiler.asked == []
+        prepared.set_exception(ValueError("no C compiler"))
+
+    with pytest.raises(ValueError, match="no C compiler"):
+        compile_ahead(run, lambda: None, prepared)
+    assert compiler.asked == []
+
+
 def test_kernels_of_others_are_launched(compiler: Compiler) -> None:
     import triton
 
@@ -132,4 +167,8 @@ def test_kernels_of_others_are_launched(compiler: Compiler) -> None:
 
 
 def _foreign(number):  # type: ignore[no-untyped-def]
+    pass
+
+
+def _constant(number, CONSTANT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: F821
     pass
