@@ -90,7 +90,7 @@ class LLMEngine:
         if self.model_config.generation_not_served:
             logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
                            "from those it was made for: %s", self.model_config.generation_not_served)
-        self._executor = make_executor(config, self.model_path, wants_grammars)
+        self._executor = make_executor(config, self.model_path, self.processor, wants_grammars)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         self.block_manager = _make_block_manager(info, enable_prefix_caching=config.enable_prefix_caching)
@@ -424,6 +424,11 @@ class LLMEngine:
     def ledger(self) -> str:
         """Where the device's memory went, in lines."""
         return self.info.ledger
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """Where the start of the first rank went, by phase, in order."""
+        return self.info.start_seconds
 
     def describe(self) -> dict[str, str]:
         """Everything beside the checkpoint and the request that shapes an answer."""

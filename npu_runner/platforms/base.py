@@ -260,6 +260,14 @@ class Platform(ABC):
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         """A compiler for `settings.mode`, one of `graph_modes` other than eager."""
 
+    def compile_ahead(self, run: Callable[[], object]) -> Callable[[], list[str]]:
+        """Have whatever `run` would launch compiled side by side, where kernels are compiled when they are first met.
+
+        `run` may be called, on memory that is not what it would be. Returns what names the kernels that had to be
+        compiled since, which were not met.
+        """
+        return list
+
     @abstractmethod
     def memory_info(self) -> MemoryInfo | None:
         """None where memory is not a device's own (the CPU): the KV cache is then a setting."""

@@ -1,10 +1,11 @@
-"""What every user of torch.compile here needs. Knows no vendor."""
+"""What every user of torch.compile here needs. Knows no vendor.
+
+torch._dynamo takes about as long to import as torch itself: nothing loads it before something is compiled with it.
+"""
 
 from __future__ import annotations
 
 import types
-
-from torch._dynamo.eval_frame import reset_code
 
 from npu_runner.platforms.base import DecodeForward
 
@@ -28,4 +29,6 @@ def forget(code: types.CodeType) -> None:
 
     torch._dynamo.reset would drop the graphs of every engine of this process.
     """
+    from torch._dynamo.eval_frame import reset_code
+
     reset_code(code)

@@ -87,6 +87,8 @@ class ReplicaFacts:
     weights: Mapping[str, str] | None = None
     """Hashes of the weights that it loaded, a line per file; None: it was made to take the driver's word for them, who
     sees the same folder."""
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Where the start of its engine went, by phase."""
 
 
 @dataclass(frozen=True, kw_only=True)

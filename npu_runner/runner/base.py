@@ -109,6 +109,8 @@ class RunnerInfo:
     state: StateInfo | None = None
     """None: the model has no state beside the KV cache."""
     description: dict[str, str] = field(default_factory=dict)
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    """Of this rank, by phase, in order. What a device was given in one phase may still run in the next."""
 
 
 class StepHandle(Protocol):

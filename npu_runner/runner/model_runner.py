@@ -31,6 +31,7 @@ from npu_runner.layers.sampler import Sampler
 from npu_runner.layers.steering import SteeredRows
 from npu_runner.models.contract import LanguageModel
 from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.base import GraphResourceError, GraphSettings
@@ -44,6 +45,7 @@ from npu_runner.runner.memory_profile import MemoryMeter
 from npu_runner.runner.pictures import Pictures
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import resolve_settings
+from npu_runner.runner.start_clock import StartClock
 from npu_runner.runner.state_plan import StateShape
 from npu_runner.runner.state_pool import StatePool
 from npu_runner.runner.step import StepRunner, StepUnderWay
@@ -57,24 +59,30 @@ from strategies import VisionEmbeddings, pick_strategy
 
 logger = logging.getLogger(__name__)
 
+_ROWS_AHEAD, _TOKENS_A_ROW_AHEAD = 4, 8
+
 
 class ModelRunner(ModelRunnerBase):
     """Ready to serve once constructed. `tp` is this rank's place in an initialised process group.
 
-    `progress(phase)` is told what the rank is doing, for whoever watches over it. `wants_grammars` is asked then, too:
-    once a request that will come brings a grammar, what all grammars share is made while the model still loads.
+    `progress(phase)` is told what the rank is doing, for whoever watches over it. `processor`: the one that the
+    checkpoint's strategy makes for `config`, if the caller has it already. `wants_grammars` is asked while it loads:
+    once a request that will come brings a grammar, what all grammars share is made beside that.
     """
 
     def __init__(self, config: RunnerConfig, model_path: Path, tp: TensorParallel | None = None,
-                 progress: Callable[[str], None] = lambda phase: None,
+                 progress: Callable[[str], None] = lambda phase: None, processor: ChatProcessor | None = None,
                  wants_grammars: Callable[[], bool] = lambda: False):
         self._report_phase = progress
         self._wants_grammars = wants_grammars
-        self._phase = "setting the device"
+        self._is_ready = False
+        self._phase = "starting"
+        self._start_clock = StartClock()
         self.tp = tp or TensorParallel()
         self.platform = pick_platform(config.platform)
-        progress(self._phase)
+        self._enter("setting the device")
         self.device = self.platform.set_device(self.tp.rank)
+        self._enter("reading config and tokenizer")
         self.strategy = pick_strategy(model_path)
         self.model_path = model_path
         self.config = config = self.strategy.settle(config)
@@ -82,7 +90,7 @@ class ModelRunner(ModelRunnerBase):
         self.settings = resolve_settings(config, self.model_config, self.platform)
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
-        self.processor = self.strategy.processor(self.config)
+        self.processor = processor or self.strategy.processor(self.config)
         self._eos_token_ids = self.processor.end_token_ids(self.model_config)
         self._matchers = Matchers(self.processor.tokenizer, self.model_config.vocab_size, self._eos_token_ids)
         if self.config.prepare_structured_outputs and self.tp.rank == 0 and self.model_config.pooling is None:
@@ -93,7 +101,6 @@ class ModelRunner(ModelRunnerBase):
         # With one step after the other there is nothing that could be sent ahead of it.
         is_of_use = self.strategy.is_multimodal and self._schedules_ahead
         self._side_stream = self.platform.side_stream() if is_of_use else None
-        self._is_ready = False
         with torch.inference_mode(), self.guard.starting(lambda: self._phase):
             self.load_model()
             self.allocate_states(self._meter.settled_profile(self._weights_bytes))
@@ -103,12 +110,22 @@ class ModelRunner(ModelRunnerBase):
             if self.settings.graph_mode != "eager":
                 self.compile_decode()
         self._is_ready = True
+        self._start_clock.end()
+        logger.info("ready: %s", self._start_clock.describe())
+        logger.debug("kernels that were not compiled ahead: %s", ", ".join(self._compiled_late()) or "none")
 
-    def _progress(self, phase: str) -> None:
-        self._phase = phase
-        self._report_phase(phase)
+    def _progress(self, phase: str, what: str = "") -> None:
+        """`_enter`, and begin what grammars share where that is wanted by now."""
+        self._enter(phase, what)
         if self._wants_grammars():
             self._matchers.begin()
+
+    def _enter(self, phase: str, what: str = "") -> None:
+        """`what` of a phase is begun; the start's seconds are booked by phase."""
+        self._phase = f"{phase} {what}".rstrip()
+        self._report_phase(self._phase)
+        if not self._is_ready:
+            self._start_clock.enter(phase)
 
     # -- start-up --------------------------------------------------------------------------------------------------
 
@@ -152,9 +169,13 @@ class ModelRunner(ModelRunnerBase):
 
         Over a cache of one block; a runner that is ready keeps the cache it has, and its graphs count as activations.
         """
-        self._progress("profiling memory")
         if not self._is_ready:
             self._bind_cache(num_blocks=1)
+            self._progress("compiling kernels")
+            # Variants do not depend on how much a step does, so a small one meets them all.
+            few = min(_ROWS_AHEAD, self.settings.max_num_seqs)
+            self._compiled_late = self.platform.compile_ahead(lambda: self.dummy_run(few * _TOKENS_A_ROW_AHEAD, few))
+        self._progress("profiling memory")
         batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
         longest = batch_size * (self.settings.max_model_len - 1)
         num_tokens = min(self.settings.max_num_batched_tokens, longest)
@@ -231,17 +252,17 @@ class ModelRunner(ModelRunnerBase):
         votes = Votes(self.tp, self.config.step_timeout_seconds)
 
         def warm_up(batch_size: int) -> None:
-            self._progress(f"compiling bucket {batch_size}")
+            self._progress("compiling", f"bucket {batch_size}")
             own = self._why_no_graph(batch_size)
             if own:
-                self._progress(f"going without a graph for bucket {batch_size} ({own}), if all ranks do")
+                self._progress("compiling", f"no graph for bucket {batch_size} ({own}), if all ranks do without")
             # No rank can go without alone: the others would wait for it in that graph's collectives.
             refusal = votes.refusal(f"the graph of batch size {batch_size}", own)
             if refusal:
                 raise GraphResourceError(refusal)
 
         def agrees(bucket: Bucket) -> bool:
-            self._progress(f"comparing the kept graph of bucket {bucket.batch_size}")
+            self._progress("comparing the kept graph of", f"bucket {bucket.batch_size}")
             return agrees_with_eager(
                 bucket, eager, self.attention, lambda batch: self._fill(bucket, batch), self._reset_states,
                 last_tokens=self.steps.last_tokens_S, num_blocks=self.num_blocks, block_size=self.settings.block_size,
@@ -352,6 +373,7 @@ class ModelRunner(ModelRunnerBase):
             ledger=self.ledger,
             state=self._state_info(),
             graphs=self.steps.buckets.describe() if self.steps.buckets else "eager",
+            start_seconds=dict(self._start_clock.seconds),
             description={**self.platform.describe(), **description},
         )
 

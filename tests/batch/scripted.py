@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, InputRow
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
@@ -90,6 +90,7 @@ class ScriptedEngine:
     running: dict[str, tuple[int, str, SamplingParams]] = field(default_factory=dict)
 
     ledger = "no memory at all"
+    start_seconds: ClassVar[Mapping[str, float]] = {"learning the script": 0.5}
 
     @property
     def max_num_seqs(self) -> int:

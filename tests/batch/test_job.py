@@ -41,6 +41,7 @@ def test_every_row_is_answered_with_a_chat_completion(job: Job) -> None:
     assert job.files() == {"out.jsonl", "out.jsonl.manifest.json", "summary.json"}
     written = json.loads((job.folder / "summary.json").read_text())
     assert written == summary.to_json()
+    assert written["start_phases"] == {"learning the script": 0.5}
     assert written["rows"] | {"failures_by_code": None} == {
         "total": 30, "resumed": 0, "answered": 30, "failed": 0, "failed_in_output": 0, "unfinished": 0,
         "failures_by_code": None,

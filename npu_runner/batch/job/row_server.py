@@ -155,6 +155,7 @@ class RowServer(InlineReplica):
             ledger=self._engine.ledger,
             max_rows=max_num_seqs + max_waiting_requests(max_num_seqs) + self.num_rows_ahead,
             weights=weights,
+            start_seconds=self._engine.start_seconds,
         )
 
     def _settings(self) -> dict[str, Any]:

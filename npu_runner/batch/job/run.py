@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +115,7 @@ class _Job:
         self._stats = ReplicaStats()
         self._replicas: tuple[ReplicaReport, ...] = ()
         self._num_workers = 0
+        self._start_phases: Mapping[str, float] = {}
 
     def run(self, destination: Destination) -> None:
         destination.look()
@@ -193,6 +194,7 @@ class _Job:
         ):
             with loading:
                 facts = fleet.load()
+            self._start_phases = facts.start_seconds
             shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
             self._progress.say(f"model {work.model_folder}: {shown}\n{facts.ledger}")
             if not digests.is_done:
@@ -298,6 +300,7 @@ class _Job:
             wait_seconds=self._stats.wait_seconds,
             replicas=self._replicas,
             start_seconds=began - self._started,
+            start_phases=self._start_phases,
             serve_seconds=ended - began,
             num_workers=self._num_workers,
             num_workers_replaced=self._stats.num_workers_replaced,

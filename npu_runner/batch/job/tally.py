@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +125,8 @@ class JobSummary:
     """From when the model stood ready to the last row."""
     num_workers: int
     num_workers_replaced: int
+    start_phases: Mapping[str, float] = field(default_factory=dict)
+    """Of the first engine that stood ready, in order; what they leave of `start_seconds` came before the model."""
     wait_seconds: float = 0.0
     """Time in which the model had nothing to do but wait for preprocessing."""
     replicas: tuple[ReplicaReport, ...] = ()
@@ -175,6 +178,7 @@ class JobSummary:
                 "decode": round(stats.decode_seconds, 3),
                 "preprocessing_wait": round(self.wait_seconds, 3),
             },
+            "start_phases": {phase: round(seconds, 3) for phase, seconds in self.start_phases.items()},
             "throughput": {
                 "rows_per_second": self._per_second(tally.num_done),
                 "prompt_tokens_per_second": self._per_second(tally.num_prompt_tokens),

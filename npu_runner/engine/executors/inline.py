@@ -14,6 +14,7 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.engine.executors.base import Executor, RunnerCounters
 from npu_runner.engine.executors.channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, StepError
+from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.model_runner import ModelRunner
 
@@ -28,8 +29,10 @@ class _Step:
 
 
 class InlineExecutor(Executor):
-    def __init__(self, config: RunnerConfig, model_path: Path, wants_grammars: Callable[[], bool] = lambda: False):
-        self._runner: ModelRunner | None = ModelRunner(config, model_path, wants_grammars=wants_grammars)
+    def __init__(self, config: RunnerConfig, model_path: Path, processor: ChatProcessor | None = None,
+                 wants_grammars: Callable[[], bool] = lambda: False):
+        self._runner: ModelRunner | None = ModelRunner(config, model_path, processor=processor,
+                                                       wants_grammars=wants_grammars)
         self._under_way: deque[_Step] = deque()
         self.info = self._runner.info()
 

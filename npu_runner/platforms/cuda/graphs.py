@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 from npu_runner.platforms.base import DecodeForward, GraphCompiler
 from npu_runner.platforms.dynamo import own_code
 from npu_runner.platforms.step_inputs import StepInputs
+
+logger = logging.getLogger(__name__)
 
 
 class CudaGraphCompiler(GraphCompiler):
@@ -26,15 +30,19 @@ class CudaGraphCompiler(GraphCompiler):
 
     def capture(self, forward: DecodeForward, inputs: StepInputs) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Run once to warm kernels up, then record; graphs share memory, since only one runs at a time."""
+        started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             forward(inputs)
         torch.cuda.current_stream().wait_stream(side)
+        warmed = time.perf_counter()
         with torch.cuda.graph(graph, pool=self._pool):
             output = forward(inputs)
         self._pool = self._pool or graph.pool()
+        logger.debug("a graph of %d sequences: %.3f s to warm up, %.3f s to capture", len(inputs.context_lens),
+                     warmed - started, time.perf_counter() - warmed)
         return graph, output
 
 

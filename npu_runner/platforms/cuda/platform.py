@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ class CudaPlatform(Platform):
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
 
+    _prepared: Future[None] | None = None
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
 
     @classmethod
@@ -82,6 +84,9 @@ class CudaPlatform(Platform):
             raise ConfigError(f"rank {local_rank} needs a GPU of its own, {self.device_count()} are visible; lower "
                               f"tensor_parallel_size or check CUDA_VISIBLE_DEVICES")
         torch.cuda.set_device(local_rank)
+        from npu_runner.platforms.cuda.compile_ahead import prepare
+
+        self._prepared = prepare(lambda: torch.cuda.set_device(local_rank))
         return torch.device("cuda", local_rank)
 
     def device_count(self) -> int:
@@ -125,6 +130,12 @@ class CudaPlatform(Platform):
         from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
 
         return CudaGraphCompiler(with_inductor=settings.mode == "max-autotune")
+
+    def compile_ahead(self, run: Callable[[], object]) -> Callable[[], list[str]]:
+        from npu_runner.platforms.cuda.compile_ahead import compile_ahead
+
+        device = torch.cuda.current_device()
+        return compile_ahead(run, lambda: torch.cuda.set_device(device), self._prepared)
 
     def memory_info(self) -> MemoryInfo | None:
         free_bytes, total_bytes = torch.cuda.mem_get_info()

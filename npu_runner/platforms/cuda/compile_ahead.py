@@ -1,0 +1,140 @@
+"""Compiles the Triton kernels that a start needs side by side, before its steps meet them one by one.
+
+The steps say themselves which: they are gone through once without launching a kernel of this folder, and each variant
+that they would have launched is compiled and loaded in a thread (most of that runs outside the interpreter's lock:
+LLVM, ptxas, the C compiler that makes a launcher). No signature is guessed. Knows nothing of models.
+"""
+# mypy: disable-error-code="method-assign"
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton.runtime.jit import JITFunction
+
+logger = logging.getLogger(__name__)
+
+_OWN = __name__.rpartition(".")[0] + "."
+_MAX_THREADS = 16
+_EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
+_launch = JITFunction.run
+
+
+def prepare(enter_thread: Callable[[], object]) -> Future[None]:
+    """Have what all compilations share done in a thread, while a model is read and built.
+
+    That is a hash of triton's own sources, the compiler's version, and a C module that loads kernels, which has to be
+    compiled as well. Nothing in triton keeps several threads from doing it all at once, each for itself.
+    """
+    thread = ThreadPoolExecutor(1, "prepare-triton", enter_thread)
+    try:
+        return thread.submit(lambda: _load(_launch(_nothing, grid=(1,), warmup=True)))
+    finally:
+        thread.shutdown(wait=False)
+
+
+def compile_ahead(run: Callable[[], object], enter_thread: Callable[[], object],
+                  prepared: Future[None] | None = None) -> Callable[[], list[str]]:
+    """Call `run` with none of our kernels launched, and return once all that it met are compiled and loaded.
+
+    Memory that those would have written is 0. `enter_thread` makes the device current in a thread. Raises what a
+    compiler raises. What comes back names the kernels of which more variants were compiled since, each once a variant.
+    """
+    started = time.perf_counter()
+    threads = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "compile", enter_thread)
+    try:
+        with _met_instead_of_launched(threads, prepared) as variants, _Zeros():
+            run()
+        met_seconds = time.perf_counter() - started
+        for variant in variants:
+            variant.result()
+    finally:
+        threads.shutdown(cancel_futures=True)
+    logger.info("%d variants of kernels compiled or loaded in %.2f s, the last one met after %.2f s", len(variants),
+                time.perf_counter() - started, met_seconds)
+    there = _num_variants()
+    return lambda: sorted((_num_variants() - there).elements())
+
+
+@contextmanager
+def _met_instead_of_launched(threads: ThreadPoolExecutor,
+                             prepared: Future[None] | None) -> Iterator[list[Future[None]]]:
+    """Each variant of our kernels that is launched within is compiled in one of `threads` instead, once `prepared`."""
+    launch = JITFunction.run
+    seen: set[tuple[Any, ...]] = set()
+    variants: list[Future[None]] = []
+
+    def compile_and_load(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
+        if prepared is not None:
+            prepared.result()
+        _load(launch(kernel, *arguments, grid=None, warmup=True, **settings))
+
+    def meet(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
+        if not kernel.module.startswith(_OWN):
+            return launch(kernel, *arguments, grid=grid, warmup=warmup, **settings)
+        kind = _variant(kernel, arguments, settings)
+        if kind not in seen:
+            seen.add(kind)
+            variants.append(threads.submit(compile_and_load, kernel, arguments, settings))
+        return None
+
+    JITFunction.run = meet
+    try:
+        yield variants
+    finally:
+        JITFunction.run = launch
+
+
+def _load(compiled: Any) -> None:
+    """Asked for how it is launched, a compiled kernel makes its launcher and loads itself."""
+    assert compiled.run is not None, f"{compiled} cannot be launched"
+
+
+@triton.jit
+def _nothing():  # type: ignore[no-untyped-def]
+    pass
+
+
+def _variant(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Launches that agree in it launch the same variant. Constants and how it is launched count as they are."""
+    changing = {parameter.name for parameter in kernel.params if not parameter.is_constexpr}
+    named = {**dict(zip(kernel.arg_names, arguments, strict=False)), **settings}
+    return (kernel, *((name, _kind(value) if name in changing else value) for name, value in named.items()))
+
+
+def _kind(argument: Any) -> Any:
+    """As much of an argument as a variant may depend on."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return type(argument), argument == 1, argument % 16 == 0, argument.bit_length() < 32
+    return float if isinstance(argument, float) else argument
+
+
+class _Zeros(TorchFunctionMode):
+    """New memory is 0: what a kernel that was not launched leaves there may be the place of something."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result.zero_() if function in _EMPTY else result
+
+
+def _num_variants() -> Counter[str]:
+    """Compiled variants of our kernels, by name."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(_OWN)]
+    kernels = {kernel for module in modules for kernel in vars(module).values() if isinstance(kernel, JITFunction)}
+    return Counter({f"{kernel.module}.{kernel.fn.__name__}": sum(len(cache[0]) for cache in
+                                                                 kernel.device_caches.values())
+                    for kernel in kernels})
