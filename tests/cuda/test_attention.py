@@ -6,6 +6,7 @@ On a GPU, or in triton's interpreter. Over graphs: tests/oracle/test_attention_b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +123,36 @@ def check_pictures(device: torch.device, head_dim: int, dtype: torch.dtype, leng
     q_TNH, k_TNH, v_TNH = (x.to(device)[:sum(lengths)] for x in (qk[:, 0], qk[:, 1], qkv[:, 2]))
     out_TNH = backend.vision(q_TNH, k_TNH, v_TNH, backend.plan_vision(lengths, device), head_dim**-0.5)
     assert_close(out_TNH.cpu(), within_each(q_TNH, k_TNH, v_TNH, lengths), dtype)
+
+
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_heads_in_two_parts_are_taken_where_they_are_right_and_only_there(
+        device: torch.device, head_dim: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A kernel that the compiler made wrong is named in a warning and not used."""
+    from npu_runner.platforms.cuda import split_vision_kernels
+
+    launches = []
+    right = split_vision_kernels.pictures
+
+    class Wrong:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*arguments: Any, **constants: Any) -> None:
+                launches.append(grid)
+                right[grid](*arguments, **constants)
+                if self.spoils:
+                    arguments[3][300] += 1  # of a later picture
+            return launch
+
+        spoils = False
+
+    kernel = Wrong()
+    monkeypatch.setattr(split_vision_kernels, "pictures", kernel)
+    check_pictures(device, head_dim, torch.bfloat16, [70, 16])
+    assert len(launches) == 2, "one is compared, one is used"
+    assert not caplog.records
+    kernel.spoils = True
+    check_pictures(device, head_dim, torch.bfloat16, [70, 16])
+    assert len(launches) == 3, "it is compared, and not used"
+    assert "two parts is wrong" in caplog.text
+    check_pictures(device, head_dim, torch.float32, [70, 16])
+    assert len(launches) == 3

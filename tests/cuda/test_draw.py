@@ -105,6 +105,50 @@ def test_a_row_is_drawn_alike_alone_among_others_and_from_a_wider_tensor(device:
     assert together == alone == draw_rows(device, wider, temperatures, uniforms)
 
 
+def misplaced(rows: int, vocab_size: int, row_width: int, first: int, dtype: torch.dtype) -> Tensor:
+    """Random logits, of which each row begins `first` logits into one of `row_width`."""
+    wide = torch.randn(rows, row_width, generator=torch.Generator().manual_seed(5)).to(dtype)
+    return wide[:, first : first + vocab_size]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("row_width", "first"), [(9007, 0), (9008, 0), (9016, 8), (9016, 1)])
+def test_logits_may_lie_anywhere(device: torch.device, row_width: int, first: int, dtype: torch.dtype) -> None:
+    logits_BV = misplaced(3, 9000, row_width, first, dtype)
+    found = draw_rows(device, logits_BV, [0.0] * 3, [0.5] * 3)
+    assert found == logits_BV.float().argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 5003])
+def test_nothing_is_compiled_after_the_first_draw(device: torch.device, vocab_size: int,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, dtypes and places of logits that come with adjusted rows and with parts of a vocabulary."""
+    from npu_runner.platforms.cuda import draw
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    variants = []
+    sum_blocks = draw._sum_blocks
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def launch(logits_BV: Tensor, *arguments: object, **constants: object) -> None:
+                variants.append((logits_BV.dtype, constants["IS_ALIGNED"]))
+                sum_blocks[grid](logits_BV, *arguments, **constants)
+            return launch
+
+    monkeypatch.setattr(draw, "_sum_blocks", Recorder())
+    draw_from_softmax = TritonOps().softmax_draw()
+    assert draw_from_softmax is not None
+    half_B1 = torch.full((2, 1), 0.5, device=device)
+    draw_from_softmax(torch.zeros(1, vocab_size, dtype=torch.bfloat16, device=device), half_B1[:1], half_B1[:1])
+    compiled = set(variants)
+    for dtype in DTYPES:
+        for width, first, rows in ((vocab_size, 0, 1), (vocab_size, 0, 2), (vocab_size + 13, 1, 1)):
+            logits_BV = misplaced(rows, vocab_size, width, first, dtype).to(device)
+            draw_from_softmax(logits_BV, half_B1[:rows], half_B1[:rows])
+    assert set(variants) == compiled == {(dtype, is_aligned) for dtype in DTYPES for is_aligned in (True, False)}
+
+
 # -- in the sampler ------------------------------------------------------------------------------------------------
 
 PLAIN = [SamplingParams(temperature=temperature) for temperature in (0.0, 0.3, 0.7, 1.0, 1.0, 3.0)]

@@ -19,6 +19,7 @@ from npu_runner.platforms.base import AttentionBackend
 from npu_runner.platforms.cuda import attention_kernels as kernels
 from npu_runner.platforms.cuda.attention_tiles import (
     NUMBERS_OF_PARTS,
+    SPLIT_TOWER,
     Gpu,
     decode_tile,
     head_width,
@@ -27,7 +28,7 @@ from npu_runner.platforms.cuda.attention_tiles import (
     tower_tile,
 )
 from npu_runner.platforms.cuda.heads import norm_rotary_store
-from npu_runner.platforms.cuda.vision_attention import VisionPlan, picture_attention, plan_pictures
+from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, picture_attention, plan_pictures
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.upload import upload
@@ -57,6 +58,7 @@ class TritonAttention(AttentionBackend):
         self.decode_tile = decode_tile(head_dim, self.group, dtype, self.gpu)
         self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
         self._has_combined = False
+        self._split_heads = SplitHeads(self.gpu.shared_bytes)
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
@@ -150,5 +152,7 @@ class TritonAttention(AttentionBackend):
         return plan_pictures(lengths, device)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
+        if self._split_heads.take(q_TNH, k_TNH, v_TNH, scale):
+            return picture_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True)
         return picture_attention(q_TNH, k_TNH, v_TNH, plan, scale,
                                  tower_tile(q_TNH.shape[-1], q_TNH.dtype, self.gpu))

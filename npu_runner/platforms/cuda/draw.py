@@ -15,11 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WARPS = 4
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_PLACE = tl.constexpr(2**31 - 1)
-# They are parts of a step's inputs, which lie anywhere: a variant for aligned ones would be compiled while serving.
-_PLACES = ["temperatures", "uniforms", "highest", "totals"]
+# They lie anywhere, and rows of a part of the vocabulary have any stride: variants for some values of these would be
+# compiled while serving. IS_ALIGNED says of the logits what loads of several at once need to know.
+_CHANGES = ["logits", "temperatures", "uniforms", "highest", "totals", "stride"]
+_ALIGNED_BYTES = tl.constexpr(16)
 
 
 def draw_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
@@ -33,12 +36,36 @@ def draw_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Ten
     highest_BN, totals_BN = torch.empty((2, batch_size, num_blocks), dtype=torch.float32, device=logits_BV.device)
     tokens_B1 = torch.empty((batch_size, 1), dtype=torch.int32, device=logits_BV.device)
     sizes = (logits_BV.stride(0), vocab_size, num_blocks)
+    is_aligned = _is_aligned(logits_BV)
     _sum_blocks[(batch_size, num_blocks)](
-        logits_BV, temperature_B1, highest_BN, totals_BN, *sizes, BLOCK=_BLOCK, num_warps=_WARPS)
+        logits_BV, temperature_B1, highest_BN, totals_BN, *sizes, IS_ALIGNED=is_aligned, BLOCK=_BLOCK,
+        num_warps=_WARPS)
     _draw_rows[(batch_size,)](
-        logits_BV, temperature_B1, uniform_B1, highest_BN, totals_BN, tokens_B1, *sizes, BLOCK=_BLOCK,
-        BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_WARPS)
+        logits_BV, temperature_B1, uniform_B1, highest_BN, totals_BN, tokens_B1, *sizes, IS_ALIGNED=is_aligned,
+        BLOCK=_BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_WARPS)
     return tokens_B1
+
+
+def compile_all(vocab_size: int, device: torch.device) -> None:
+    """Draw once from logits of each dtype and alignment that a step may have: nothing is compiled while serving."""
+    ones_B1 = torch.ones((1, 1), dtype=torch.float32, device=device)
+    for dtype in _DTYPES:
+        logits_1V = torch.zeros((1, vocab_size + 1), dtype=dtype, device=device)
+        for first in (0, 1):
+            draw_from_softmax(logits_1V[:, first : first + vocab_size], ones_B1, ones_B1 / 2)
+
+
+def _is_aligned(logits_BV: Tensor) -> bool:
+    row_bytes = logits_BV.stride(0) * logits_BV.itemsize if len(logits_BV) > 1 else 0
+    return logits_BV.data_ptr() % _ALIGNED_BYTES.value == row_bytes % _ALIGNED_BYTES.value == 0
+
+
+@triton.jit
+def _load(row, tokens, vocab_size, IS_ALIGNED: tl.constexpr):
+    places = row + tokens
+    if IS_ALIGNED:
+        places = tl.multiple_of(places, _ALIGNED_BYTES)
+    return tl.load(places, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -47,12 +74,13 @@ def _scale(temperature):
     return _LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
 
 
-@triton.jit(do_not_specialize=_PLACES)
-def _sum_blocks(logits, temperatures, highest, totals, stride, vocab_size, num_blocks, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=_CHANGES)
+def _sum_blocks(logits, temperatures, highest, totals, stride, vocab_size, num_blocks, IS_ALIGNED: tl.constexpr,
+                BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits + row * stride + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    values = _load(logits + row * stride, tokens, vocab_size, IS_ALIGNED)
     largest = tl.max(values, 0)
     # A block of impossible tokens weighs nothing. NaN and +inf make the sum NaN, whatever the largest became.
     base = tl.where(largest == float("-inf"), 0.0, largest)
@@ -61,9 +89,9 @@ def _sum_blocks(logits, temperatures, highest, totals, stride, vocab_size, num_b
     tl.store(totals + row * num_blocks + block, tl.sum(weights, 0))
 
 
-@triton.jit(do_not_specialize=_PLACES)
+@triton.jit(do_not_specialize=_CHANGES)
 def _draw_rows(logits, temperatures, uniforms, highest, totals, out, stride, vocab_size, num_blocks,
-               BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+               IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     is_greedy = temperature == 0.0
@@ -81,7 +109,7 @@ def _draw_rows(logits, temperatures, uniforms, highest, totals, out, stride, voc
     block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)  # a row of NaN has none
     before = tl.sum(tl.where(blocks < block, masses, 0.0), 0)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits + row * stride + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    values = _load(logits + row * stride, tokens, vocab_size, IS_ALIGNED)
     weights = tl.exp2((values - top) * scale)
     token = _first_beyond(before + tl.cumsum(weights, 0), weights, target, tokens)
     token = tl.where(is_greedy, _first(values == top, tokens), token)

@@ -15,13 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import experts, norms, products
-from npu_runner.platforms.cuda.draw import draw_from_softmax
+from npu_runner.platforms.cuda import draw, experts, norms, products
 from npu_runner.platforms.ops import Ops
 
 # Heads of one token that one program turns; they share its cos and sin.
 _ROTARY_HEADS = 8
-_GATED = -1  # among what is compiled: no weight has so many features
+_GATED, _DRAW = -1, -2  # among what is compiled: no weight has so many features
 
 
 class TritonOps(Ops):
@@ -134,7 +133,14 @@ class TritonOps(Ops):
         return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        return draw_from_softmax
+        return self._draw_from_softmax
+
+    def _draw_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
+        kind = (_DRAW, logits_BV.shape[1])
+        if kind not in self._compiled:
+            self._compiled.add(kind)
+            draw.compile_all(logits_BV.shape[1], logits_BV.device)
+        return draw.draw_from_softmax(logits_BV, temperature_B1, uniform_B1)
 
 
 def _launch_gated_rms_norm(x_TND: Tensor, gate_TND: Tensor, weight: Tensor, eps: float) -> Tensor:

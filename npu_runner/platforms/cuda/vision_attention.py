@@ -8,6 +8,7 @@ T tokens, N heads, H head dim, B pictures.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,9 +18,14 @@ import torch
 import triton
 from torch import Tensor
 
-from npu_runner.platforms.cuda import vision_kernels as kernels
-from npu_runner.platforms.cuda.attention_tiles import Tile, head_width
+from npu_runner.platforms.cuda import split_vision_kernels, vision_kernels
+from npu_runner.platforms.cuda.attention_tiles import SPLIT_HEAD, SPLIT_TOWER, Tile, head_width
 from npu_runner.platforms.upload import upload
+
+logger = logging.getLogger(__name__)
+
+# Some whole steps and a rest, a whole step alone, less than one; and what rounding to 16 bits comes to at most.
+_CHECKED_LENGTHS, _TOLERANCE = (273, 64, 5), 2e-2
 
 
 class VisionPlan(NamedTuple):
@@ -36,17 +42,64 @@ def plan_pictures(lengths: Sequence[int], device: torch.device) -> VisionPlan:
 
 
 def picture_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float,
-                      tile: Tile) -> Tensor:
-    """Full attention within each picture, (T, N, H); heads of one token lie together."""
+                      tile: Tile, *, is_split: bool = False) -> Tensor:
+    """Full attention within each picture, (T, N, H); heads of one token lie together. `is_split`: see `SplitHeads`."""
     num_heads, head_dim = q_TNH.shape[1:]
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q_TNH, k_TNH, v_TNH)), "heads of one token lie together"
     longest = max(plan.lengths)
     assert longest * max(x.stride(0) for x in (q_TNH, k_TNH, v_TNH)) < 2**31, "places within a picture fit into 32 bits"
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    kernels.pictures[(triton.cdiv(longest, tile.rows), num_heads, len(plan.lengths))](
+    kernel = split_vision_kernels.pictures if is_split else vision_kernels.pictures
+    widths = dict(zip(("FIRST", "REST"), SPLIT_HEAD, strict=True)) if is_split else {"HEAD": head_width(head_dim)}
+    kernel[(triton.cdiv(longest, tile.rows), num_heads, len(plan.lengths))](
         q_TNH, k_TNH, v_TNH, out_TNH, plan.starts_B1, q_TNH.stride(0), k_TNH.stride(0), v_TNH.stride(0),
-        NUM_HEADS=num_heads, FACTOR=scale * math.log2(math.e), HEAD_DIM=head_dim,
-        HEAD=head_width(head_dim), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        NUM_HEADS=num_heads, FACTOR=scale * math.log2(math.e), HEAD_DIM=head_dim, ROWS=tile.rows,
+        COLUMNS=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages, **widths,
     )
     return out_TNH
+
+
+class SplitHeads:
+    """Which calls may take heads in two parts: each kernel is compared once with plain operators.
+
+    `shared_bytes`: what a program may have of shared memory.
+    """
+
+    def __init__(self, shared_bytes: int) -> None:
+        self._fits = SPLIT_TOWER.shared_bytes(sum(SPLIT_HEAD), itemsize=2) <= shared_bytes
+        self._is_right: dict[tuple[object, ...], bool] = {}
+
+    def take(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
+        """Waits for the device where a kernel is used for the first time; the start's made-up pictures are that."""
+        first, rest = SPLIT_HEAD
+        is_split = self._fits and first < q_TNH.shape[2] <= first + rest and q_TNH.dtype != torch.float32
+        if not is_split or torch.compiler.is_compiling():
+            return False
+        # What the compiler knows of a call, and so another kernel each.
+        kind = (q_TNH.shape[1:], q_TNH.dtype, scale, *(
+            (x.stride(0), x.data_ptr() % 16 == 0) for x in (q_TNH, k_TNH, v_TNH)))
+        if kind not in self._is_right:
+            self._is_right[kind] = self._compare(q_TNH, k_TNH, v_TNH, scale)
+            if not self._is_right[kind]:
+                logger.warning("the attention kernel for %d dims in two parts is wrong as it was compiled here (triton "
+                               "%s); the slower one is taken", q_TNH.shape[2], triton.__version__)
+        return self._is_right[kind]
+
+    def _compare(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
+        q_TNH, k_TNH, v_TNH = made_up = [_like(x, sum(_CHECKED_LENGTHS), seed)
+                                         for seed, x in enumerate((q_TNH, k_TNH, v_TNH))]
+        plan = plan_pictures(_CHECKED_LENGTHS, q_TNH.device)
+        found_TNH = picture_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True).float()
+        parts = zip(*(x.float().transpose(0, 1).split(_CHECKED_LENGTHS, dim=1) for x in made_up), strict=True)
+        expected_TNH = torch.cat([(torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v).transpose(0, 1)
+                                  for q, k, v in parts])
+        # A NaN is greater than nothing.
+        return bool((found_TNH - expected_TNH).abs().max() <= _TOLERANCE * expected_TNH.abs().max())
+
+
+def _like(x_TNH: Tensor, num_tokens: int, seed: int) -> Tensor:
+    """Random rows as `x_TNH` has them: its strides, and its first element's alignment."""
+    generator = torch.Generator().manual_seed(seed)
+    shift = x_TNH.data_ptr() % 16 // x_TNH.itemsize
+    flat = torch.randn(shift + num_tokens * x_TNH.stride(0), generator=generator).to(x_TNH.device, x_TNH.dtype)
+    return flat.as_strided((num_tokens, *x_TNH.shape[1:]), x_TNH.stride(), shift)

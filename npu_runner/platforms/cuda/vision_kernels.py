@@ -1,8 +1,8 @@
 """The Triton kernel of a vision tower's attention: online softmax (arXiv 2205.14135) within pictures. Knows no cache.
 
 Softmax is in base 2: FACTOR is the scale times log2(e), above 0. Products are exact in float32 inputs (no TF32), sums
-are float32 always. A head dim H (HEAD_DIM) is taken as HEAD dims, a power of 2; what is beyond H is 0. (72 and 80 as
-64 and 16 dims made an access that an H200 refused, triton 3.6.)
+are float32 always. A head dim H (HEAD_DIM) is taken as HEAD dims, a power of 2; what is beyond H is 0. Those of
+65 to 80 dims have a kernel of their own: split_vision_kernels.
 """
 # mypy: ignore-errors
 
