@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -121,6 +122,18 @@ def test_launches_go_on_as_before_afterwards(compiler: Compiler) -> None:
     compile_ahead(lambda: _activate(3, torch.float32), lambda: None)
     _activate(3, torch.float32)
     assert compiler.asked == [("_silu_and_mul", True), ("_silu_and_mul", False)]
+
+
+def test_who_serves_meanwhile_goes_on(compiler: Compiler) -> None:
+    from npu_runner.platforms.cuda.compile_ahead import compile_ahead
+
+    def run() -> None:
+        other = threading.Thread(target=_activate, args=(3, torch.float32))
+        other.start()
+        other.join()
+
+    compile_ahead(run, lambda: None)
+    assert compiler.asked == [("_silu_and_mul", False)]
 
 
 @pytest.mark.parametrize("fails", ["compiler", "step"])

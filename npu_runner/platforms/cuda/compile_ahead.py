@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ _OWN = __name__.rpartition(".")[0] + "."
 _MAX_THREADS = 16
 _EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
 _launch = JITFunction.run
+# Triton's one way to launch is put aside for a moment: two engines that start at once do that one after the other.
+_one_at_a_time = threading.Lock()
 
 
 def prepare(enter_thread: Callable[[], object]) -> Future[None]:
@@ -55,7 +58,7 @@ def compile_ahead(run: Callable[[], object], enter_thread: Callable[[], object],
     started = time.perf_counter()
     threads = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "compile", enter_thread)
     try:
-        with _met_instead_of_launched(threads, prepared) as variants, _Zeros():
+        with _one_at_a_time, _met_instead_of_launched(threads, prepared) as variants, _Zeros():
             run()
         met_seconds = time.perf_counter() - started
         for variant in variants:
@@ -71,8 +74,12 @@ def compile_ahead(run: Callable[[], object], enter_thread: Callable[[], object],
 @contextmanager
 def _met_instead_of_launched(threads: ThreadPoolExecutor,
                              prepared: Future[None] | None) -> Iterator[list[Future[None]]]:
-    """Each variant of our kernels that is launched within is compiled in one of `threads` instead, once `prepared`."""
+    """Each variant of our kernels that this thread launches is compiled in one of `threads` instead, once `prepared`.
+
+    Another thread may be serving.
+    """
     launch = JITFunction.run
+    own_thread = threading.get_ident()
     seen: set[tuple[Any, ...]] = set()
     variants: list[Future[None]] = []
 
@@ -82,7 +89,7 @@ def _met_instead_of_launched(threads: ThreadPoolExecutor,
         _load(launch(kernel, *arguments, grid=None, warmup=True, **settings))
 
     def meet(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
-        if not kernel.module.startswith(_OWN):
+        if threading.get_ident() != own_thread or not kernel.module.startswith(_OWN):
             return launch(kernel, *arguments, grid=grid, warmup=warmup, **settings)
         kind = _variant(kernel, arguments, settings)
         if kind not in seen:
