@@ -33,6 +33,12 @@ _EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
 _launch = JITFunction.run
 # Triton's one way to launch is put aside for a moment: two engines that start at once do that one after the other.
 _one_at_a_time = threading.Lock()
+_thread = threading.local()
+
+
+def is_ahead() -> bool:
+    """Whether nothing that this thread launches now is run: there are no results to be looked at."""
+    return getattr(_thread, "is_ahead", False)
 
 
 def prepare(enter_thread: Callable[[], object]) -> Future[None]:
@@ -79,7 +85,6 @@ def _met_instead_of_launched(threads: ThreadPoolExecutor,
     Another thread may be serving.
     """
     launch = JITFunction.run
-    own_thread = threading.get_ident()
     seen: set[tuple[Any, ...]] = set()
     variants: list[Future[None]] = []
 
@@ -89,7 +94,7 @@ def _met_instead_of_launched(threads: ThreadPoolExecutor,
         _load(launch(kernel, *arguments, grid=None, warmup=True, **settings))
 
     def meet(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
-        if threading.get_ident() != own_thread or not kernel.module.startswith(_OWN):
+        if not is_ahead() or not kernel.module.startswith(_OWN):
             return launch(kernel, *arguments, grid=grid, warmup=warmup, **settings)
         kind = _variant(kernel, arguments, settings)
         if kind not in seen:
@@ -98,9 +103,11 @@ def _met_instead_of_launched(threads: ThreadPoolExecutor,
         return None
 
     JITFunction.run = meet
+    _thread.is_ahead = True
     try:
         yield variants
     finally:
+        _thread.is_ahead = False
         JITFunction.run = launch
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda import split_vision_kernels, vision_kernels
 from npu_runner.platforms.cuda.attention_tiles import SPLIT_HEAD, SPLIT_TOWER, Tile, head_width
+from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.upload import upload
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,9 @@ class SplitHeads:
         # What the compiler knows of a call, and so another kernel each.
         kind = (q_TNH.shape[1:], q_TNH.dtype, scale, *(
             (x.stride(0), x.data_ptr() % 16 == 0) for x in (q_TNH, k_TNH, v_TNH)))
+        if is_ahead():  # nothing that could be compared is computed: for now the kernels are met
+            self._compare(q_TNH, k_TNH, v_TNH, scale)
+            return True
         if kind not in self._is_right:
             self._is_right[kind] = self._compare(q_TNH, k_TNH, v_TNH, scale)
             if not self._is_right[kind]:
