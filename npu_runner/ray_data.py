@@ -53,7 +53,7 @@ class LLMPredictor:
                  mm_processor_kwargs: Mapping[str, Any] | None = None, **settings: Any):
         """`sampling_params`: what rows leave open; what that leaves open is the checkpoint's generation_config, then
         SamplingParams' defaults. `allowed_media_dir`, `chat_template_kwargs`, `mm_processor_kwargs`: as in
-        `LLM.chat`. `settings`: LLM's.
+        `LLM.chat`; the last is for raw prompts, too, that bring none. `settings`: LLM's.
 
         Raises what LLM raises, and ConfigError for wrong `sampling_params`.
         """
@@ -120,9 +120,19 @@ class LLMPredictor:
         if is_chat:
             results = self._llm.chat(items, params, stream_results=True, return_errors=True, **self._chat_options)
         else:
+            items = [self._with_film_settings(item) for item in items]
             results = self._llm.generate(items, params, stream_results=True, return_errors=True)
         for position, output in results:
             found[together[position]] = output
+
+    def _with_film_settings(self, prompt: Any) -> Any:
+        """A raw prompt, with the pipeline's `mm_processor_kwargs` where it has none of its own."""
+        kwargs = self._chat_options["mm_processor_kwargs"]
+        if kwargs is None:
+            return prompt
+        if not isinstance(prompt, Mapping):
+            return {"prompt": prompt, "mm_processor_kwargs": kwargs}
+        return prompt if prompt.get("mm_processor_kwargs") is not None else {**prompt, "mm_processor_kwargs": kwargs}
 
     def _rows_of(self, error: EngineDeadError, together: Sequence[int]) -> list[int]:
         numbers = [int(name.rpartition("-")[2]) for name in error.request_ids]

@@ -167,14 +167,9 @@ def _part(part: Any, role: str, where: str, seen: list[tuple[Any, str]]) -> dict
 
 
 def _video_part(part: Mapping[str, Any], role: str, where: str, seen: list[tuple[Any, str]]) -> dict[str, str]:
-    video = part.get("video")
-    if not isinstance(video, (bytes, bytearray, Media, Video)):
-        message = f"{where}.video: the encoded bytes of a film are needed, not {type(video).__name__}"
-        raise RequestError(message, "invalid_type", f"{where}.video")
+    video = Video.of(part.get("video"), f"{where}.video")
     if role != "user":
         raise RequestError(f"{where}: films belong in user messages, not in {role} ones", "image_role", where)
-    if not isinstance(video, Video):
-        video = Video(bytes(video) if isinstance(video, bytearray) else video)
     seen.append((video, where))
     return {"type": "video", "video": "video"}  # as for a picture
 

@@ -225,8 +225,8 @@ class ChatProcessor:
         """
         films = self._vision.films_as(mm_processor_kwargs)
         located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
-        located += [(video if isinstance(video, Video) else Video(video), f"videos[{number}]")
-                    for number, video in enumerate(videos)]  # fmt: skip
+        places = (f"videos[{number}]" for number in range(len(videos)))
+        located += [(Video.of(video, where), where) for video, where in zip(videos, places, strict=True)]
         self._check_seen(located)
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
         return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, films)

@@ -40,7 +40,7 @@ def raw_prompt(item: Any) -> RawPrompt:
     kwargs = checked_kwargs(given.get("mm_processor_kwargs", {}))
     prompt = _one_of(given, "prompt_token_ids", "prompt")
     images, where_images, videos, where_videos = _media(given)
-    films = [_film(video, where_videos) for video in _several(videos, where_videos, "the encoded bytes of films")]
+    films = [Video.of(video, where_videos) for video in _several(videos, where_videos, "the encoded bytes of films")]
     pictures = _several(images, where_images, "PIL images or encoded bytes")
     return RawPrompt(prompt=prompt, images=pictures, videos=films, mm_processor_kwargs=kwargs)
 
@@ -75,21 +75,11 @@ def _listed(value: Any) -> Any:
     """vLLM's: one stands alone."""
     if value is None:
         return ()
-    is_list = isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray))
+    is_list = isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
     return value if is_list else [value]
 
 
 def _several(given: Any, name: str, what: str) -> Sequence[Any]:
-    if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Sequence):
+    if isinstance(given, (str, bytes, bytearray, memoryview)) or not isinstance(given, Sequence):
         raise RequestError(f"{name}: {what} are needed, not {type(given).__name__}", "invalid_type", name)
     return given
-
-
-def _film(video: Any, name: str) -> Video:
-    if isinstance(video, Video):
-        return video
-    if not isinstance(video, (bytes, bytearray)):
-        message = (f"{name}: the encoded bytes of a film are needed, not {type(video).__name__}; decoded frames do not "
-                   "say when they are shown: encode them, or send them as pictures")
-        raise RequestError(message, "invalid_type", name)
-    return Video(bytes(video))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -27,6 +28,22 @@ class Video:
     """A film of a message that was not read yet: encoded bytes, or their address."""
 
     source: bytes | Media
+
+    @classmethod
+    def of(cls, given: Any, where: str) -> Video:
+        """Whatever a film may be given as: encoded bytes of any kind, their address, or one of these.
+
+        Raises RequestError naming `where`.
+        """
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, (bytes, bytearray, memoryview)):
+            return cls(bytes(given))
+        if isinstance(given, Media):
+            return cls(given)
+        message = (f"{where}: the encoded bytes of a film are needed, not {type(given).__name__}; decoded frames do "
+                   "not say when they are shown: encode them, or send them as pictures")
+        raise RequestError(message, "invalid_type", where)
 
 
 @dataclass(frozen=True)

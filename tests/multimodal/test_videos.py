@@ -20,7 +20,10 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.image_settings import ImageSettings
 from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.multimodal.prompt_forms import raw_prompt
 from npu_runner.multimodal.video_settings import VideoSettings, read_video_settings
+from npu_runner.multimodal.videos import Video
+from npu_runner.workers.prompts import text_task
 from tests.films import film, moving_picture
 
 LEAST, MOST = 128 * 32 * 32, 768 * 32 * 32
@@ -162,6 +165,24 @@ def test_a_wish_that_cannot_be_is_named(kwargs: Any, field: str, seeing: ChatPro
     with pytest.raises(RequestError) as caught:  # of a model that sees none
         qwen(asks(), mm_processor_kwargs=kwargs)
     assert caught.value.code == "model_has_no_video"
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview, Video])
+def test_encoded_bytes_of_any_kind_are_a_film(kind: Any, seeing: ChatProcessor) -> None:
+    data, text = film(moving_picture(4)), "<|vision_start|><|video_pad|><|vision_end|>"
+    expected = seeing.from_text(text, videos=[data])
+    assert expected.images
+    for item in ({"prompt": text, "videos": [kind(data)]}, {"prompt": text, "multi_modal_data": {"video": kind(data)}}):
+        assert text_task(raw_prompt(item)).prepare(seeing).token_ids == expected.token_ids
+    assert seeing.from_text(text, videos=[kind(data)]).token_ids == expected.token_ids
+    part = {"type": "video", "video": kind(data)}
+    assert seeing(asks(part)).token_ids == seeing(asks({"type": "video", "video": data})).token_ids
+
+
+def test_a_film_of_a_raw_prompt_that_is_none_is_named(seeing: ChatProcessor) -> None:
+    with pytest.raises(RequestError, match=r"videos\[1\]: the encoded bytes of a film are needed, not str") as caught:
+        seeing.from_text("<|video_pad|>" * 2, videos=[film(moving_picture(4)), "a.mp4"])  # type: ignore[list-item]
+    assert (caught.value.code, caught.value.param) == ("invalid_type", "videos[1]")
 
 
 def test_placeholders_are_counted_by_kind(seeing: ChatProcessor) -> None:

@@ -22,6 +22,7 @@ from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.errors import ConfigError
 from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
 from tests.faults.poisoned_strategy import install, poisoned_copy
+from tests.films import film, moving_picture
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "enforce_eager": True}
@@ -93,6 +94,22 @@ def test_raw_prompts_have_a_column_of_their_own(predictor: LLMPredictor) -> None
     params = [SamplingParams(temperature=0, max_tokens=count) for count in (3, 2)]
     found = predictor._llm.generate(["which", "what colour"], params)
     assert out["generated_tokens"] == [output.token_ids for output in found]
+
+
+def test_settings_of_films_are_for_raw_prompts_too_unless_they_bring_their_own(checkpoint: Any) -> None:
+    data, text = film(moving_picture(30)), "<|vision_start|><|video_pad|><|vision_end|>"
+    own, few, many = {"fps": 5}, {"num_frames": 2}, {"num_frames": 8}
+    rows = [{"prompt": text, "videos": [data]}, {"prompt": text, "videos": [data], "mm_processor_kwargs": own}, "which"]
+    predictor = LLMPredictor(str(checkpoint("qwen3_vl")), platform="cpu", dtype="float32", max_num_seqs=4,
+                             max_model_len=1024, mm_processor_kwargs=few, sampling_params={"max_tokens": 1})
+    out = predictor({"prompt": rows})
+    assert out[ERROR_COLUMN] == [""] * 3
+    llm = predictor._llm
+    asked = [{**rows[0], "mm_processor_kwargs": kwargs} for kwargs in (few, own, many)]  # type: ignore[dict-item]
+    as_few, as_own, as_many = [output.num_prompt_tokens for output in llm.generate(asked, SamplingParams(max_tokens=1))]
+    llm.close()
+    assert out["num_input_tokens"][:2] == [as_few, as_own]
+    assert len({as_few, as_own, as_many}) == 3
 
 
 def test_an_empty_batch_has_every_column(predictor: LLMPredictor) -> None:
