@@ -27,6 +27,7 @@ from npu_runner.platforms.cuda.attention_tiles import (
     prefill_tile,
     tower_tile,
 )
+from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.heads import norm_rotary_store
 from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, picture_attention, plan_pictures
 from npu_runner.platforms.ops import HeadNorms, Ops
@@ -132,7 +133,7 @@ class TritonAttention(AttentionBackend):
             q_BNH.stride(0), metadata.block_tables_BW.stride(0), num_parts, FACTOR=scale * _LOG2_E,
             WINDOW=window or 0, NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group, HEAD_DIM=self.head_dim,
             BLOCK_SIZE=self.block_size, ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
         )
         if num_parts > 1:
             self._combine(parts, weights, out_BNH)
@@ -145,7 +146,7 @@ class TritonAttention(AttentionBackend):
     def _combine(self, parts_BNPH: Tensor, weights_BNP2: Tensor, out_BNH: Tensor) -> None:
         kernels.combine[(len(out_BNH), self.num_heads)](
             parts_BNPH, weights_BNP2, out_BNH, self.num_heads, self.head_dim, PARTS=parts_BNPH.shape[2],
-            HEAD=self._head, num_warps=1,
+            HEAD=self._head, num_warps=1, **launch_settings(),
         )
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> VisionPlan:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels
+
 # What differs from step to step: a kernel of its own for values like 1 and 16 would be compiled while serving.
 _CHANGES = ["stride_table", "num_parts"]
 
@@ -182,13 +184,14 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_tabl
 def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens, stride_q, stride_table, num_parts,
            FACTOR: tl.constexpr, WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
            HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-           HEAD: tl.constexpr):
+           HEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """All query heads of one kv head, one sequence, one part of its context; kv heads of a sequence are neighbours.
 
     With one part the result goes to `out`; with more, the part's sums to `parts`, its highest score (times FACTOR) and
     its total to `weights`, for `combine`. An empty part leaves no sums. ROWS, at least GROUP, is what products take.
     """
     ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    after_earlier_kernels(IS_DEPENDENT)
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
@@ -233,8 +236,10 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
 
 
 @triton.jit
-def combine(parts, weights, out, num_heads, head_dim, PARTS: tl.constexpr, HEAD: tl.constexpr):
+def combine(parts, weights, out, num_heads, head_dim, PARTS: tl.constexpr, HEAD: tl.constexpr,
+            IS_DEPENDENT: tl.constexpr):
     """The parts of one head, weighted by their share of the softmax. An empty part has maximum -inf and weight 0."""
+    after_earlier_kernels(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
     part = tl.arange(0, PARTS)
     dims = tl.arange(0, HEAD)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
 from npu_runner.platforms.ops import HeadNorms
 
 # Elements of one program: several heads, of several tokens where these have few.
@@ -36,7 +37,7 @@ def norm_rotary_store(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNo
         cos_TR.stride(0), HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=half, REST=head_dim - 2 * half,
         EPS=-1.0 if norms is None else norms.eps, ROWS=num_rows, BLOCK=triton.next_power_of_2(half),
         REST_BLOCK=triton.next_power_of_2(max(1, head_dim - 2 * half)),
-        HEAD_BLOCK=triton.next_power_of_2(head_dim), num_warps=_WARPS,
+        HEAD_BLOCK=triton.next_power_of_2(head_dim), num_warps=_WARPS, **launch_settings(),
     )
     return out_TNH
 
@@ -45,9 +46,11 @@ def norm_rotary_store(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNo
 def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_cache, slots, num_tokens, stride_qt,
                        stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_c, HEADS: tl.constexpr,
                        KV_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, EPS: tl.constexpr,
-                       ROWS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+                       ROWS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+                       IS_DEPENDENT: tl.constexpr):
     """A row is a head of a token: first programs for those of q, then of k, then of v. EPS below 0: no norm."""
     HEAD: tl.constexpr = 2 * HALF + REST
+    after_earlier_kernels(IS_DEPENDENT)
     program = tl.program_id(0)
     num_q_programs = tl.cdiv(num_tokens * HEADS, ROWS)
     num_kv_programs = tl.cdiv(num_tokens * KV_HEADS, ROWS)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from npu_runner.platforms.cuda import draw, experts, norms, products
+from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
 from npu_runner.platforms.ops import Ops
 
 # Heads of one token that one program turns; they share its cos and sin.
@@ -52,7 +53,7 @@ class TritonOps(Ops):
         num_tokens, num_heads, width = x_TND.shape
         _rms_norm[(num_tokens * num_heads,)](
             x_TND, weight, out_TND, x_TND.stride(0), x_TND.stride(1), num_heads, width, eps,
-            BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+            BLOCK=triton.next_power_of_2(width), num_warps=_warps(width), **launch_settings(),
         )
         return out_TND if x.dim() == 3 else out_TND[:, 0]
 
@@ -61,7 +62,7 @@ class TritonOps(Ops):
         width = x_TD.shape[-1]
         _add_rms_norm[(x_TD.shape[0],)](
             x_TD, residual_TD, weight_D, out_TD, total_TD, x_TD.stride(0), residual_TD.stride(0), width, eps,
-            BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+            BLOCK=triton.next_power_of_2(width), num_warps=_warps(width), **launch_settings(),
         )
         return out_TD, total_TD
 
@@ -108,7 +109,8 @@ class TritonOps(Ops):
         out_TI = gate_up_T2I.new_empty(num_tokens, double // 2)
         block = 1024
         _silu_and_mul[(num_tokens, triton.cdiv(double // 2, block))](
-            gate_up_T2I, out_TI, gate_up_T2I.stride(0), double // 2, BLOCK=block, num_warps=4
+            gate_up_T2I, out_TI, gate_up_T2I.stride(0), double // 2, BLOCK=block, num_warps=4,
+            **launch_settings(),
         )
         return out_TI
 
@@ -159,7 +161,9 @@ def _warps(width: int) -> int:
 
 
 @triton.jit
-def _rms_norm(x, weight, out, stride_t, stride_n, num_heads, width, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm(x, weight, out, stride_t, stride_n, num_heads, width, eps, BLOCK: tl.constexpr,
+              IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    after_earlier_kernels(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
@@ -186,7 +190,9 @@ def _gated_rms_norm(x, gate, weight, out, stride_xt, stride_xn, stride_gt, strid
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, out, total, stride_x, stride_r, width, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_rms_norm(x, residual, weight, out, total, stride_x, stride_r, width, eps, BLOCK: tl.constexpr,
+                  IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    after_earlier_kernels(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
@@ -237,7 +243,9 @@ def _add_gated(x, y, gate, out, stride_x, stride_y, stride_g, width, BLOCK: tl.c
 
 
 @triton.jit
-def _silu_and_mul(gate_up, out, stride, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_and_mul(gate_up, out, stride, width, BLOCK: tl.constexpr,
+                  IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    after_earlier_kernels(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width

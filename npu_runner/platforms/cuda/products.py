@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
+
 MOST_ROWS = 8
 # Smaller weights are read in the time of a launch, whoever reads them; float32 products stay IEEE's in cuBLAS.
 _LEAST_FEATURES = 1024
@@ -65,7 +67,7 @@ def few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: Tile 
                 "STAGES": tile.num_stages, "num_warps": tile.num_warps}
     grid = (triton.cdiv(num_outputs, tile.outputs),)
     if num_rows == 1:
-        _one_row[grid](*arguments, num_outputs, num_inputs, **settings)
+        _one_row[grid](*arguments, num_outputs, num_inputs, **settings, **launch_settings())
     else:
         _few_rows[grid](*arguments, num_rows, num_outputs, num_inputs, x_MI.stride(0), ROWS=_TENSOR_CORE_ROWS,
                         **settings)
@@ -74,14 +76,22 @@ def few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: Tile 
 
 @triton.jit
 def _one_row(x, weight, bias, out, num_outputs, num_inputs, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr,
-             OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr):
-    """Element by element, with one sum over the inputs at the end."""
+             OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """Element by element, with one sum over the inputs at the end; the first weights come before the kernel waits."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inputs = tl.arange(0, INPUTS)
     is_output = outputs < num_outputs
     places = weight + outputs.to(tl.int64)[:, None] * num_inputs + inputs[None, :]
     sums = tl.zeros((OUTPUTS, INPUTS), tl.float32)
-    for start in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
+    begin = 0
+    if IS_DEPENDENT and IS_EVEN:
+        begin = INPUTS
+        weights = tl.load(places, eviction_policy="evict_first")
+        after_earlier_kernels(IS_DEPENDENT)
+        sums = weights.to(tl.float32) * tl.load(x + inputs).to(tl.float32)[None, :]
+    else:
+        after_earlier_kernels(IS_DEPENDENT)
+    for start in tl.range(begin, num_inputs, INPUTS, num_stages=STAGES):
         if IS_EVEN:
             weights = tl.load(places + start, eviction_policy="evict_first")
             values = tl.load(x + start + inputs)
