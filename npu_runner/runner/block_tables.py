@@ -14,14 +14,23 @@ that are new.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_ARRAYS = ("table_places", "table_blocks", "table_slots")
+NOTHING = np.zeros(0, dtype=np.int32)
+
+
+class TableNews(NamedTuple):
+    """`flat`, int32: the places of `num_entries` entries, as the bits of int64, their blocks, and the slots whose rows
+    are to be gathered: all of the step's or none. Empty where nothing is new."""
+
+    num_entries: int
+    flat: np.ndarray
 
 
 class BlockTables:
@@ -46,32 +55,31 @@ class BlockTables:
         slots_N, columns_N, blocks_N = new_blocks_N3.T
         self.on_host_SW[slots_N, columns_N] = blocks_N
 
-    def updates(self, new_blocks_N3: np.ndarray, slots_B: np.ndarray) -> dict[str, np.ndarray]:
+    def news(self, new_blocks_N3: np.ndarray, slots_B: np.ndarray) -> TableNews:
         """What has to travel with a step that reads the tables of `slots_B`; `write` takes it on the device."""
         is_gathered = self._gathered_B is not None and np.array_equal(self._gathered_B, slots_B)
-        arrays = {} if is_gathered else {"table_slots": slots_B.astype(np.int32, copy=False)}
-        if len(new_blocks_N3):
-            slots_N, columns_N, blocks_N = new_blocks_N3.T
-            rows_N = self._first_slot + slots_N
-            if is_gathered:
-                rows, news = np.nonzero(slots_B[:, None] == slots_N)
-                rows_N = np.concatenate([rows_N, rows])
-                columns_N, blocks_N = (np.concatenate([x_N, x_N[news]]) for x_N in (columns_N, blocks_N))
-            arrays["table_places"] = rows_N.astype(np.int64) * self.width + columns_N
-            arrays["table_blocks"] = blocks_N
-        return arrays
+        gathered_B = NOTHING if is_gathered else slots_B
+        if not len(new_blocks_N3):
+            return TableNews(0, gathered_B)
+        slots_N, columns_N, blocks_N = new_blocks_N3.T
+        rows_N = self._first_slot + slots_N
+        if is_gathered:
+            rows, which = np.nonzero(slots_B[:, None] == slots_N)
+            rows_N, columns_N = np.concatenate([rows_N, rows]), np.concatenate([columns_N, columns_N[which]])
+            blocks_N = np.concatenate([blocks_N, blocks_N[which]])
+        places_N = rows_N * np.int64(self.width) + columns_N
+        return TableNews(len(places_N), np.concatenate([places_N.view(np.int32), blocks_N, gathered_B]))
 
-    def write(self, tensors: Mapping[str, Tensor], slots_B: np.ndarray) -> Tensor:
-        """Bring the device up to date with what `updates` gave for `slots_B`; returns their tables (B, W).
-
-        They stay as they are until the next call, in the device's order.
-        """
-        if "table_places" in tensors:
-            self._flat.index_copy_(0, tensors["table_places"], tensors["table_blocks"])
+    def write(self, news: Tensor, num_entries: int, slots_B: np.ndarray) -> Tensor:
+        """Bring the device up to date with the `flat` and `num_entries` that `news` gave for `slots_B`; returns their
+        tables (B, W), which stay as they are until the next call, in the device's order."""
+        ends = 2 * num_entries, 3 * num_entries
+        if num_entries:
+            self._flat.index_copy_(0, news[: ends[0]].view(torch.int64), news[ends[0] : ends[1]])
         rows_BW = self.rows_RW[: len(slots_B)]
-        if "table_slots" in tensors:
+        if len(news) > ends[1]:
             self._gathered_B = None
-            torch.index_select(self._slots_SW, 0, tensors["table_slots"], out=rows_BW)
+            torch.index_select(self._slots_SW, 0, news[ends[1] :], out=rows_BW)
             self._gathered_B = slots_B.copy()
         return rows_BW
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,9 +25,9 @@ from npu_runner.runner.votes import Votes
 
 logger = logging.getLogger(__name__)
 
-# Elements of a bucket's buffer for what a step brings beside its arrays: an entry is three, and a row may have two new
-# ones, each for two places.
-_BESIDE_A_ROW = 48
+# Elements of a bucket's buffer for what is new in block tables, a row. An entry is three; a row may get a block and
+# give one up, for two places each.
+_NEWS_A_ROW = 16
 
 
 def most_padding(sizes: Sequence[int]) -> int:
@@ -46,7 +46,8 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 class Bucket:
     """Static buffers of one batch size, `host` and `tensors` the views of theirs, and what runs on the device's.
 
-    The device's buffer is longer than the `num_elements` that graphs read: behind them lies what a step brings beside.
+    The device's buffer is longer than the `num_elements` that graphs read: behind them lies what is new in block
+    tables.
     """
 
     batch_size: int
@@ -140,7 +141,7 @@ class DecodeBuckets:
         layout, num_elements = plan_layout(arrays)
         staging = torch.zeros(num_elements, dtype=torch.int32)
         host = {name: view.numpy() for name, view in views(staging, layout).items()}
-        buffer = torch.zeros(num_elements + _BESIDE_A_ROW * (size + 1), dtype=torch.int32,
+        buffer = torch.zeros(num_elements + _NEWS_A_ROW * size, dtype=torch.int32,
                              device=self.last_tokens.device)
         tensors = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size], **views(buffer, layout)}
         return Bucket(size, num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors), forward)
@@ -168,18 +169,19 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], block_size: int, *, 
     return {**bucket.host, "table_slots": table_slots_B}
 
 
-def send(bucket: Bucket, beside: Mapping[str, np.ndarray], platform: Platform) -> dict[str, Tensor]:
-    """Copy the bucket's host arrays to the device, and `beside` with them; returns those there, until the next call.
+def send(bucket: Bucket, news: np.ndarray, platform: Platform) -> Tensor:
+    """Copy the bucket's host arrays to the device, and `news` (int32) with them; returns these there, until the next
+    call.
 
-    In one copy, but where there is more beside than fits: when a model whose layers all slide has computed a long
+    In one copy, but where there are more news than fit: when a model whose layers all slide has computed a long
     prompt, the blocks behind its window, given up at once, are told by a copy of their own.
     """
-    layout, num_elements = plan_layout(beside, bucket.num_elements)
-    fits = num_elements <= len(bucket.buffer)
-    host = platform.host_buffer(num_elements if fits else bucket.num_elements)
-    host.numpy()[: bucket.num_elements] = bucket.staging
+    first, end = bucket.num_elements, bucket.num_elements + len(news)
+    fits = end <= len(bucket.buffer)
+    host = platform.host_buffer(end if fits else first)
+    values = host.numpy()
+    values[:first] = bucket.staging
     if fits:
-        for name, view in views(host, layout).items():
-            view.numpy()[:] = beside[name]
-    bucket.buffer[: len(host)].copy_(host, non_blocking=True)
-    return views(bucket.buffer, layout) if fits else to_device(platform, beside, bucket.buffer.device)
+        values[first:] = news
+    bucket.buffer[: len(values)].copy_(host, non_blocking=True)
+    return bucket.buffer[first:end] if fits else to_device(platform, {"": news}, bucket.buffer.device)[""]

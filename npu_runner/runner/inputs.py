@@ -19,7 +19,7 @@ from npu_runner.platforms.base import Platform
 _ALIGNMENT = 16
 
 # Of the buffer's elements, 4 bytes each.
-_DTYPES = {"float32": torch.float32, "int64": torch.int64}
+_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
 
 Layout = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
 """name -> (first element, shape, dtype)."""
@@ -29,7 +29,7 @@ def plan_layout(arrays: Mapping[str, np.ndarray], start: int = 0) -> tuple[Layou
     """Where each of `arrays` lies, the first at element `start`, and where they end."""
     layout: Layout = {}
     for name, array in arrays.items():
-        dtype = _DTYPES.get(array.dtype.name, torch.int32)
+        dtype = _DTYPES.get(array.dtype, torch.int32)
         layout[name] = (start, array.shape, dtype)
         start += -(-_num_elements(array.shape, dtype) // _ALIGNMENT) * _ALIGNMENT
     return layout, start

@@ -190,9 +190,9 @@ class StepRunner:
         if bucket is not None:
             self.fill(bucket, batch, arrays)
             return PreparedStep(batch, number, bucket.tensors, bucket.inputs, bucket, None)
-        news = self.tables.updates(batch.new_blocks_N3, batch.slots_B)
-        tensors = to_device(self.platform, {**arrays, **news}, self.device)
-        tensors["block_tables"] = self.tables.write(tensors, batch.slots_B)
+        news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
+        tensors = to_device(self.platform, {**arrays, "table_news": news.flat}, self.device)
+        tensors["block_tables"] = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)
         context_lens = batch.context_lens_B.tolist()
         tables_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
         if not batch.is_prefill:
@@ -212,7 +212,8 @@ class StepRunner:
         padded = pad_into(bucket, arrays, self.block_size, max_num_seqs=self.max_num_seqs,
                           repeats_a_row=self.attention.pads_with_real_rows)
         slots_B = padded["table_slots"]
-        self.tables.write(send(bucket, self.tables.updates(batch.new_blocks_N3, slots_B), self.platform), slots_B)
+        news = self.tables.news(batch.new_blocks_N3, slots_B)
+        self.tables.write(send(bucket, news.flat, self.platform), news.num_entries, slots_B)
         if self.attention.plans_replay:
             self.attention.plan_replay(padded["context_lens"], self.tables.on_host_SW[slots_B])
         self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())

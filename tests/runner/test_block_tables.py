@@ -63,13 +63,14 @@ class Device(World):
         arrays = step_arrays(batch, uniforms_B, 1, self.block_size, self.tables.on_host_SW)
         bucket, slots_B = self.bucket, batch.slots_B
         if bucket is None or batch.is_prefill or batch.batch_size > bucket.batch_size:
-            news = self.tables.updates(batch.new_blocks_N3, slots_B)
-            return self.tables.write(to_device(CpuPlatform(), {**arrays, **news}, CPU), slots_B)
+            news = self.tables.news(batch.new_blocks_N3, slots_B)
+            tensors = to_device(CpuPlatform(), {**arrays, "news": news.flat}, CPU)
+            return self.tables.write(tensors["news"], news.num_entries, slots_B)
         padded = pad_into(bucket, arrays, self.block_size, max_num_seqs=self.limits.max_num_seqs,
                           repeats_a_row=self.repeats_a_row)
         slots_B = padded["table_slots"]
-        tensors = send(bucket, self.tables.updates(batch.new_blocks_N3, slots_B), CpuPlatform())
-        rows_BW = self.tables.write(tensors, slots_B)
+        news = self.tables.news(batch.new_blocks_N3, slots_B)
+        rows_BW = self.tables.write(send(bucket, news.flat, CpuPlatform()), news.num_entries, slots_B)
         assert rows_BW.data_ptr() == bucket.tensors["block_tables"].data_ptr()
         assert torch.equal(rows_BW, torch.from_numpy(self.tables.on_host_SW[slots_B]))
         assert bucket.tensors["slots"].tolist()[: batch.batch_size] == batch.slots_B.tolist()
@@ -83,8 +84,8 @@ class Device(World):
             made_up = np.array([(0, 0, 7)], dtype=np.int32)
             self.tables.learn(made_up)
             slots_B = np.zeros(1, dtype=np.int32)
-            news = self.tables.updates(made_up, slots_B)
-            assert self.tables.write(to_device(CpuPlatform(), news, CPU), slots_B)[0, 0] == 7
+            news = self.tables.news(made_up, slots_B)
+            assert self.tables.write(torch.from_numpy(news.flat), news.num_entries, slots_B)[0, 0] == 7
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -112,13 +113,13 @@ def test_a_step_without_news_sends_and_launches_nothing() -> None:
     slots_B = np.array([2, 0], dtype=np.int32)
     news = np.array([(2, 0, 5), (0, 0, 6)], dtype=np.int32)
     tables.learn(news)
-    first = tables.updates(news, slots_B)
-    assert sorted(first) == ["table_blocks", "table_places", "table_slots"]
-    tables.write({name: torch.from_numpy(array) for name, array in first.items()}, slots_B)
-    assert tables.updates(news[:0], slots_B) == {}
-    grown = tables.updates(news[:1], slots_B)
-    assert sorted(grown) == ["table_blocks", "table_places"], "rows that stay are not gathered again"
-    assert sorted(tables.updates(news[:0], slots_B[::-1])) == ["table_slots"]
+    first = tables.news(news, slots_B)
+    assert (first.num_entries, len(first.flat)) == (2, 2 * 3 + 2)
+    tables.write(torch.from_numpy(first.flat), first.num_entries, slots_B)
+    assert len(tables.news(news[:0], slots_B).flat) == 0
+    grown = tables.news(news[:1], slots_B)
+    assert (grown.num_entries, len(grown.flat)) == (2, 2 * 3), "told in the slot and in the row, and nothing gathered"
+    assert tables.news(news[:0], slots_B[::-1]).flat.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("num_news", [3, 400])
@@ -131,7 +132,8 @@ def test_more_news_than_a_buffer_holds_come_too(num_news: int) -> None:
     news = np.array([(1, column, column + 1) for column in range(num_news)], dtype=np.int32)
     tables.learn(news)
     slots_B = np.array([1, 4], dtype=np.int32)
-    rows_BW = tables.write(send(bucket, tables.updates(news, slots_B), CpuPlatform()), slots_B)
+    told = tables.news(news, slots_B)
+    rows_BW = tables.write(send(bucket, told.flat, CpuPlatform()), told.num_entries, slots_B)
     assert rows_BW[0, :num_news].tolist() == list(range(1, num_news + 1))
     assert not rows_BW[1].any()
     assert bucket.tensors["context_lens"].tolist() == [3, 3]
