@@ -48,7 +48,8 @@ class SideStream:
         has been read: so there is memory of two at most, of one that is being read and one that is being made.
         """
         while len(self._read) > 1:
-            self._read[0].synchronize()
+            if not self._read[0].query():
+                self._read[0].synchronize()
             self._read.popleft()
         with self._device.stream(self._stream):
             result = work()
