@@ -225,7 +225,7 @@ def tower(is_sweep: bool, other: Other) -> Iterator[Case]:
         yield from _both(name, call_of, ours, other, heads, **work)
         yield Case(name=f"{name}, torch's flash", call=_torch_flash(qkv, lengths), **work)
         for tile in _tower_choices() if is_sweep and head_dim in (64, 72) else ():
-            with _changed(attention, tower_tile=lambda *_, tile=tile: tile):
+            with _changed(attention, tower_tile=lambda *_, tile=tile: tile, SPLIT_TOWER=tile):
                 yield Case(name=f"  {tuple(tile)}", call=call_of(ours), **work)
 
 
