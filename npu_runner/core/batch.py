@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 
@@ -14,9 +15,10 @@ from npu_runner.multimodal.reasoning import Thinking
 from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 
-# B sequences in the step, T tokens in the step, W blocks of the longest sequence in the step
+# B sequences in the step, T tokens in the step, N entries that are new in block tables
 
 NO_TOKEN_IDS = np.zeros(0, dtype=np.int32)
+NO_NEW_BLOCKS = np.zeros((0, 3), dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class ScheduledBatch:
     `context_lens_B` counts each sequence's tokens including this step's. `positions` is int32 (T,), or (3, T) for a
     prefill of an M-RoPE model. Rows with `samples_B` want a next token; the others are chunks of longer prompts.
     `token_ids_T` is a prefill's: the tokens of a decode step are on the device, where the step before may still be
-    choosing them, and `token_ids_T` is empty.
+    choosing them, and `token_ids_T` is empty. `new_blocks_N3` is what block tables have that no step before has told:
+    (slot, column, block) of each entry, no place twice; the null block, 0, where a block was given up. Tables are kept
+    by slot wherever steps run: the first step of a sequence in its slot tells all of its table.
     """
 
     is_prefill: bool
@@ -78,7 +82,7 @@ class ScheduledBatch:
     positions: np.ndarray
     query_lens_B: np.ndarray
     context_lens_B: np.ndarray
-    block_tables_BW: np.ndarray
+    new_blocks_N3: np.ndarray
     samples_B: np.ndarray
     new_sampling: list[SamplingEntry] = field(default_factory=list)
     freed_slots: list[int] = field(default_factory=list)
@@ -108,17 +112,16 @@ class ScheduledBatch:
 class RunningTable:
     """Rows of everything that runs, kept across steps so that a decode step costs what is new in it.
 
-    A row is a slot; `max_blocks` is the longest block table a sequence may have. `loses_blocks`: those behind a window
-    become null entries while a sequence runs.
+    A row is a slot. `loses_blocks`: those behind a window become null entries while a sequence runs.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, block_size: int, *, loses_blocks: bool = False):
-        self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
+    def __init__(self, num_slots: int, block_size: int, *, loses_blocks: bool = False):
         self.position_deltas = np.zeros(num_slots, dtype=np.int32)
         self.block_size = block_size
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)
-        """Of each slot, those that `block_tables` has."""
-        self._num_null_blocks = np.zeros(num_slots, dtype=np.int32) if loses_blocks else None
+        """Of each slot's table, as far as steps have told it."""
+        self._num_null_blocks = np.zeros(num_slots, dtype=np.int32)
+        self._loses_blocks = loses_blocks
         self.reset()
 
     def reset(self) -> None:
@@ -135,9 +138,7 @@ class RunningTable:
     def enter(self, seq: Sequence) -> None:
         """Give `seq` a row."""
         seq.slot = self._free_slots.pop()
-        self._num_blocks[seq.slot] = 0
-        if self._num_null_blocks is not None:
-            self._num_null_blocks[seq.slot] = 0
+        self._num_blocks[seq.slot] = self._num_null_blocks[seq.slot] = 0
         self.position_deltas[seq.slot] = seq.prompt.position_delta
         self._decoding = None
 
@@ -163,27 +164,34 @@ class RunningTable:
         """Those of `running` whose blocks do not hold their next token yet."""
         return [seq for _, seq in self._unknown(running) if seq.num_tokens > len(seq.block_table) * self.block_size]
 
-    def refresh(self, running: list[Sequence]) -> None:
-        """Copy the blocks that `running` got since the last step, as far as their next token needs them."""
-        for slot, seq in self._unknown(running):
-            known, blocks = self._num_blocks[slot], seq.block_table
-            self.block_tables[slot, known : len(blocks)] = blocks[known:]
-            self._num_blocks[slot] = len(blocks)
-        if self._num_null_blocks is not None:
-            self._refresh_null_blocks(running, self.decoding(running).slots_B, self._num_null_blocks)
+    def tell(self, sequences: Iterable[Sequence]) -> np.ndarray:
+        """(N, 3) int32, see ScheduledBatch: what the tables of `sequences` have that was not told before; told now."""
+        news: list[tuple[int, int, int]] = []
+        for seq in sequences:
+            slot, blocks = seq.slot, seq.block_table
+            assert slot is not None, f"sequence {seq.seq_id} is in a step and holds no slot"
+            first, first_null = int(self._num_blocks[slot]), int(self._num_null_blocks[slot])
+            # Blocks that were given up are somebody else's: nobody may find them here.
+            news += [(slot, column, 0) for column in range(first_null, min(first, seq.num_null_blocks))]
+            news += zip(repeat(slot), range(first, len(blocks)), blocks[first:], strict=False)
+            self._num_blocks[slot], self._num_null_blocks[slot] = len(blocks), seq.num_null_blocks
+        return np.array(news, dtype=np.int32) if news else NO_NEW_BLOCKS
+
+    def tell_decoding(self, running: list[Sequence]) -> np.ndarray:
+        """The same of sequences that decode, of which few have news."""
+        news = {slot: seq for slot, seq in self._unknown(running)}
+        if self._loses_blocks:
+            slots_B = self.decoding(running).slots_B
+            num_null_B = _per_sequence(seq.num_null_blocks for seq in running)
+            rows = np.flatnonzero(num_null_B != self._num_null_blocks[slots_B]).tolist()
+            news.update((int(slots_B[row]), running[row]) for row in rows)
+        return self.tell(news.values())
 
     def _unknown(self, running: list[Sequence]) -> list[tuple[int, Sequence]]:
-        """Those, with their slots, whose next token lies in a block that `block_tables` does not have."""
+        """Those, with their slots, whose next token lies in a block that no step has told of."""
         rows = self.decoding(running)
         short_B = rows.context_lens_B > self._num_blocks[rows.slots_B] * self.block_size
         return [(int(rows.slots_B[row]), running[row]) for row in np.flatnonzero(short_B).tolist()]
-
-    def _refresh_null_blocks(self, running: SequenceOf[Sequence], slots_B: np.ndarray, known: np.ndarray) -> None:
-        """Blocks that `running` gave up are somebody else's: nobody may find them here."""
-        num_null_B = _per_sequence(seq.num_null_blocks for seq in running)
-        for row in np.flatnonzero(num_null_B != known[slots_B]).tolist():
-            self.block_tables[slots_B[row], : num_null_B[row]] = 0
-        known[slots_B] = num_null_B
 
     def take_freed_slots(self) -> list[int]:
         freed, self._freed = self._freed, []
@@ -205,11 +213,10 @@ class _Decoding:
 
 def decode_batch(running: list[Sequence], table: RunningTable) -> ScheduledBatch:
     """One token for each of `running`, blocks already allocated; the table counts it as launched."""
-    table.refresh(running)
+    new_blocks_N3 = table.tell_decoding(running)
     rows = table.decoding(running)
     slots_B, context_lens_B = rows.slots_B, rows.context_lens_B
     rows.advance()
-    width = -(-int(context_lens_B.max()) // table.block_size)
     return ScheduledBatch(
         is_prefill=False,
         request_ids=rows.request_ids,
@@ -218,7 +225,7 @@ def decode_batch(running: list[Sequence], table: RunningTable) -> ScheduledBatch
         positions=context_lens_B - 1 + table.position_deltas[slots_B],
         query_lens_B=np.ones(len(running), dtype=np.int32),
         context_lens_B=context_lens_B,
-        block_tables_BW=table.block_tables[slots_B, :width],
+        new_blocks_N3=new_blocks_N3,
         samples_B=np.ones(len(running), dtype=np.bool_),
         freed_slots=table.take_freed_slots(),
     )
@@ -232,8 +239,6 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
                   state_saves: list[tuple[int, int, int]], *, uses_mrope: bool) -> ScheduledBatch:
     """The next `num_tokens` uncomputed tokens of each (sequence, num_tokens), blocks already allocated."""
     context_lens = [seq.num_computed_tokens + num for seq, num in chunks]
-    width = max(len(seq.block_table) for seq, _ in chunks)
-    block_tables_BW = np.zeros((len(chunks), width), dtype=np.int32)
     images: dict[bytes, ImageInput] = {}
     slices: list[ImageSlice] = []
     scores: list[PromptScore] = []
@@ -241,7 +246,6 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
     for row, (seq, num) in enumerate(chunks):
         if seq.scores_prompt:
             scores.append(_prompt_score(seq, num, row, token_row))
-        block_tables_BW[row, : len(seq.block_table)] = seq.block_table
         for image, image_slice in _image_slices(seq, num, token_row):
             images.setdefault(image.content_hash, image)
             slices.append(image_slice)
@@ -255,7 +259,7 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         positions=np.concatenate([_chunk_positions(seq, num, uses_mrope) for seq, num in chunks], axis=-1),
         query_lens_B=np.array([num for _, num in chunks], dtype=np.int32),
         context_lens_B=np.array(context_lens, dtype=np.int32),
-        block_tables_BW=block_tables_BW,
+        new_blocks_N3=table.tell(seq for seq, _ in chunks),
         samples_B=np.array(samples, dtype=np.bool_),
         new_sampling=[_sampling_entry(seq) for (seq, _), wanted in zip(chunks, samples, strict=True) if wanted],
         freed_slots=table.take_freed_slots(),
@@ -292,7 +296,7 @@ def probe_batch(*, uses_mrope: bool) -> ScheduledBatch:
     return ScheduledBatch(
         is_prefill=True, request_ids=["(probe)"], slots_B=zeros, token_ids_T=zeros,
         positions=np.zeros((3, 1), dtype=np.int32) if uses_mrope else zeros, query_lens_B=ones, context_lens_B=ones,
-        block_tables_BW=np.zeros((1, 1), dtype=np.int32), samples_B=np.ones(1, dtype=np.bool_), new_sampling=[entry],
+        new_blocks_N3=np.zeros((1, 3), dtype=np.int32), samples_B=np.ones(1, dtype=np.bool_), new_sampling=[entry],
     )
 
 

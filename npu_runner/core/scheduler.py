@@ -42,7 +42,6 @@ class SchedulerLimits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_model_len: int
     max_image_tokens: int
     uses_mrope: bool = False
     state_alignment: int | None = None
@@ -67,8 +66,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._block_size = size = block_manager.block_size
-        self._table = RunningTable(limits.max_num_seqs, -(-limits.max_model_len // size), size,
+        self._block_size = block_manager.block_size
+        self._table = RunningTable(limits.max_num_seqs, self._block_size,
                                    loses_blocks=block_manager.sliding_window is not None)
         self._steps_since_prefill = 0
         self.under_way = StepsUnderWay()

@@ -95,7 +95,7 @@ class LLMEngine:
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
-                max_model_len=info.max_model_len, max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
+                max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
                 state_alignment=None if info.state is None else state_alignment(info.block_size),
             ),
             self.block_manager,

@@ -61,6 +61,8 @@ class AttentionBackend(ABC):
     at the shortest context. Each still writes to a slot of its own in the null block."""
     reuses_plan_memory: bool = False
     """A plan is written where that of the step before may still be read from: that step is waited for first."""
+    plans_replay: bool = False
+    """`plan_replay` is to be called."""
     windows: tuple[int | None, ...] = (None,)
     """The sliding windows of the model's layers, each once; None: some layer sees all. Steps are planned for these."""
 

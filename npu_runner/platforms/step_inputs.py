@@ -28,7 +28,7 @@ class StepInputs(NamedTuple):
     context_lens: Tensor
     """(B,) tokens of each sequence including this step's."""
     block_tables: Tensor
-    """(B, W)"""
+    """(B, W), W blocks of the longest sequence that may come. What stands behind a row's context is nobody's."""
     state_slots: Tensor
     """(B,) each sequence's slot, where its states lie and its last token; padded rows of a graph have slots of their
     own."""

@@ -17,12 +17,17 @@ from torch import Tensor
 
 from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, Platform
 from npu_runner.platforms.step_inputs import StepInputs
+from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.dummy import dummy_decode
-from npu_runner.runner.inputs import float_names, plan_layout, views
+from npu_runner.runner.inputs import plan_layout, to_device, views
 from npu_runner.runner.step_arrays import padding, step_arrays
 from npu_runner.runner.votes import Votes
 
 logger = logging.getLogger(__name__)
+
+# Elements of a bucket's buffer for what is new in block tables, a row. An entry is three; a row may get a block and
+# give one up, for two places each.
+_NEWS_A_ROW = 16
 
 
 def most_padding(sizes: Sequence[int]) -> int:
@@ -39,7 +44,11 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass
 class Bucket:
-    """Static buffers of one batch size, `host` and `tensors` the views of theirs, and what runs on the device's."""
+    """Static buffers of one batch size, `host` and `tensors` the views of theirs, and what runs on the device's.
+
+    The device's buffer is longer than the `num_elements` that graphs read: behind them lies what is new in block
+    tables.
+    """
 
     batch_size: int
     num_elements: int
@@ -55,15 +64,15 @@ class Bucket:
 class DecodeBuckets:
     """All buckets that could be compiled. `find` gives None for a batch that must run eagerly."""
 
-    def __init__(self, sizes: tuple[int, ...], compiler: GraphCompiler, *, max_model_len: int, block_size: int,
-                 last_tokens: Tensor, max_padding: int | None = None):
+    def __init__(self, sizes: tuple[int, ...], compiler: GraphCompiler, *, block_size: int, last_tokens: Tensor,
+                 tables: BlockTables, max_padding: int | None = None):
         """last_tokens: int32 on the device, by slot, padding's included. max_padding: batches that would be padded with
         more rows run eagerly."""
         self.sizes = sizes
         self.compiler = compiler
-        self.max_model_len = max_model_len
         self.block_size = block_size
         self.last_tokens = last_tokens
+        self.tables = tables
         self.max_padding = max_padding
         self._buckets: dict[int, Bucket] = {}
         self._refused: tuple[int, str] | None = None
@@ -127,35 +136,52 @@ class DecodeBuckets:
         return f"{text} (stopped at {self._refused[0]}: {self._refused[1]})" if self._refused else text
 
     def _make(self, size: int, forward: DecodeForward) -> Bucket:
-        largest = dummy_decode(size, self.max_model_len, block_size=self.block_size)
-        arrays = step_arrays(largest, np.zeros(size, dtype=np.float32), 0, self.block_size)
-        layout, num_elements = plan_layout({name: array.shape for name, array in arrays.items()}, float_names(arrays))
+        uniforms_B = np.zeros(size, dtype=np.float32)
+        arrays = step_arrays(dummy_decode(size, 1), uniforms_B, 0, self.block_size, self.tables.on_host_SW)
+        layout, num_elements = plan_layout(arrays)
         staging = torch.zeros(num_elements, dtype=torch.int32)
         host = {name: view.numpy() for name, view in views(staging, layout).items()}
-        buffer = torch.zeros(num_elements, dtype=torch.int32, device=self.last_tokens.device)
-        tensors = {"tokens": self.last_tokens, **views(buffer, layout)}
+        buffer = torch.zeros(num_elements + _NEWS_A_ROW * size, dtype=torch.int32,
+                             device=self.last_tokens.device)
+        tensors = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size], **views(buffer, layout)}
         return Bucket(size, num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors), forward)
 
 
-def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], platform: Platform, block_size: int, *,
-             max_num_seqs: int, repeats_a_row: bool = False) -> dict[str, np.ndarray]:
-    """Fill the bucket's buffers with a smaller batch, and return what they hold now, until the next call.
+def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], block_size: int, *, max_num_seqs: int,
+             repeats_a_row: bool = False) -> dict[str, np.ndarray]:
+    """Fill the bucket's host arrays with a smaller batch, and return them, until the next call.
 
-    With `repeats_a_row` padded rows read what the shortest real one reads (`AttentionBackend.pads_with_real_rows`).
-    Behind a row's blocks stand those of earlier steps: nobody reads beyond a context, and to clear the longest row that
-    may come, every step, costs more than all the rest.
+    `table_slots` with them: whose block table each row is to have, the null slot's (`max_num_seqs`) for padded ones.
+    With `repeats_a_row` these read what the shortest real one reads (`AttentionBackend.pads_with_real_rows`).
     """
     count = len(arrays["context_lens"])
     padded_rows = np.arange(count, bucket.batch_size)
     for name, source in arrays.items():
         target = bucket.host[name]
-        target[(slice(0, count), *(slice(0, extent) for extent in source.shape[1:]))] = source
+        target[:count] = source
         target[count:] = padding(name, padded_rows, block_size, max_num_seqs)
+    table_slots_B = np.full(bucket.batch_size, max_num_seqs, dtype=np.int32)
+    table_slots_B[:count] = arrays["state_slots"]
     if repeats_a_row:
         shortest = int(arrays["context_lens"].argmin())
-        for name in ("context_lens", "block_tables"):
-            bucket.host[name][count:] = bucket.host[name][shortest]
-    buffer = platform.host_buffer(bucket.num_elements)
-    buffer.numpy()[:] = bucket.staging
-    bucket.buffer.copy_(buffer, non_blocking=True)
-    return bucket.host
+        bucket.host["context_lens"][count:] = bucket.host["context_lens"][shortest]
+        table_slots_B[count:] = table_slots_B[shortest]
+    return {**bucket.host, "table_slots": table_slots_B}
+
+
+def send(bucket: Bucket, news: np.ndarray, platform: Platform) -> Tensor:
+    """Copy the bucket's host arrays to the device, and `news` (int32) with them; returns these there, until the next
+    call.
+
+    In one copy, but where there are more news than fit: when a model whose layers all slide has computed a long
+    prompt, the blocks behind its window, given up at once, are told by a copy of their own.
+    """
+    first, end = bucket.num_elements, bucket.num_elements + len(news)
+    fits = end <= len(bucket.buffer)
+    host = platform.host_buffer(end if fits else first)
+    values = host.numpy()
+    values[:first] = bucket.staging
+    if fits:
+        values[first:] = news
+    bucket.buffer[: len(values)].copy_(host, non_blocking=True)
+    return bucket.buffer[first:end] if fits else to_device(platform, {"": news}, bucket.buffer.device)[""]

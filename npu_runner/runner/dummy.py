@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from npu_runner.core.batch import NO_TOKEN_IDS, ImageSlice, SamplingEntry, ScheduledBatch
+from npu_runner.core.batch import NO_NEW_BLOCKS, NO_TOKEN_IDS, ImageSlice, SamplingEntry, ScheduledBatch
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -28,7 +28,7 @@ def dummy_prefill(num_tokens: int, batch_size: int, *, block_size: int, uses_mro
     query_lens = np.full(batch_size, num_tokens // batch_size, dtype=np.int32)
     query_lens[: num_tokens % batch_size] += 1
     positions_T = np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens])
-    width = -(-int(query_lens.max()) // block_size)
+    columns = range(-(-int(query_lens.max()) // block_size))
     slots = np.arange(batch_size, dtype=np.int32)
     return ScheduledBatch(
         is_prefill=True,
@@ -38,7 +38,7 @@ def dummy_prefill(num_tokens: int, batch_size: int, *, block_size: int, uses_mro
         positions=np.broadcast_to(positions_T, (3, num_tokens)) if uses_mrope else positions_T,
         query_lens_B=query_lens,
         context_lens_B=query_lens,
-        block_tables_BW=np.zeros((batch_size, width), dtype=np.int32),
+        new_blocks_N3=np.array([(slot, column, 0) for slot in slots for column in columns], dtype=np.int32),
         samples_B=np.ones(batch_size, dtype=np.bool_),
         new_sampling=[SamplingEntry(int(slot), _PARAMS, int(slot), [0], []) for slot in slots],
         images=list(images),
@@ -46,8 +46,9 @@ def dummy_prefill(num_tokens: int, batch_size: int, *, block_size: int, uses_mro
     )
 
 
-def dummy_decode(batch_size: int, context_len: int, *, block_size: int) -> ScheduledBatch:
-    """One token for each of `batch_size` sequences of `context_len` tokens: what the first slots hold."""
+def dummy_decode(batch_size: int, context_len: int) -> ScheduledBatch:
+    """One token for each of `batch_size` sequences of `context_len` tokens: what the first slots hold, whose tables are
+    as they stand."""
     context_lens = np.full(batch_size, context_len, dtype=np.int32)
     return ScheduledBatch(
         is_prefill=False,
@@ -57,7 +58,7 @@ def dummy_decode(batch_size: int, context_len: int, *, block_size: int) -> Sched
         positions=context_lens - 1,
         query_lens_B=np.ones(batch_size, dtype=np.int32),
         context_lens_B=context_lens,
-        block_tables_BW=np.zeros((batch_size, -(-context_len // block_size)), dtype=np.int32),
+        new_blocks_N3=NO_NEW_BLOCKS,
         samples_B=np.ones(batch_size, dtype=np.bool_),
     )
 

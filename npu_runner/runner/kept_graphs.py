@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import npu_runner
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.base import AttentionBackend, DecodeForward
+from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket
 from npu_runner.runner.dummy import dummy_decode
 
@@ -41,27 +42,27 @@ def source_fingerprint(model: nn.Module) -> str:
 
 def agrees_with_eager(bucket: Bucket, eager: DecodeForward, attention: AttentionBackend,
                       fill: Callable[[ScheduledBatch], dict[str, np.ndarray]], reset_states: Callable[[], None], *,
-                      last_tokens: Tensor, num_blocks: int, block_size: int, vocab_size: int,
+                      last_tokens: Tensor, tables: BlockTables, num_blocks: int, vocab_size: int,
                       dtype: torch.dtype) -> bool:
     """Whether the bucket's graph gives the logits of `eager` for a few made-up tokens; both write the same keys.
 
     Only while cache and states are nobody's: blocks 1 and up are written, one for each sequence as far as they go.
     `fill` puts a step into the bucket's buffers, padded, and returns what they hold; `reset_states` makes all zeros.
-    `last_tokens` are written, too.
+    `last_tokens` and `tables` are written, too.
     """
     num_rows = min(bucket.batch_size, num_blocks - 1)
-    made_up = [dummy_decode(num_rows, place + 1, block_size=block_size) for place in range(_NUM_TOKENS)]
+    made_up = [dummy_decode(num_rows, place + 1) for place in range(_NUM_TOKENS)]
     rng = np.random.default_rng(0)
     tokens = [torch.from_numpy(rng.integers(0, vocab_size, num_rows, dtype=np.int32)) for _ in made_up]
     for step in made_up:
-        step.block_tables_BW[:, 0] = np.arange(num_rows) + 1
+        step.new_blocks_N3 = np.array([(row, 0, row + 1) for row in range(num_rows)], dtype=np.int32)
     device = bucket.buffer.device
     # One after the other: each must begin with the same states.
     reset_states()
     for step, ids in zip(made_up, tokens, strict=True):
         last_tokens[:num_rows].copy_(ids)
         padded = fill(step)
-        plan = attention.plan_decode(padded["context_lens"].tolist(), padded["block_tables"], device)
+        plan = attention.plan_decode(padded["context_lens"].tolist(), tables.on_host_SW[padded["table_slots"]], device)
         expected = eager(bucket.inputs, plan)[:num_rows].float()
     reset_states()
     for step, ids in zip(made_up, tokens, strict=True):

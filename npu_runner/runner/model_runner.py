@@ -78,6 +78,7 @@ class ModelRunner(ModelRunnerBase):
         self.model_config = self.strategy.model_config_for(config)
         self.settings = resolve_settings(config, self.model_config, self.platform)
         self._wanted_num_seqs = self.settings.max_num_seqs
+        self.max_model_len = self.settings.max_model_len
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self.processor = self.strategy.processor(self.config)
         self._eos_token_ids = self.processor.end_token_ids(self.model_config)
@@ -151,7 +152,7 @@ class ModelRunner(ModelRunnerBase):
         if not self._is_ready:
             self._bind_cache(num_blocks=1)
         batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
-        longest = batch_size * (self.settings.max_model_len - 1)
+        longest = batch_size * (self.max_model_len - 1)
         num_tokens = min(self.settings.max_num_batched_tokens, longest)
         staging_bytes = self._profile_staging(num_tokens, batch_size)
         self._meter.start_step()
@@ -211,6 +212,7 @@ class ModelRunner(ModelRunnerBase):
         )
         self.num_blocks = self.tp.minimum(plan.num_blocks, self.device)
         self.max_model_len = self.tp.minimum(plan.max_model_len, self.device)
+        self.steps.size_tables(self.max_model_len)
         self.ledger = self.guard.ledger = plan.ledger
         self._bind_cache(self.num_blocks)
 
@@ -218,8 +220,8 @@ class ModelRunner(ModelRunnerBase):
         """Compile the decode forward for every bucket, largest first."""
         sizes = self._graph_sizes(self.settings.max_num_seqs)
         compiler = self.platform.make_graph_compiler(self._graph_settings())
-        buckets = DecodeBuckets(sizes, compiler, max_model_len=self.max_model_len,
-                                block_size=self.settings.block_size, last_tokens=self.steps.last_tokens_S,
+        buckets = DecodeBuckets(sizes, compiler, block_size=self.settings.block_size,
+                                last_tokens=self.steps.last_tokens_S, tables=self.steps.tables,
                                 max_padding=self.states.plan.num_padding if self.states else None)
         self.steps.buckets = buckets
         eager = self.steps.decode_step.forward
@@ -239,7 +241,7 @@ class ModelRunner(ModelRunnerBase):
             self._progress(f"comparing the kept graph of bucket {bucket.batch_size}")
             return agrees_with_eager(
                 bucket, eager, self.attention, lambda batch: self._fill(bucket, batch), self._reset_states,
-                last_tokens=self.steps.last_tokens_S, num_blocks=self.num_blocks, block_size=self.settings.block_size,
+                last_tokens=self.steps.last_tokens_S, tables=self.steps.tables, num_blocks=self.num_blocks,
                 vocab_size=self.model_config.vocab_size, dtype=self.dtype,
             )
 
@@ -247,6 +249,7 @@ class ModelRunner(ModelRunnerBase):
         self.k_cache.zero_()
         self.v_cache.zero_()
         self.steps.last_tokens_S.zero_()
+        self.steps.tables.clear()
         self._reset_states()
         self.platform.synchronize()
 
@@ -267,7 +270,10 @@ class ModelRunner(ModelRunnerBase):
     def _fill(self, bucket: Bucket, batch: ScheduledBatch) -> dict[str, np.ndarray]:
         """A made-up decode step into a bucket's buffers."""
         uniforms_B = np.zeros(batch.batch_size, dtype=np.float32)
-        return self.steps.fill(bucket, batch, step_arrays(batch, uniforms_B, 0, self.settings.block_size))
+        tables = self.steps.tables
+        tables.learn(batch.new_blocks_N3)
+        arrays = step_arrays(batch, uniforms_B, 0, self.settings.block_size, tables.on_host_SW)
+        return self.steps.fill(bucket, batch, arrays)
 
     def _graph_settings(self) -> GraphSettings:
         """With whatever shapes a decode graph, short of the vendor's own versions."""
@@ -291,8 +297,7 @@ class ModelRunner(ModelRunnerBase):
         if self.model_config.pooling is not None:
             expected_decode_len = 0  # vectors are pooled from prefills
         for context_len in range(first_len, first_len + expected_decode_len):
-            context_len = min(context_len, self.settings.max_model_len)
-            steps.append(dummy_decode(batch_size, context_len, block_size=self.settings.block_size))
+            steps.append(dummy_decode(batch_size, min(context_len, self.max_model_len)))
         with torch.inference_mode(), self._serving_state_aside(batch_size):
             for step in steps:
                 self.steps.run(step)
@@ -319,7 +324,8 @@ class ModelRunner(ModelRunnerBase):
         steps.sampler, steps.clock = self._make_sampler(), StepClock()
         steps.pictures = self._make_pictures(VisionCache(self.config.vision_cache_bytes))
         try:
-            with self.states.aside(batch_size) if self.states and self._is_ready else nullcontext():
+            states_aside = self.states.aside(batch_size) if self.states and self._is_ready else nullcontext()
+            with steps.tables.aside(), states_aside:
                 yield
         finally:
             steps.sampler, steps.pictures, steps.clock = kept
@@ -409,8 +415,8 @@ class ModelRunner(ModelRunnerBase):
         placed = self.model, self.attention, self.platform, self.device
         shared: dict[str, Any] = {
             "tp": self.tp, "block_size": self.settings.block_size, "max_num_seqs": self.settings.max_num_seqs,
-            "guard": self.guard, "pictures": self._make_pictures(self.vision_cache), "gated_delta": self.gated_delta,
-            "states": self.states,
+            "max_model_len": self.max_model_len, "guard": self.guard, "gated_delta": self.gated_delta,
+            "pictures": self._make_pictures(self.vision_cache), "states": self.states,
         }
         if self.model_config.pooling is not None:
             return PoolingStepRunner(*placed, pooling=self.model_config.pooling,

@@ -25,7 +25,8 @@ from npu_runner.platforms.base import AttentionBackend, Platform
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
-from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into
+from npu_runner.runner.block_tables import BlockTables
+from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
 from npu_runner.runner.decode_step import DecodeStep
 from npu_runner.runner.inputs import to_device
 from npu_runner.runner.memory_guard import MemoryGuard
@@ -96,8 +97,9 @@ class StepRunner:
     """
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, platform: Platform, device: torch.device, *,
-                 tp: TensorParallel, block_size: int, max_num_seqs: int, pictures: Pictures, sampler: Sampler | None,
-                 guard: MemoryGuard, gated_delta: GatedDeltaBackend | None = None, states: StatePool | None = None):
+                 tp: TensorParallel, block_size: int, max_num_seqs: int, max_model_len: int, pictures: Pictures,
+                 sampler: Sampler | None, guard: MemoryGuard, gated_delta: GatedDeltaBackend | None = None,
+                 states: StatePool | None = None):
         self.model = model
         self.decode_step = DecodeStep(model)
         self.attention = attention
@@ -115,10 +117,14 @@ class StepRunner:
         self.clock = StepClock()
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
         self.last_tokens_S = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
-        # Slots of the last step that sampled, and the same on the device as its indices want them.
-        self._kept_rows: tuple[np.ndarray, Tensor] | None = None
+        self.size_tables(max_model_len)
         self._last_number = 0
         self._newest: StepUnderWay | None = None
+
+    def size_tables(self, max_model_len: int) -> None:
+        """Make the block tables, for sequences of so many tokens at most. Nothing runs, and no graph is compiled."""
+        assert self.buckets is None, "graphs read the block tables where they are"
+        self.tables = BlockTables(self.max_num_seqs, -(-max_model_len // self.block_size), self.device)
 
     def run(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
         """All of a step, one thing after the other. None on ranks that do not sample."""
@@ -176,31 +182,40 @@ class StepRunner:
         Pictures first: those of a prefill are sent and cut while the step before runs, whoever else waits for it.
         """
         pictures = self.pictures.stage(batch.images) if batch.image_slices else None
-        arrays = step_arrays(batch, uniforms_B, number, self.block_size)
+        self.tables.learn(batch.new_blocks_N3)
+        arrays = step_arrays(batch, uniforms_B, number, self.block_size, self.tables.on_host_SW)
         bucket = self.buckets.find(batch.batch_size) if self.buckets and not batch.is_prefill else None
         if self._newest is not None and self._rewrites_what_is_read(bucket):
             self._newest.wait()
         if bucket is not None:
             self.fill(bucket, batch, arrays)
             return PreparedStep(batch, number, bucket.tensors, bucket.inputs, bucket, None)
-        tensors = to_device(self.platform, arrays, self.device)
+        news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
+        tensors = to_device(self.platform, {**arrays, "table_news": news.flat}, self.device)
+        tensors["block_tables"] = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)
         context_lens = batch.context_lens_B.tolist()
+        tables_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
         if not batch.is_prefill:
             tensors["tokens"] = self.last_tokens_S
-            plan = self.attention.plan_decode(context_lens, batch.block_tables_BW, self.device)
+            plan = self.attention.plan_decode(context_lens, tables_BW, self.device)
             return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan)
         query_lens = batch.query_lens_B.tolist()
-        plan = self.attention.plan_prefill(query_lens, context_lens, batch.block_tables_BW, self.device)
+        plan = self.attention.plan_prefill(query_lens, context_lens, tables_BW, self.device)
         saves = [StateSave(row=row, offset=offset, slot=slot) for row, offset, slot in batch.state_saves]
         state_plan = self.gated_delta and self.gated_delta.plan_prefill(query_lens, context_lens, saves, self.device)
         return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan, pictures)
 
     def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Put a decode step's arrays into the bucket's static buffers, padded; returns what those hold."""
+        """Put a decode step's arrays into the bucket's static buffers, padded; returns what those hold, and the slots
+        that their block tables are of."""
         assert self.buckets is not None, "a bucket is one of the buckets"
-        padded = pad_into(bucket, arrays, self.platform, self.block_size, max_num_seqs=self.max_num_seqs,
+        padded = pad_into(bucket, arrays, self.block_size, max_num_seqs=self.max_num_seqs,
                           repeats_a_row=self.attention.pads_with_real_rows)
-        self.attention.plan_replay(padded["context_lens"], padded["block_tables"])
+        slots_B = padded["table_slots"]
+        news = self.tables.news(batch.new_blocks_N3, slots_B)
+        self.tables.write(send(bucket, news.flat, self.platform), news.num_entries, slots_B)
+        if self.attention.plans_replay:
+            self.attention.plan_replay(padded["context_lens"], self.tables.on_host_SW[slots_B])
         self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
         return padded
 
@@ -226,11 +241,8 @@ class StepRunner:
         slots_B = step.tensors["slots"][: int(step.batch.samples_B.sum())]
         if not len(slots_B):
             return
-        tokens_B = torch.empty_like(slots_B) if sampled is None else sampled.next_input_ids_B
-        host_slots_B = step.batch.slots_B[step.batch.samples_B]
-        if self._kept_rows is None or not np.array_equal(self._kept_rows[0], host_slots_B):
-            self._kept_rows = host_slots_B, slots_B.long()
-        self.last_tokens_S.index_copy_(0, self._kept_rows[1], self.tp.broadcast(tokens_B))
+        tokens_B = torch.empty_like(slots_B, dtype=torch.int32) if sampled is None else sampled.next_input_ids_B
+        self.last_tokens_S.index_copy_(0, slots_B, self.tp.broadcast(tokens_B))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 

@@ -13,19 +13,21 @@ SAMPLER_ARRAYS = ("slots", "uniforms", "receipts")
 """What the sampler takes of each row that samples, beside its logits."""
 
 
-def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, block_size: int) -> dict[str, np.ndarray]:
-    """All arrays of a step, 4 bytes an element: those of StepInputs by its names, then what samples and shows pictures.
+def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, block_size: int,
+                tables_SW: np.ndarray) -> dict[str, np.ndarray]:
+    """All arrays of a step: those of StepInputs by its names, then what samples and shows pictures.
 
-    A decode step has no `tokens`: they are on the device. `uniforms_B` are the draws of the rows that sample; `number`
-    is the step's, which must come back with its tokens.
+    Block tables are on the device but for what is new (block_tables.py); `tables_SW` are they on the host, by slot. A
+    decode step's `tokens` are there, too. `uniforms_B` are the draws of the rows that sample; `number` is the step's,
+    which must come back with its tokens.
     """
     arrays = {
         "positions": np.ascontiguousarray(batch.positions),
-        "slot_mapping": _slot_mapping(batch, block_size),
+        "slot_mapping": _slot_mapping(batch, block_size, tables_SW),
         "context_lens": batch.context_lens_B,
-        "block_tables": np.ascontiguousarray(batch.block_tables_BW),
         "state_slots": batch.slots_B,
-        "slots": batch.slots_B[batch.samples_B],
+        # As an index must be on the device.
+        "slots": batch.slots_B[batch.samples_B].astype(np.int64),
         "uniforms": uniforms_B,
         "receipts": np.full(len(uniforms_B), number, dtype=np.int32),
     }
@@ -64,14 +66,14 @@ def _image_rows(batch: ScheduledBatch) -> np.ndarray:
     return rows_T
 
 
-def _slot_mapping(batch: ScheduledBatch, block_size: int) -> np.ndarray:
+def _slot_mapping(batch: ScheduledBatch, block_size: int, tables_SW: np.ndarray) -> np.ndarray:
     """(T,) int32: block * block_size + offset of each of the step's tokens."""
     if batch.num_tokens > batch.batch_size:
         rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
         firsts_B = np.cumsum(batch.query_lens_B) - batch.query_lens_B
         starts_B = batch.context_lens_B - batch.query_lens_B
-        places_T = np.arange(batch.num_tokens) - firsts_B[rows_T] + starts_B[rows_T]
+        slots_T, places_T = batch.slots_B[rows_T], np.arange(batch.num_tokens) - firsts_B[rows_T] + starts_B[rows_T]
     else:
-        rows_T, places_T = np.arange(batch.batch_size), batch.context_lens_B - 1
-    blocks_T = batch.block_tables_BW[rows_T, places_T // block_size]
+        slots_T, places_T = batch.slots_B, batch.context_lens_B - 1
+    blocks_T = tables_SW[slots_T, places_T // block_size]
     return (blocks_T * block_size + places_T % block_size).astype(np.int32)

@@ -32,8 +32,7 @@ class SchedulerAlone:
     decode_sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        limits = SchedulerLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=4096, max_model_len=64,
-                                 max_image_tokens=1)
+        limits = SchedulerLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=4096, max_image_tokens=1)
         self.scheduler = Scheduler(limits, BlockManager(self.max_num_seqs * 5 + 1, 16))
         self.num_added = 0
 

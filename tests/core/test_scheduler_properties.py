@@ -22,7 +22,7 @@ def test_random_traffic_keeps_every_block_accounted_for(seed: int, block_size: i
                                                         num_tokens: int, caching: bool, failing: float,
                                                         most_tokens: int, depth: int) -> None:
     rng = random.Random(seed)
-    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, max_model_len=MAX_LEN,
+    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens,
                              max_image_tokens=rng.randint(5, 12))
     world = World(rng, block_size, -(-MAX_LEN // block_size) + 1 + spare, limits, caching, depth=depth)
     world.failing, world.most_tokens = failing, most_tokens
@@ -32,7 +32,7 @@ def test_random_traffic_keeps_every_block_accounted_for(seed: int, block_size: i
 
 
 def test_first_come_first_served() -> None:
-    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=100, max_model_len=MAX_LEN, max_image_tokens=10)
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=100, max_image_tokens=10)
     world = World(random.Random(1), 4, 40, limits, caching=False)
     for _ in range(6):
         world.add()
@@ -47,7 +47,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_the_newest_is_preempted_and_ends_with_the_same_tokens() -> None:
-    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=100, max_model_len=MAX_LEN, max_image_tokens=10)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=100, max_image_tokens=10)
     world = World(random.Random(3), 4, 16, limits, caching=True)
     for _ in range(4):
         world.add()
@@ -70,7 +70,7 @@ def test_where_nothing_ends_early_two_steps_under_way_plan_as_one(seed: int, blo
                                                                   max_num_seqs: int, num_tokens: int) -> None:
     """The same steps, of the same rows, with the same hits and preemptions. No prompt goes on with what another one's
     answer is: whether a token that has just been chosen is found depends on when it arrives."""
-    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, max_model_len=MAX_LEN,
+    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens,
                              max_image_tokens=7)
     found = []
     for depth in (1, 2):

@@ -38,7 +38,7 @@ def test_random_traffic_reads_only_what_it_holds(seed: int, block_size: int, spa
                                                  depth: int) -> None:
     """In as few blocks as one sequence at its longest may need: every sequence ends, and none is leaked."""
     rng = random.Random(seed)
-    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, max_model_len=MAX_LEN,
+    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens,
                              max_image_tokens=rng.randint(5, 12))
     enough = most_blocks(MAX_LEN, window, num_tokens, block_size)
     world = World(rng, block_size, enough + 1 + spare, limits, caching, window=window, depth=depth)
@@ -113,16 +113,20 @@ def test_a_prefix_whose_window_is_gone_is_not_found() -> None:
     assert again.num_cached_tokens == 0
 
 
-def test_the_running_table_forgets_the_blocks_that_were_given_back() -> None:
+def test_steps_tell_of_blocks_that_were_given_back_and_tell_nothing_twice() -> None:
     blocks = BlockManager(20, 4, sliding_window=6)
-    table = RunningTable(2, 10, 4, loses_blocks=True)
+    table = RunningTable(2, 4, loses_blocks=True)
+    on_device: dict[int, int] = {}
     seq = sequence_of([1] * 5)
     table.enter(seq)
     compute(blocks, seq, 5)
     for token in range(20):
         seq.append(token)
         assert blocks.allocate(seq, seq.num_tokens)
-        batch = decode_batch([seq], table)
-        assert batch.block_tables_BW[0].tolist() == seq.block_table
+        for slot, column, block in decode_batch([seq], table).new_blocks_N3.tolist():
+            assert slot == seq.slot
+            assert on_device.get(column) != block, "told before"
+            on_device[column] = block
+        assert [on_device[column] for column in range(len(seq.block_table))] == seq.block_table
         compute(blocks, seq, 1)
     assert seq.num_null_blocks > 3

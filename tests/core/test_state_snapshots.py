@@ -94,7 +94,7 @@ class StateWorld(World):
 def make_world(*, block_size: int = 2, alignment: int = 4, num_blocks: int = 200, num_tokens: int = 100,
                num_snapshots: int = 8, seed: int = 0, max_image_tokens: int = 20,
                depth: int = 1) -> StateWorld:
-    limits = SchedulerLimits(max_num_seqs=MAX_SEQS, max_num_batched_tokens=num_tokens, max_model_len=MAX_LEN,
+    limits = SchedulerLimits(max_num_seqs=MAX_SEQS, max_num_batched_tokens=num_tokens,
                              max_image_tokens=max_image_tokens, state_alignment=alignment)
     return StateWorld(random.Random(seed), block_size, num_blocks, limits, num_snapshots, depth)
 

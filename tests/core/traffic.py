@@ -14,6 +14,7 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
+from npu_runner.core.sliding import first_needed_block
 from npu_runner.core.state_snapshots import StateSnapshots
 from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
 from npu_runner.sampling_params import SamplingParams
@@ -38,8 +39,8 @@ class Step:
 
 class World:
     """Drives a scheduler as an engine does, with `depth` steps under way at most. The device is tables: of what was
-    written to each slot of the cache, and of the last token of each running sequence. It runs a step as soon as it is
-    handed over; what that brings is told when the step is collected.
+    written to each slot of the cache, of the blocks and of the last token of each running sequence. It runs a step as
+    soon as it is handed over; what that brings is told when the step is collected.
     """
 
     def __init__(self, rng: random.Random, block_size: int, num_blocks: int, limits: SchedulerLimits, caching: bool,
@@ -60,6 +61,8 @@ class World:
         """Who is registered in each slot."""
         self.last_tokens: dict[int, int] = {}
         """By slot."""
+        self.block_tables: dict[tuple[int, int], int] = {}
+        """By slot and column, as steps have told them."""
         self.generated: dict[tuple[int, int], list[int]] = {}
         """What the device has chosen for each sequence, by the epoch that it began in."""
         self.steps: deque[Step] = deque()
@@ -162,6 +165,9 @@ class World:
         batch, sequences = step.batch, step.sequences
         if not step.fails or self.rng.random() < 0.5:
             self._tell_sampler(batch, sequences)
+        if step.fails and self.rng.random() < 0.5:
+            return
+        self._tell_blocks(batch, sequences)
         self._load_states(batch)
         if step.fails:
             sequences = sequences[: self.rng.randint(0, len(sequences))]
@@ -225,6 +231,19 @@ class World:
             assert entry.output_token_ids == sequence.output_token_ids
             self.sampler[entry.slot] = sequence.seq_id
 
+    def _tell_blocks(self, batch: ScheduledBatch, sequences: list[Sequence]) -> None:
+        """What is new must make every row what the scheduler has, but for blocks that the step itself gave up."""
+        news = {(slot, column): block for slot, column, block in batch.new_blocks_N3.tolist()}
+        assert len(news) == len(batch.new_blocks_N3), "a place is told twice"
+        assert {slot for slot, _ in news} <= set(batch.slots_B.tolist())
+        self.block_tables.update(news)
+        for row, sequence in enumerate(sequences):
+            start = int(batch.context_lens_B[row] - batch.query_lens_B[row])
+            needed = first_needed_block(start, self.window, self.block_size)
+            for column, block in enumerate(sequence.block_table):
+                told = self.block_tables[int(batch.slots_B[row]), column]
+                assert told == (0 if column < needed else block or told), "not what the scheduler has"
+
     def _end(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence, "stop")
         del self.live[sequence.seq_id]
@@ -238,14 +257,17 @@ class World:
     def _write_and_read(self, batch: ScheduledBatch, row: int, sequence: Sequence) -> None:
         """Each token's content is written to its slot; the whole context must then read back as this sequence's."""
         end = int(batch.context_lens_B[row])
-        table = batch.block_tables_BW[row].tolist()
-        for place in range(end - int(batch.query_lens_B[row]), end):
-            slot = table[place // self.block_size] * self.block_size + place % self.block_size
+        places = range(end - int(batch.query_lens_B[row]), end)
+        for slot, place in zip(self._slots(batch, row, places), places, strict=True):
             assert slot >= self.block_size, "the null block is nobody's"
             self.cache[slot] = self._content(sequence, place)
-        for place in self._seen_places(end, int(batch.query_lens_B[row])):
-            slot = table[place // self.block_size] * self.block_size + place % self.block_size
+        places = self._seen_places(end, int(batch.query_lens_B[row]))
+        for slot, place in zip(self._slots(batch, row, places), places, strict=True):
             assert self.cache.get(slot) == self._content(sequence, place), "somebody else's keys"
+
+    def _slots(self, batch: ScheduledBatch, row: int, places: range) -> list[int]:
+        table, size = int(batch.slots_B[row]), self.block_size
+        return [self.block_tables[table, place // size] * size + place % size for place in places]
 
     def _load_states(self, batch: ScheduledBatch) -> None:
         assert not batch.state_loads

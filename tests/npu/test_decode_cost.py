@@ -75,6 +75,8 @@ def assert_cost(kind: LayerKind, mode: str, checkpoint: Any, tmp_path: Path) -> 
     assert all(count > 0 for count in launches.values()), launches
     assert cost["copies"]["h2d"]["calls"] == 1
     assert cost["copies"]["d2h"]["calls"] == 1
+    assert cost["copies_in"] == {"grows": 1, "leaves": 1}, "what is new in block tables comes with the step"
+    assert cost["more"] == {"grows": 1, "leaves": 1}, cost["more"]
     assert sum(entry["calls"] for entry in cost["syncs"].values()) == 1, "the sampled tokens are waited for, once"
     on_device = sum(entry["bytes"] for name, entry in cost["copies"].items() if name.startswith("d2d"))
     assert on_device < cost["cache_bytes"] / 100, "neither the KV cache nor the states are copied"

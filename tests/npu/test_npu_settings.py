@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.npu.settings import NpuSettings
 from npu_runner.runner.buckets import Bucket, pad_into
 from tests.cann.environment import has_real_cann
@@ -29,24 +28,21 @@ def test_settings_come_from_the_environment_and_mistakes_are_named() -> None:
         NpuSettings.read({"NPU_RUNNER_ASCEND_DECODE": "masked"})
 
 
-def bucket(batch_size: int, num_columns: int) -> Bucket:
+def bucket(batch_size: int) -> Bucket:
     names = ("slot_mapping", "context_lens", "state_slots")
-    shapes: dict[str, tuple[int, ...]] = {name: (batch_size,) for name in names}
-    shapes["block_tables"] = (batch_size, num_columns)
-    host = {name: np.full(shape, 77, dtype=np.int32) for name, shape in shapes.items()}
+    host = {name: np.full(batch_size, 77, dtype=np.int32) for name in names}
     nothing = torch.zeros(1, dtype=torch.int32)
     return Bucket(batch_size, 1, nothing.numpy(), host, nothing, {}, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("repeats_a_row", [False, True])
 def test_padded_rows_read_the_shortest_real_row_and_write_each_to_its_own_null_slot(repeats_a_row: bool) -> None:
-    arrays = {"slot_mapping": np.array([9, 13]), "context_lens": np.array([7, 3]),
-              "block_tables": np.array([[1, 2], [3, 0]]), "state_slots": np.array([7, 4])}
-    padded = pad_into(bucket(4, 2), arrays, CpuPlatform(), BLOCK_SIZE, max_num_seqs=8, repeats_a_row=repeats_a_row)
+    arrays = {"slot_mapping": np.array([9, 13]), "context_lens": np.array([7, 3]), "state_slots": np.array([7, 4])}
+    padded = pad_into(bucket(4), arrays, BLOCK_SIZE, max_num_seqs=8, repeats_a_row=repeats_a_row)
     assert padded["state_slots"].tolist() == [7, 4, 8, 9]
     assert padded["slot_mapping"].tolist() == [9, 13, 2, 3]
     assert padded["context_lens"].tolist() == ([7, 3, 3, 3] if repeats_a_row else [7, 3, 1, 1])
-    assert padded["block_tables"].tolist()[2:] == ([[3, 0], [3, 0]] if repeats_a_row else [[0, 0], [0, 0]])
+    assert padded["table_slots"].tolist() == ([7, 4, 4, 4] if repeats_a_row else [7, 4, 8, 8])
 
 
 SIDES = [

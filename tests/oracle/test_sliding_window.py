@@ -153,7 +153,7 @@ def test_what_was_freed_is_not_read(checkpoint: Any, platform_name: str) -> None
             for row, length in enumerate(batch.context_lens_B - batch.query_lens_B):
                 needed = first_needed_block(int(length), 10, manager.block_size)
                 num_spoiled += needed
-                assert not batch.block_tables_BW[row, :needed].any(), "a block behind the window is still held"
+                assert not runner.steps.tables.on_host_SW[batch.slots_B[row], :needed].any(), "behind the window"
             return step
 
         runner.steps.submit = spoil_and_submit  # type: ignore[method-assign]

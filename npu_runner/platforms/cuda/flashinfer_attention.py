@@ -97,6 +97,7 @@ class FlashInferAttention(TritonAttention):
 
     name = "flashinfer"
     reuses_plan_memory = True
+    plans_replay = True
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
         super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,

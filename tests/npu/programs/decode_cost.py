@@ -45,6 +45,8 @@ def cost_of_a_step(model: str, batch_size: int, settings: dict[str, Any]) -> dic
         finish(llm)
         begin(llm, batch_size, DRAW)
         found["draw"] = of_the_sampler(llm)
+        finish(llm)
+        found |= of_steps_with_news(llm, batch_size)
         runner = runner_of(llm)
         states_bytes = runner.states.num_bytes if runner.states else 0
         return {**found, "cache_bytes": runner.k_cache.nbytes + runner.v_cache.nbytes + states_bytes}
@@ -56,6 +58,29 @@ def begin(llm: LLM, batch_size: int, params: SamplingParams) -> None:
         llm.engine.add_request(str(index), llm.engine.processor.from_text("which picture " * (index + 1)), params)
     for _ in range(4):
         llm.engine.step()
+
+
+def of_steps_with_news(llm: LLM, batch_size: int) -> dict[str, Counts]:
+    """"grows": of a decode step in which some sequence begins a block; "leaves": of one whose rows are not those of the
+    step before. Greedy, as "step" is."""
+    submit, batches = runner_of(llm).steps.submit, []
+    runner_of(llm).steps.submit = lambda batch: (batches.append(batch), submit(batch))[1]  # type: ignore[method-assign]
+    for index in range(batch_size):
+        prompt = llm.engine.processor.from_text("which picture " * (index + 1))
+        ends = 6 if index == 0 else 160
+        llm.engine.add_request(str(index), prompt, GREEDY.replace(max_tokens=ends))
+    found: dict[str, Counts] = {}
+    while llm.engine.has_unfinished_requests() and len(found) < 2:
+        counts = of_a_step(llm)
+        before, now = ([None, *batches])[-2:]
+        if before is None or before.is_prefill or now.is_prefill:
+            continue
+        if before.request_ids != now.request_ids:
+            found.setdefault("leaves", counts)
+        elif len(now.new_blocks_N3):
+            found.setdefault("grows", counts)
+    runner_of(llm).steps.submit = submit  # type: ignore[method-assign]
+    return found
 
 
 def finish(llm: LLM) -> None:
@@ -142,6 +167,9 @@ def measure(models: dict[str, str], batch_size: int, settings: dict[str, Any]) -
     return {
         "per_layer": per_layer, "forward": {name: count for name, count in rest.items() if count},
         "greedy": large["greedy"], "draw": large["draw"],
+        "more": {name: sum(launches(large[name]).values()) - sum(launched["large"].values())
+                 for name in ("grows", "leaves")},
+        "copies_in": {name: large[name]["copies"]["h2d"]["calls"] for name in ("grows", "leaves")},
         "copies": steps["large"].get("copies", {}), "syncs": steps["large"].get("syncs", {}),
         "cache_bytes": large["cache_bytes"],
         "groups": sorted(steps["large"]), "fallbacks": calls(steps["large"], "ai_cpu", "sorted"),
