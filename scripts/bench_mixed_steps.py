@@ -28,7 +28,7 @@ from bench_common import commit, versions
 from bench_device_shapes import make_text_model
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.core.batch import NO_TOKEN_IDS, SamplingEntry, ScheduledBatch
+from npu_runner.core.batch import NO_NEW_BLOCKS, NO_TOKEN_IDS, SamplingEntry, ScheduledBatch
 
 _REPEATS, _STEPS = 3, 4
 _JOIN_SHARE = 8  # as the scheduler gathers
@@ -105,24 +105,23 @@ def _step(rows: Sequence[tuple[int, int]], block_size: int, *, is_prefill: bool)
     """A made-up step of (tokens of it, context with them) for each slot, over blocks that no two rows share."""
     query_lens_B, context_lens_B = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
     counts_B = -(-context_lens_B // block_size)
-    tables_BW = np.zeros((len(rows), counts_B.max()), dtype=np.int32)
-    first = 1
-    for row, count in enumerate(counts_B.tolist()):
-        tables_BW[row, :count] = np.arange(first, first + count)
-        first += count
+    columns_N = np.concatenate([np.arange(count) for count in counts_B])
+    rows_N = np.repeat(np.arange(len(rows)), counts_B)
+    new_blocks_N3 = np.stack([rows_N, columns_N, 1 + np.arange(len(rows_N))], axis=1).astype(np.int32)
     positions_T = np.concatenate([np.arange(context - query, context, dtype=np.int32)
                                   for query, context in zip(query_lens_B, context_lens_B, strict=True)])
     return ScheduledBatch(
         is_prefill=is_prefill, request_ids=[str(row) for row in range(len(rows))],
         slots_B=np.arange(len(rows), dtype=np.int32),
         token_ids_T=np.arange(len(positions_T), dtype=np.int32) % 2000 if is_prefill else NO_TOKEN_IDS,
-        positions=positions_T, query_lens_B=query_lens_B, context_lens_B=context_lens_B, block_tables_BW=tables_BW,
+        positions=positions_T, query_lens_B=query_lens_B, context_lens_B=context_lens_B, new_blocks_N3=new_blocks_N3,
         samples_B=np.ones(len(rows), dtype=np.bool_))
 
 
 def _milliseconds(runner: Any, step: ScheduledBatch) -> float:
     """Of one step among several, two under way: the median of a few rounds."""
-    runner.collect(runner.submit(step))  # kernels for these sizes
+    runner.collect(runner.submit(step))  # kernels for these sizes, and the block tables
+    step.new_blocks_N3 = NO_NEW_BLOCKS
     rounds = []
     for _ in range(_REPEATS):
         started = time.perf_counter()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
@@ -47,6 +50,16 @@ class PagedAttention(nn.Module):
     def _attend(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
         attend = self.backend.prefill if metadata.is_prefill else self.backend.decode
         return attend(q_TNH, self.k_cache, self.v_cache, metadata, self.scale, window=self.window)
+
+
+def make_kv_cache(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Keys and values, zeros, (layers, NB, S, K, H) each.
+
+    Tensors of their own: graph compilers leave a write in place only where the arguments that it writes do not share
+    their memory. Flat at first: a device may keep memory of five dimensions in a layout that no other view of it has.
+    """
+    keys, values = (torch.zeros(math.prod(sizes), dtype=dtype, device=device).view(sizes) for _ in range(2))
+    return keys, values
 
 
 def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:

@@ -35,8 +35,10 @@ def most_padding(sizes: Sequence[int]) -> int:
     return max((size - below - 1 for below, size in pairwise((0, *sorted(sizes)))), default=0)
 
 
-def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then multiples of 16, up to `max_num_seqs`, which is always the last."""
+def bucket_sizes(max_num_seqs: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Those of `given` up to `max_num_seqs`; None: 1, 2, 4, 8, multiples of 16, and `max_num_seqs` at the end."""
+    if given is not None:
+        return tuple(size for size in given if size <= max_num_seqs)
     sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
     sizes += range(16, max_num_seqs, 16)
     return (*sizes, max_num_seqs)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
 from npu_runner.platforms.base import MemoryInfo, Platform
 from npu_runner.runner.base import MemoryProfile
 
 _UNKNOWN = MemoryInfo(0, 0, 0, 0, 0)
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Of all parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 class MemoryMeter:

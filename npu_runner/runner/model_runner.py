@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +22,7 @@ from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import ModelError
 from npu_runner.grammars.matchers import Matchers
-from npu_runner.layers.attention import bind_kv_cache, settle_windows
+from npu_runner.layers.attention import bind_kv_cache, make_kv_cache, settle_windows
 from npu_runner.layers.gated_delta import gated_delta_shape, unbind_states
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.sampler import Sampler
@@ -41,7 +39,7 @@ from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
 from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
 from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
 from npu_runner.runner.memory_guard import MemoryGuard
-from npu_runner.runner.memory_profile import MemoryMeter
+from npu_runner.runner.memory_profile import MemoryMeter, weights_bytes
 from npu_runner.runner.pictures import Pictures
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import resolve_settings
@@ -104,7 +102,7 @@ class ModelRunner(ModelRunnerBase):
         self._side_stream = self.platform.side_stream() if is_of_use else None
         with torch.inference_mode(), self.guard.starting(lambda: self._phase):
             self.load_model()
-            self.allocate_states(self._meter.settled_profile(self._weights_bytes))
+            self.allocate_states(self._meter.settled_profile(weights_bytes(self.model)))
             profile = self.profile_run()
             self.allocate_states(profile)
             self.allocate_kv_cache(profile)
@@ -132,7 +130,6 @@ class ModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         self._progress("loading weights")
-        started = time.perf_counter()
         self._meter = MemoryMeter(self.platform)
         self.attention = self.platform.make_attention(
             self.config.attention_backend,
@@ -160,7 +157,6 @@ class ModelRunner(ModelRunnerBase):
         self.windows = settle_windows(self.model, self.settings.max_model_len)
         self.states: StatePool | None = None
         self.steps = self._make_steps()
-        logger.info("weights loaded in %.1f s", time.perf_counter() - started)
 
     def get_model(self) -> nn.Module:
         return self.model
@@ -184,7 +180,7 @@ class ModelRunner(ModelRunnerBase):
         self._meter.start_step()
         self.dummy_run(num_tokens, batch_size)
         states_bytes = self.states.num_bytes if self.states else 0
-        return self._meter.profile(weights_bytes=self._weights_bytes, staging_bytes=staging_bytes,
+        return self._meter.profile(weights_bytes=weights_bytes(self.model), staging_bytes=staging_bytes,
                                    cache_bytes=self.k_cache.nbytes + self.v_cache.nbytes + states_bytes)
 
     def _profile_staging(self, num_tokens: int, batch_size: int) -> int:
@@ -244,7 +240,7 @@ class ModelRunner(ModelRunnerBase):
 
     def compile_decode(self) -> None:
         """Compile the decode forward for every bucket, largest first."""
-        sizes = self._graph_sizes(self.settings.max_num_seqs)
+        sizes = bucket_sizes(self.settings.max_num_seqs, self.config.graph_batch_sizes)
         compiler = self.platform.make_graph_compiler(self._graph_settings())
         buckets = DecodeBuckets(sizes, compiler, block_size=self.settings.block_size,
                                 last_tokens=self.steps.last_tokens_S, tables=self.steps.tables,
@@ -453,35 +449,22 @@ class ModelRunner(ModelRunnerBase):
     def _make_pictures(self, cache: VisionCache[VisionEmbeddings]) -> Pictures:
         return Pictures(self.strategy, self.model, cache, self.max_image_tokens, self._side_stream)
 
-    def _graph_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
-        given = self.config.graph_batch_sizes
-        return bucket_sizes(max_num_seqs) if given is None else tuple(size for size in given if size <= max_num_seqs)
-
     def _most_padding(self, max_num_seqs: int) -> int:
         is_eager = self.settings.graph_mode == "eager"
-        return 0 if is_eager else most_padding(self._graph_sizes(max_num_seqs))
+        return 0 if is_eager else most_padding(bucket_sizes(max_num_seqs, self.config.graph_batch_sizes))
 
     def _reset_states(self) -> None:
         if self.states is not None:
             self.states.zero()
 
     @property
-    def _weights_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
-
-    @property
     def _reserved_bytes(self) -> int:
         return self.config.vision_cache_bytes if self.strategy.is_multimodal else 0
 
     def _bind_cache(self, num_blocks: int) -> None:
-        # Keys and values are tensors of their own: graph compilers leave a write in place only where the arguments that
-        # it writes do not share their memory.
         sizes = (len(self.model_config.attention_layers), num_blocks, self.settings.block_size, self._num_kv_heads,
                  self.model_config.head_dim)
-        # Flat first: a device may keep memory of five dimensions in a layout that no other view of it has.
-        flat = (math.prod(sizes),)
-        self.k_cache, self.v_cache = (torch.zeros(flat, dtype=self.dtype, device=self.device).view(sizes)
-                                      for _ in range(2))
+        self.k_cache, self.v_cache = make_kv_cache(sizes, self.dtype, self.device)
         bind_kv_cache(self.model, self.k_cache, self.v_cache)
 
     def _make_sampler(self) -> Sampler | None:

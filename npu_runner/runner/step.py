@@ -148,7 +148,7 @@ class StepRunner:
         launched = self.launch(step)
         self.clock.end_launch()
         sampled = self.sample(step, launched.last_BX)
-        # The sampler has counted its tokens: behind it nothing takes memory, or a step made again would count them twice.
+        # The sampler has counted its tokens: nothing behind it takes memory, for a step made again counts them again.
         self.keep_tokens(step, sampled)
         self.clock.end_sample()
         return StepUnderWay(step, sampled, launched.prompt_scores)
