@@ -72,7 +72,7 @@ def test_killed_jobs_are_resumed_and_answer_as_on_the_cpu(tmp_path: Path) -> Non
     write_rows(tmp_path / "in.jsonl", rows)
     on_cpu = job(tmp_path, "cpu.jsonl", "--platform", "cpu", "--dtype", "bfloat16")
     root = Path(__file__).resolve().parent.parent.parent
-    env = environment()
+    env = environment(memory_bytes=2 << 30)  # the pictures of a step, and those of the next
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))
     output = tmp_path / "npu.jsonl"
     num_killed = 0

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.platforms import pick_platform
 from npu_runner.runner.model_runner import ModelRunner
 from tests.oracle import reference
 
@@ -18,6 +20,13 @@ MAX_NEW_TOKENS = 12
 LOGITS_TOLERANCE = 2e-5
 """Of the largest logit. transformers' own float32 is up to 1.3e-5 of it away from its float64 (qwen3_5_moe, CPU)."""
 SMALL = {"max_num_seqs": 8, "max_model_len": 1024, "dtype": "float32"}
+
+
+def need_two_devices(platform_name: str) -> None:
+    """Skips the test where two ranks have no device each."""
+    count = pick_platform(platform_name).device_count()
+    if count < 2:
+        pytest.skip(f"two ranks need two devices, {platform_name} has {count} here")
 
 
 def greedy(count: int = MAX_NEW_TOKENS) -> SamplingParams:

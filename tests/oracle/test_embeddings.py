@@ -17,7 +17,7 @@ from tests.films import film, moving_picture
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import POOLING, assert_same, expected_vector, save_bare, write_modules
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
-from tests.oracle.running import SMALL
+from tests.oracle.running import SMALL, need_two_devices
 
 Make = Callable[..., Path]
 LENGTHS = (5, 1, 90, 33, 64, 17, 140, 2, 48)
@@ -92,6 +92,7 @@ def test_steps_under_way_change_nothing(
 
 def test_two_ranks_pool_as_one(
         embedding_model: tuple[Path, Path], prompts: list[list[int]], platform_name: str) -> None:
+    need_two_devices(platform_name)
     with LLM(embedding_model[1], platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:
         results = llm.embed(prompts, PoolingParams(dimensions=40))
     for result, prompt in zip(results, prompts, strict=True):

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from npu_runner import LLM
-from npu_runner.platforms import pick_platform
-from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy, need_two_devices
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 from tests.oracle.test_scheduling_changes_nothing import text_prompts
 from tests.oracle.tiny_checkpoints import VISION_OF
@@ -34,9 +33,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _two_devices(platform_name: str) -> None:
-    count = pick_platform(platform_name).device_count()
-    if count < 2:
-        pytest.skip(f"two ranks need two devices, {platform_name} has {count} here")
+    need_two_devices(platform_name)
 
 
 @pytest.mark.parametrize("model_type", CASES)

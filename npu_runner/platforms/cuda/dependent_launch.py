@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-IS_WANTED = False
+IS_WANTED = True
 _LEAST_CAPABILITY = (9, 0)
 
 
