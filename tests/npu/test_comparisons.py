@@ -47,7 +47,7 @@ def test_a_side_that_fails_or_chooses_other_tokens_says_so() -> None:
 @pytest.mark.full("a job for each side of a comparison; batch jobs stay, and what the script says of sides that differ")
 def test_a_batch_job_is_compared_through_the_normal_path() -> None:
     command = ["scripts/compare_ascend.py", "--size", "tiny", "--repeats", "1", "--only", "threads"]
-    done = run_python(command, timeout=500)
+    done = run_python(command, timeout=500, memory_bytes=2 << 30)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])["found"]["threads"]
     assert list(found) == ["not set", "OMP_NUM_THREADS=4", "OMP_NUM_THREADS=8"]
