@@ -38,7 +38,8 @@ def test_a_collective_that_times_out_names_the_rank_that_does_not_answer(checkpo
     end = end_of_a_job(checkpoint("qwen3"), "stopped", tmp_path, "graph_mode='eager'", hccl_timeout_ms=10000)
     assert "rank 0 failed while decode of 1 sequences" in end["message"]
     assert "507048" in end["message"]
-    assert "rank 1 has not answered" in end["message"]
+    # It launches a step and answers; it may be stopped before or behind that.
+    assert "rank 1 has not answered" in end["message"] or "rank 1 is stopped" in end["message"]
 
 
 @emulated

@@ -78,13 +78,18 @@ class RankProcess:
     def read(self, reply: Record) -> Any:
         return pickle.loads(self._replies.read(reply.number, reply.length))
 
+    @property
+    def is_stopped(self) -> bool:
+        """As SIGSTOP leaves a process."""
+        return _state_of(self.process.pid) == "T"
+
     def seconds_stopped(self) -> float:
         """How long the process has been seen stopped, 0 while it is not. A busy one, or one that waits, is not.
 
         The system's word for it, and not a sign of life from the process: an extension that holds the interpreter's
         lock for minutes, as compilers do, could give none.
         """
-        if _state_of(self.process.pid) != "T":
+        if not self.is_stopped:
             self._stopped_since = None
             return 0.0
         self._stopped_since = self._stopped_since or time.monotonic()

@@ -155,9 +155,8 @@ class SharedMemoryExecutor(Executor):
         if reply.status == REFUSED and self._last.what == "start":
             self.close_now()
             raise value
-        others = [other for other in self._ranks if other is not rank and other.num_answered < reply.number]
-        silent = "".join(f"; rank {other.number} has not answered ({other.phase()})" for other in others)
-        self._fail(f"rank {rank.number} failed while {rank.phase()}{silent}: {value}",
+        others = "".join(_why_not_with_it(other, reply.number) for other in self._ranks if other is not rank)
+        self._fail(f"rank {rank.number} failed while {rank.phase()}{others}: {value}",
                    blame=_blame(reply.status, value))
 
     def _check_alive(self, late: list[RankProcess], deadline: float) -> None:
@@ -201,6 +200,15 @@ class SharedMemoryExecutor(Executor):
         for rank in self._ranks:
             if not rank.ends_until(deadline):
                 return  # busy or stuck; the finalizer kills it
+
+
+def _why_not_with_it(rank: RankProcess, number: int) -> str:
+    """What one hears of a rank that another waits for in vain in call `number`, if anything."""
+    if rank.num_answered < number:
+        return f"; rank {rank.number} has not answered ({rank.phase()})"
+    if rank.is_stopped:
+        return f"; rank {rank.number} is stopped (state T, as SIGSTOP leaves a process)"
+    return ""
 
 
 def _blame(status: int, value: Any) -> str | None:
