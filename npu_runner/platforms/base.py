@@ -155,6 +155,8 @@ class GraphCompiler(ABC):
 
     waits_for_replay: bool = False
     """What `before_replay` gives to a graph may still be read by its last replay: that is waited for first."""
+    context_lens_dtype: type[np.integer[Any]] = np.int32
+    """Of StepInputs.context_lens, as graphs read them."""
 
     @abstractmethod
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:

@@ -26,7 +26,7 @@ class StepInputs(NamedTuple):
     slot_mapping: Tensor
     """(T,) flat slot (block * S + offset) of each token; padding points into block 0."""
     context_lens: Tensor
-    """(B,) tokens of each sequence including this step's."""
+    """(B,) tokens of each sequence including this step's. int64 where a graph asks for it (GraphCompiler)."""
     block_tables: Tensor
     """(B, W), W blocks of the longest sequence that may come. What stands behind a row's context is nobody's."""
     state_slots: Tensor

@@ -140,6 +140,7 @@ class DecodeBuckets:
     def _make(self, size: int, forward: DecodeForward) -> Bucket:
         uniforms_B = np.zeros(size, dtype=np.float32)
         arrays = step_arrays(dummy_decode(size, 1), uniforms_B, 0, self.block_size, self.tables.on_host_SW)
+        arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
         layout, num_elements = plan_layout(arrays)
         staging = torch.zeros(num_elements, dtype=torch.int32)
         host = {name: view.numpy() for name, view in views(staging, layout).items()}

@@ -27,7 +27,12 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphSettings
 from npu_runner.platforms.dynamo import own_code
 from npu_runner.platforms.npu import torchair
-from npu_runner.platforms.npu.graphs import GraphEngineDecode, ResourceErrors, graph_engine_config
+from npu_runner.platforms.npu.graphs import (
+    GraphEngineCompiler,
+    GraphEngineDecode,
+    ResourceErrors,
+    graph_engine_config,
+)
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, soc_name
 from npu_runner.platforms.step_inputs import StepInputs
@@ -39,6 +44,8 @@ _MANIFEST = "manifest.json"
 
 class CachedGraphEngineCompiler(GraphCompiler):
     """Like GraphEngineCompiler, with graphs of earlier runs loaded where they fit to the last detail."""
+
+    context_lens_dtype = GraphEngineCompiler.context_lens_dtype
 
     def __init__(self, settings: GraphSettings):
         assert settings.cache_dir is not None, "without a folder there is GraphEngineCompiler"

@@ -14,6 +14,7 @@ class LimitedGraphCompiler(GraphCompiler):
 
     def __init__(self, compiler: GraphCompiler, most_graphs: int):
         self._compiler = compiler
+        self.context_lens_dtype = compiler.context_lens_dtype
         self._most_graphs = most_graphs
         self._batch_sizes: set[int] = set()
 

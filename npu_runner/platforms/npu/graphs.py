@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,6 +144,8 @@ def _in_place_operators() -> Iterator[None]:
 class GraphEngineCompiler(GraphCompiler):
     """One GE graph of static shape per bucket."""
 
+    context_lens_dtype = np.int64
+
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
         backend = torchair.load("torchair").get_npu_backend(compiler_config=graph_engine_config())
         module = GraphEngineDecode(forward, batch_size)
@@ -161,9 +164,9 @@ class GraphEngineDecode(torch.nn.Module):
         self.register_buffer("query_totals_B", totals_B.npu(), persistent=False)
 
     def decode(self, *tensors: Tensor) -> Tensor:
-        """Logits (B, vocabulary) of the tensors of a StepInputs."""
+        """Logits (B, vocabulary) of the tensors of a StepInputs, its lengths int64, as attention asks for them."""
         inputs = StepInputs(*tensors)
-        return self.step(inputs, DeviceLengths(self.query_totals_B, inputs.context_lens.to(torch.int64)))
+        return self.step(inputs, DeviceLengths(self.query_totals_B, inputs.context_lens))
 
 
 def graph_engine_config() -> Any:
