@@ -30,7 +30,7 @@ def assert_product(found: Tensor, x_MI: Tensor, weight_OI: Tensor, bias_O: Tenso
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("excess", [(0, 0), (0, 512), (6, 8)], ids=str)
 @pytest.mark.parametrize("num_outputs", [1024, 6144, 12_288, 151_936])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
 def test_a_product(device: torch.device, num_rows: int, num_outputs: int, excess: tuple[int, int], dtype: torch.dtype,
                    has_bias: bool) -> None:
     """With the tile that weights of so many outputs have: two of them, two steps, and what is left over."""
@@ -45,25 +45,34 @@ def test_a_product(device: torch.device, num_rows: int, num_outputs: int, excess
     assert_product(found, x_MI, weight_OI, bias)
 
 
-@pytest.mark.parametrize(("is_head", "num_rows"), [(False, 1), (False, 2), (True, 1), (True, 8), (True, 9)])
-def test_linear_takes_it_up_to_its_most_rows_and_compiles_it_before(device: torch.device, num_rows: int, is_head: bool,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_inputs", "num_rows"), [(1028, 1), (1028, 2), (1024, 1), (1024, 16), (1024, 17)])
+def test_linear_takes_it_up_to_its_most_rows_and_compiles_it_before(
+    device: torch.device, num_inputs: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows of 1,028 inputs no tiles can be copied at once: they are no multiples of 16 bytes."""
     from npu_runner.platforms.cuda import products
     from npu_runner.platforms.cuda.ops import TritonOps
 
-    if is_head:
-        monkeypatch.setattr(products, "_MANY_OUTPUTS", 1000)
-    most, compiled = (products.MOST_ROWS, [1, 2]) if is_head else (1, [1])
+    most, compiled = (products.MOST_ROWS, [1, 2]) if num_inputs == 1024 else (1, [1])
     calls: list[int] = []
     few_rows = products.few_rows
     monkeypatch.setattr(products, "few_rows", lambda x, *rest: calls.append(len(x)) or few_rows(x, *rest))
-    x_MI, weight_OI, bias_O = draw(num_rows, 1024, 1024, torch.bfloat16)
+    x_MI, weight_OI, bias_O = draw(num_rows, 1024, num_inputs, torch.bfloat16)
     ops = TritonOps()
     assert_product(ops.linear(x_MI.to(device), weight_OI.to(device), bias_O.to(device)), x_MI, weight_OI, bias_O)
     own = [num_rows] if num_rows <= most else []
     assert calls == [*compiled, *own]
     ops.linear(x_MI.to(device), weight_OI.to(device), bias_O.to(device))
     assert calls == [*compiled, *own, *own]
+
+
+def test_a_weight_whose_tiles_cannot_be_copied_at_once_stays_with_the_library(device: torch.device) -> None:
+    from npu_runner.platforms.cuda.products import MOST_ROWS, most_rows
+
+    weight_OI = torch.zeros(8192, 1024, dtype=torch.bfloat16, device=device)
+    assert most_rows(weight_OI) == MOST_ROWS
+    assert most_rows(weight_OI[:, :1020].contiguous()) == 1
+    assert most_rows(weight_OI.view(-1)[4 : 4 + 8191 * 1024].view(8191, 1024)) == 1
 
 
 def test_small_weights_and_float32_stay_with_the_library(device: torch.device) -> None:

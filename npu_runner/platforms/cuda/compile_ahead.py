@@ -24,6 +24,7 @@ import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,8 @@ def _kind(argument: Any) -> Any:
     """As much of an argument as a variant may depend on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, tuple(argument.block_shape)
     if isinstance(argument, int):
         return type(argument), argument == 1, argument % 16 == 0, argument.bit_length() < 32
     return float if isinstance(argument, float) else argument

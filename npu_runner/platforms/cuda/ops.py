@@ -35,7 +35,7 @@ class TritonOps(Ops):
         if torch.compiler.is_compiling() or not products.has_product(x_TD, weight_OD):
             return F.linear(x_TD, weight_OD, bias_O)
         self._compile_products(x_TD, weight_OD, bias_O)
-        if len(x_TD) > products.most_rows(len(weight_OD)):
+        if len(x_TD) > products.most_rows(weight_OD):
             return F.linear(x_TD, weight_OD, bias_O)
         return products.few_rows(x_TD, weight_OD, bias_O)
 
@@ -44,7 +44,7 @@ class TritonOps(Ops):
         kind = (*weight_OD.shape, weight_OD.dtype.itemsize, int(bias_O is not None))
         if kind not in self._compiled and len(x_TD):
             self._compiled.add(kind)
-            for num_rows in {1, min(2, products.most_rows(len(weight_OD)))}:
+            for num_rows in {1, min(2, products.most_rows(weight_OD))}:
                 products.few_rows(x_TD[:1].expand(num_rows, -1).contiguous(), weight_OD, bias_O)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -35,6 +35,8 @@ Capability = tuple[int, int]
 """A GPU's compute capability: (8, 0) is Ampere, (7, 5) Turing."""
 _BFLOAT16_SINCE: Capability = (8, 0)
 _FLASHINFER_SINCE: Capability = (7, 5)
+# Before, it had no tensor descriptors and no dependent launch.
+_LEAST_TRITON = (3, 4)
 
 
 def why_no_dtype(capability: Capability, dtype: torch.dtype) -> str | None:
@@ -71,9 +73,11 @@ class CudaPlatform(Platform):
         if not torch.cuda.is_available():
             return "no CUDA device is visible"
         try:
-            import triton  # noqa: F401
+            import triton
         except ImportError:
             return "triton is not installed"
+        if tuple(int(number) for number in triton.__version__.split(".")[:2]) < _LEAST_TRITON:
+            return f"triton {triton.__version__} is too old; {'.'.join(map(str, _LEAST_TRITON))} comes with torch 2.8"
         return None
 
     def prepare_process(self, rank: int, num_ranks: int) -> None:

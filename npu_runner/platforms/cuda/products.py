@@ -12,16 +12,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
+from npu_runner.platforms.cuda.dependent_launch import launch_settings, wait_for_earlier_kernels
 
-MOST_ROWS = 8
+MOST_ROWS = 16
 # Smaller weights are read in the time of a launch, whoever reads them; float32 products stay IEEE's in cuBLAS.
 _LEAST_FEATURES = 1024
 # Weights with more outputs are those of heads.
 _MANY_OUTPUTS = 65_536
 _DTYPES = (torch.bfloat16, torch.float16)
 _TENSOR_CORE_ROWS = 16
+# Elements of each row of the weight that a kernel asks for before it waits; a line of the L2 cache has 64 of two bytes.
+_AHEAD = 256
+_LINE = tl.constexpr(64)
+# Elements that rows of a weight must be multiples of, for whole tiles of it to be copied at once.
+_TILE_ALIGNMENT = 8
 # A step's number of rows is no constant of a kernel.
 _CHANGES = ["num_rows"]
 
@@ -41,9 +47,10 @@ def has_product(x_MI: Tensor, weight_OI: Tensor) -> bool:
             and min(weight_OI.shape) >= _LEAST_FEATURES)
 
 
-def most_rows(num_outputs: int) -> int:
-    """Up to how many rows the kernel was quicker than cuBLAS on an H200: one, but with the weight of a head."""
-    return MOST_ROWS if num_outputs > _MANY_OUTPUTS else 1
+def most_rows(weight_OI: Tensor) -> int:
+    """Up to how many rows `few_rows` takes: as many as it was quicker with than cuBLAS on an H200."""
+    has_tiles = weight_OI.shape[1] % _TILE_ALIGNMENT == 0 and weight_OI.data_ptr() % 16 == 0
+    return MOST_ROWS if has_tiles else 1
 
 
 def tile_of(num_rows: int, num_outputs: int) -> Tile:
@@ -52,7 +59,7 @@ def tile_of(num_rows: int, num_outputs: int) -> Tile:
         if num_outputs > _MANY_OUTPUTS:
             return Tile(16, 256, 4, 4)
         return Tile(4, 1024, 4, 1) if num_outputs > 4096 else Tile(8, 512, 4, 3)
-    return Tile(64, 128, 4, 4) if num_outputs > 8192 else Tile(32, 128, 4, 5)
+    return Tile(128, 128, 4, 3) if num_outputs > 8192 else Tile(64, 128, 4, 6)
 
 
 def few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: Tile | None = None) -> Tensor:
@@ -69,8 +76,9 @@ def few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: Tile 
     if num_rows == 1:
         _one_row[grid](*arguments, num_outputs, num_inputs, **settings, **launch_settings())
     else:
-        _few_rows[grid](*arguments, num_rows, num_outputs, num_inputs, x_MI.stride(0), ROWS=_TENSOR_CORE_ROWS,
-                        **settings)
+        tiles = TensorDescriptor.from_tensor(weight_OI, [tile.outputs, tile.inputs])
+        _few_rows[grid](tiles, *arguments, num_rows, num_outputs, num_inputs, x_MI.stride(0), ROWS=_TENSOR_CORE_ROWS,
+                        AHEAD=_AHEAD, **settings, **launch_settings())
     return out_MO
 
 
@@ -87,10 +95,10 @@ def _one_row(x, weight, bias, out, num_outputs, num_inputs, HAS_BIAS: tl.constex
     if IS_DEPENDENT and IS_EVEN:
         begin = INPUTS
         weights = tl.load(places, eviction_policy="evict_first")
-        after_earlier_kernels(IS_DEPENDENT)
+        wait_for_earlier_kernels(IS_DEPENDENT)
         sums = weights.to(tl.float32) * tl.load(x + inputs).to(tl.float32)[None, :]
     else:
-        after_earlier_kernels(IS_DEPENDENT)
+        wait_for_earlier_kernels(IS_DEPENDENT)
     for start in tl.range(begin, num_inputs, INPUTS, num_stages=STAGES):
         if IS_EVEN:
             weights = tl.load(places + start, eviction_policy="evict_first")
@@ -107,28 +115,36 @@ def _one_row(x, weight, bias, out, num_outputs, num_inputs, HAS_BIAS: tl.constex
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def _few_rows(x, weight, bias, out, num_rows, num_outputs, num_inputs, stride_x, HAS_BIAS: tl.constexpr,
+def _few_rows(tiles, x, weight, bias, out, num_rows, num_outputs, num_inputs, stride_x, HAS_BIAS: tl.constexpr,
               IS_EVEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
-              ROWS: tl.constexpr):
-    """On tensor cores, the weight's tile as the left factor: it has the rows that these want."""
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+              ROWS: tl.constexpr, AHEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """On tensor cores, the weight's tile as the left factor: it has the rows that these want. `tiles` describes
+    `weight`; what a tile has beyond its edges is 0. The first weights are asked for before the kernel waits."""
+    first = tl.program_id(0) * OUTPUTS
+    outputs = first + tl.arange(0, OUTPUTS)
     rows = tl.arange(0, ROWS)
     inputs = tl.arange(0, INPUTS)
-    is_output = outputs < num_outputs
     is_row = rows < num_rows
-    places = weight + outputs.to(tl.int64)[:, None] * num_inputs + inputs[None, :]
+    if IS_DEPENDENT:
+        lines = tl.arange(0, AHEAD // _LINE) * _LINE
+        _fetch(weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * num_inputs + lines[None, :])
+    wait_for_earlier_kernels(IS_DEPENDENT)
     sources = x + rows[None, :] * stride_x + inputs[:, None]
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
-        if IS_EVEN:
-            weights = tl.load(places + start, eviction_policy="evict_first")
-            values = tl.load(sources + start, mask=is_row[None, :], other=0.0)
-        else:
-            is_input = start + inputs < num_inputs
-            weights = tl.load(places + start, mask=is_output[:, None] & is_input[None, :], other=0.0)
-            values = tl.load(sources + start, mask=is_row[None, :] & is_input[:, None], other=0.0)
-        sums = tl.dot(weights, values, sums)
+        is_there = is_row[None, :]
+        if not IS_EVEN:
+            is_there = is_there & (start + inputs < num_inputs)[:, None]
+        sums = tl.dot(tiles.load([first, start]), tl.load(sources + start, mask=is_there, other=0.0), sums)
+    is_output = outputs < num_outputs
     if HAS_BIAS:
         sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
     tl.store(out + rows[None, :] * num_outputs + outputs[:, None], sums.to(out.dtype.element_ty),
              mask=is_row[None, :] & is_output[:, None])
+
+
+@triton.jit
+def _fetch(places):
+    """Asks for what lies there to come into the L2 cache, and waits for nothing."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32,
+                              is_pure=False, pack=1)
