@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,11 +31,10 @@ from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import GraphResourceError, GraphSettings
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
-from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes, most_padding
+from npu_runner.runner.buckets import bucket_sizes, most_padding
+from npu_runner.runner.decode_graphs import compile_decode_graphs
 from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
-from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
 from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
 from npu_runner.runner.memory_guard import MemoryGuard
 from npu_runner.runner.memory_profile import MemoryMeter, weights_bytes
@@ -47,9 +45,7 @@ from npu_runner.runner.start_clock import StartClock
 from npu_runner.runner.state_plan import StateShape
 from npu_runner.runner.state_pool import StatePool
 from npu_runner.runner.step import StepRunner, StepUnderWay
-from npu_runner.runner.step_arrays import step_arrays
 from npu_runner.runner.step_clock import StepClock
-from npu_runner.runner.votes import Votes
 from npu_runner.runner.windows import cache_window
 from npu_runner.weights.loader import fill_with_random_weights
 from npu_runner.weights.reader import CheckpointReader
@@ -240,74 +236,17 @@ class ModelRunner(ModelRunnerBase):
 
     def compile_decode(self) -> None:
         """Compile the decode forward for every bucket, largest first."""
-        sizes = bucket_sizes(self.settings.max_num_seqs, self.config.graph_batch_sizes)
-        compiler = self.platform.make_graph_compiler(self._graph_settings())
-        buckets = DecodeBuckets(sizes, compiler, block_size=self.settings.block_size,
-                                last_tokens=self.steps.last_tokens_S, tables=self.steps.tables,
-                                max_padding=self.states.plan.num_padding if self.states else None)
-        self.steps.buckets = buckets
-        eager = self.steps.decode_step.forward
-        votes = Votes(self.tp, self.config.step_timeout_seconds)
-
-        def warm_up(batch_size: int) -> None:
-            self._progress("compiling", f"bucket {batch_size}")
-            own = self._why_no_graph(batch_size)
-            if own:
-                self._progress("compiling", f"no graph for bucket {batch_size} ({own}), if all ranks do without")
-            # No rank can go without alone: the others would wait for it in that graph's collectives.
-            refusal = votes.refusal(f"the graph of batch size {batch_size}", own)
-            if refusal:
-                raise GraphResourceError(refusal)
-
-        def agrees(bucket: Bucket) -> bool:
-            self._progress("comparing the kept graph of", f"bucket {bucket.batch_size}")
-            return agrees_with_eager(
-                bucket, eager, self.attention, lambda batch: self._fill(bucket, batch), self._reset_states,
-                last_tokens=self.steps.last_tokens_S, tables=self.steps.tables, num_blocks=self.num_blocks,
-                vocab_size=self.model_config.vocab_size, dtype=self.dtype,
-            )
-
-        buckets.compile_all(eager, warm_up, agrees, votes)
+        compile_decode_graphs(self, self._progress)
         self.k_cache.zero_()
         self.v_cache.zero_()
         self.steps.last_tokens_S.zero_()
         self.steps.tables.clear()
-        self._reset_states()
+        self.reset_states()
         self.platform.synchronize()
 
-    def _why_no_graph(self, batch_size: int) -> str | None:
-        """Run a bucket until nothing is compiled any more; returns what the device lacks for that, if it does."""
-        try:
-            # The first call compiles or captures, the second proves that it stays compiled.
-            self.dummy_run(batch_size, batch_size, expected_decode_len=2, in_capturing=True)
-        except GraphResourceError as full:
-            return str(full)
-        except (RuntimeError, MemoryError) as error:
-            # With several ranks it may have run out between two collectives, where the others wait.
-            if self.tp.size > 1 or not self.platform.is_out_of_memory(error):
-                raise
-            return str(error).partition("\n")[0]
-        return None
-
-    def _fill(self, bucket: Bucket, batch: ScheduledBatch) -> dict[str, np.ndarray]:
-        """A made-up decode step into a bucket's buffers."""
-        uniforms_B = np.zeros(batch.batch_size, dtype=np.float32)
-        tables = self.steps.tables
-        tables.learn(batch.new_blocks_N3)
-        arrays = step_arrays(batch, uniforms_B, 0, self.settings.block_size, tables.on_host_SW)
-        return self.steps.fill(bucket, batch, arrays)
-
-    def _graph_settings(self) -> GraphSettings:
-        """With whatever shapes a decode graph, short of the vendor's own versions."""
-        settings = dataclasses.replace(self.settings, graph_cache_dir=None)
-        identity = {
-            "model_config": repr(self.model_config), "settings": repr(settings), "num_blocks": self.num_blocks,
-            "max_model_len": self.max_model_len, "states": repr(self.states.plan if self.states else None),
-            "rank": self.tp.rank, "num_ranks": self.tp.size,
-            "source": source_fingerprint(self.model),
-        }
-        folder = self.settings.graph_cache_dir
-        return GraphSettings(mode=self.settings.graph_mode, identity=identity, cache_dir=folder)
+    def reset_states(self) -> None:
+        if self.states is not None:
+            self.states.zero()
 
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
@@ -452,10 +391,6 @@ class ModelRunner(ModelRunnerBase):
     def _most_padding(self, max_num_seqs: int) -> int:
         is_eager = self.settings.graph_mode == "eager"
         return 0 if is_eager else most_padding(bucket_sizes(max_num_seqs, self.config.graph_batch_sizes))
-
-    def _reset_states(self) -> None:
-        if self.states is not None:
-            self.states.zero()
 
     @property
     def _reserved_bytes(self) -> int:
