@@ -16,6 +16,7 @@ from npu_runner.layers.parallel import LayerContext
 from npu_runner.model_config import ModelConfig, PoolingConfig
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.multimodal.processor_settings import ProcessorSettings
 from npu_runner.pooling_config import read_pooling
 from npu_runner.weights.reader import CheckpointReader
 
@@ -89,15 +90,14 @@ class LoadStrategy(ABC):
 
     def processor(self, config: RunnerConfig) -> ChatProcessor:
         """Chat messages and pictures to prompts; picklable, for worker processes."""
-        return ChatProcessor(
-            str(self.path),
+        settings = ProcessorSettings(
             image_min_pixels=config.image_min_pixels,
             image_max_pixels=config.image_max_pixels,
+            max_source_pixels=config.max_source_pixels,
+            max_images_per_prompt=config.max_images_per_prompt,
             takes_videos=self.takes_videos,
             video_fps=config.video_fps,
             video_max_frames=config.video_max_frames,
-            max_images_per_prompt=config.max_images_per_prompt,
-            max_source_pixels=config.max_source_pixels,
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs_per_request,
             uses_mrope=self.read_config().rope.mrope_section is not None,
@@ -106,6 +106,7 @@ class LoadStrategy(ABC):
             tool_call_parser=config.tool_call_parser,
             pooling=self.pooling(config),
         )
+        return ChatProcessor(str(self.path), settings)
 
     @abstractmethod
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -22,8 +23,8 @@ from npu_runner.checkpoint_files import model_folder, require_json
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import with_grammar
-from npu_runner.limits import LIMITS, check_logprobs, check_prompt_logprobs
-from npu_runner.model_config import ModelConfig, PoolingConfig
+from npu_runner.limits import check_logprobs, check_prompt_logprobs
+from npu_runner.model_config import ModelConfig
 from npu_runner.multimodal.chat_prompt import ChatPrompts
 from npu_runner.multimodal.chat_template import read_chat_template
 from npu_runner.multimodal.control_tokens import ControlTokens
@@ -33,6 +34,7 @@ from npu_runner.multimodal.images import image_input
 from npu_runner.multimodal.inputs import ImageInput, PromptInputs
 from npu_runner.multimodal.messages import check_ending, checked_text, parse_messages
 from npu_runner.multimodal.mrope import asks_for_mrope
+from npu_runner.multimodal.processor_settings import ProcessorSettings
 from npu_runner.multimodal.reasoning import find_reasoning_tokens, thinking_after
 from npu_runner.multimodal.sampling_ids import resolve_sampling
 from npu_runner.multimodal.text_length import TextLength
@@ -45,6 +47,8 @@ from npu_runner.pooling_params import PoolingParams
 from npu_runner.sampling_params import SamplingParams
 from npu_runner.structured_outputs import StructuredOutputsParams
 
+_DEFAULTS = ProcessorSettings()
+
 
 class ChatProcessor:
     """Prepares prompts for one checkpoint. Cheap to pickle: a worker process reads the files again.
@@ -52,52 +56,11 @@ class ChatProcessor:
     Raises ModelError when the folder lacks a file or has a broken one, RequestError for a prompt it cannot prepare.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        image_min_pixels: int | None = None,
-        image_max_pixels: int | None = None,
-        takes_videos: bool = False,
-        video_fps: float | None = None,
-        video_max_frames: int | None = None,
-        max_images_per_prompt: int = LIMITS.max_images_per_prompt,
-        max_source_pixels: int = LIMITS.max_source_pixels,
-        max_model_len: int | None = None,
-        max_logprobs: int = LIMITS.max_logprobs_per_request,
-        uses_mrope: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reasoning_parser: str = "auto",
-        tool_call_parser: str = "auto",
-        pooling: PoolingConfig | None = None,
-    ):
-        """`image_*_pixels` bound the resized picture (None: as the checkpoint says), `max_source_pixels` the file.
-        `takes_videos`: the family sees films; `video_fps`, `video_max_frames`: how many frames of them.
-
-        A prompt that cannot be shorter than `max_model_len` is refused before it is tokenized. `chat_template_kwargs`
-        count for conversations that do not set the same name themselves. With `pooling` prompts are for vectors.
-        """
-        self._settings = {
-            "image_min_pixels": image_min_pixels,
-            "image_max_pixels": image_max_pixels,
-            "takes_videos": takes_videos,
-            "video_fps": video_fps,
-            "video_max_frames": video_max_frames,
-            "max_images_per_prompt": max_images_per_prompt,
-            "max_source_pixels": max_source_pixels,
-            "max_model_len": max_model_len,
-            "max_logprobs": max_logprobs,
-            "uses_mrope": uses_mrope,
-            "chat_template_kwargs": chat_template_kwargs,
-            "reasoning_parser": reasoning_parser,
-            "tool_call_parser": tool_call_parser,
-            "pooling": pooling,
-        }
-        self.pooling = pooling
+    def __init__(self, model_path: str, settings: ProcessorSettings = _DEFAULTS):
         self.model_path = str(model_path)
-        self.max_images_per_prompt = max_images_per_prompt
-        self.max_source_pixels = max_source_pixels
-        self.max_logprobs = max_logprobs
+        self.settings = settings
+        self.pooling = settings.pooling
+        self.max_logprobs = settings.max_logprobs
         folder = model_folder(model_path)
         config = require_json(folder, "config.json")
         self.tokenizer: Tokenizer = read_tokenizer(folder)
@@ -106,35 +69,22 @@ class ChatProcessor:
         self.hidden_size: int | None = text_config.get("hidden_size")
         self.vocab_size: int | None = text_config.get("vocab_size", config.get("vocab_size"))
         num_positions = text_config.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)
-        self.max_model_len: int = max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN)
+        self.max_model_len: int = settings.max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN)
         """The engine's may be shorter, where memory is."""
         self._text_length = TextLength(self.tokenizer, self.max_model_len)
         self.has_vision = isinstance(config.get("vision_config"), dict)
-        self.uses_mrope = asks_for_mrope(config) if uses_mrope is None else uses_mrope
+        self.uses_mrope = asks_for_mrope(config) if settings.uses_mrope is None else settings.uses_mrope
         self.image_settings: ImageSettings | None = None
         if self.has_vision:
-            self.image_settings = read_image_settings(
-                folder, config, min_pixels=image_min_pixels, max_pixels=image_max_pixels
-            )
-        films, no_films = None, "its family has none here"
-        if takes_videos:
-            try:
-                films = read_film_prompts(folder, config, self.tokenizer, fps=video_fps, max_frames=video_max_frames)
-            except ModelError as error:  # pictures and text are served all the same
-                no_films = str(error)
-        for name in ("video_fps", "video_max_frames"):
-            if films is None and self._settings[name] is not None:
-                raise ConfigError(f"{name} {self._settings[name]}: this model takes no films: {no_films}")
-        self._vision = VisionPrompts(
-            image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
-            video_token_id=config.get("video_token_id"), settings=self.image_settings, films=films,
-            no_films=no_films, text_length=self._text_length, max_source_pixels=max_source_pixels,
-            uses_mrope=self.uses_mrope,
-        )  # fmt: skip
+            self.image_settings = read_image_settings(folder, config, min_pixels=settings.image_min_pixels,
+                                                      max_pixels=settings.image_max_pixels)
+        self._vision = self._vision_prompts(folder, config)
         self._template = read_chat_template(folder, has_vision=self.has_vision)
-        self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if reasoning_parser == "auto" else None
+        finds_reasoning = settings.reasoning_parser == "auto"
+        self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if finds_reasoning else None
         """Answers to conversations are split at them; None: they stay as they are."""
-        self._tool_call_parser = find_tool_parser(tool_call_parser, self._template.source if self._template else None)
+        self._tool_call_parser = find_tool_parser(settings.tool_call_parser,
+                                                  self._template.source if self._template else None)
         self._control = ControlTokens(
             self.tokenizer, self._template.literals() if self._template else (),
             read_vision_tokens(config, self.tokenizer),
@@ -142,15 +92,31 @@ class ChatProcessor:
         self._chat = ChatPrompts(model_path=self.model_path, template=self._template, control=self._control,
                                  adds_special_tokens=self.has_vision)
         try:
-            self._template_kwargs = self._chat.checked_kwargs(chat_template_kwargs or {})
+            self._template_kwargs = self._chat.checked_kwargs(settings.chat_template_kwargs or {})
         except RequestError as error:  # nobody's request: a setting
             raise ConfigError(error.message) from error
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model_path": self.model_path, **self._settings}
+    def _vision_prompts(self, folder: Path, config: Mapping[str, Any]) -> VisionPrompts:
+        """Raises ConfigError for settings of films that the model does not take."""
+        settings = self.settings
+        films, no_films = None, "its family has none here"
+        if settings.takes_videos:
+            try:
+                films = read_film_prompts(folder, config, self.tokenizer, fps=settings.video_fps,
+                                          max_frames=settings.video_max_frames)
+            except ModelError as error:  # pictures and text are served all the same
+                no_films = str(error)
+        for name, value in settings.of_films().items():
+            if films is None and value is not None:
+                raise ConfigError(f"{name} {value}: this model takes no films: {no_films}")
+        return VisionPrompts(
+            image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
+            video_token_id=config.get("video_token_id"), settings=self.image_settings, films=films, no_films=no_films,
+            text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope,
+        )  # fmt: skip
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[ChatProcessor], tuple[str, ProcessorSettings]]:
+        return type(self), (self.model_path, self.settings)
 
     @property
     def has_chat_template(self) -> bool:
@@ -162,7 +128,7 @@ class ChatProcessor:
 
         Raises RequestError where nobody has said so and no parser is known.
         """
-        if self._tool_call_parser is None and self._settings["tool_call_parser"] == "auto":
+        if self._tool_call_parser is None and self.settings.tool_call_parser == "auto":
             raise RequestError(
                 "tools: how this model writes its calls is not known; name a parser with --tool-call-parser, or none "
                 "to have them as text", "unsupported_parameter", "tools",
@@ -196,8 +162,8 @@ class ChatProcessor:
         """
         films = self._vision.films_as(mm_processor_kwargs)
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
-        conversation = parse_messages(messages, has_vision=self.has_vision, max_images=self.max_images_per_prompt,
-                                      needs_text=self.pooling is None)
+        conversation = parse_messages(messages, has_vision=self.has_vision, needs_text=self.pooling is None,
+                                      max_images=self.settings.max_images_per_prompt)
         check_ending(conversation, add_generation_prompt, continue_final_message)
         checked_tools = None if tools is None else parse_tools(tools)
         texts = [text for _, text in conversation.texts()] + strings_in(checked_tools)
@@ -235,9 +201,9 @@ class ChatProcessor:
         if located and not self.has_vision:
             where = located[0][1].partition("[")[0]
             raise RequestError(f"this model reads text only; remove the {where}", "model_has_no_vision", where)
-        if len(located) > self.max_images_per_prompt:
+        if len(located) > self.settings.max_images_per_prompt:
             raise RequestError(
-                f"{len(located)} pictures and films, at most {self.max_images_per_prompt} are allowed "
+                f"{len(located)} pictures and films, at most {self.settings.max_images_per_prompt} are allowed "
                 "(max_images_per_prompt)", "too_many_images", located[-1][1].partition("[")[0],
             )  # fmt: skip
 
@@ -367,8 +333,8 @@ class ChatProcessor:
             "image_token_id": self._vision.image_token_id,
             "image_settings": asdict(self.image_settings) if self.image_settings else None,
             "uses_mrope": self.uses_mrope,
-            "max_images_per_prompt": self.max_images_per_prompt,
-            "max_source_pixels": self.max_source_pixels,
+            "max_images_per_prompt": self.settings.max_images_per_prompt,
+            "max_source_pixels": self.settings.max_source_pixels,
             # Another resizing or another split into words is another prompt.
             "pillow": PIL.__version__,
             "tokenizers": tokenizers.__version__,
@@ -376,10 +342,9 @@ class ChatProcessor:
             **({"decoders": decoders} if (decoders := self._decoders()) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"reasoning_tokens": asdict(self.reasoning_tokens)} if self.reasoning_tokens else {}),
-            **{name: self._settings[name] for name in ("video_fps", "video_max_frames")
-               if self._settings[name] is not None},
+            **{name: value for name, value in self.settings.of_films().items() if value is not None},
             # What auto comes to follows from the template.
-            **({"tool_call_parser": setting} if (setting := self._settings["tool_call_parser"]) != "auto" else {}),
+            **({"tool_call_parser": setting} if (setting := self.settings.tool_call_parser) != "auto" else {}),
         }
 
     def _decoders(self) -> dict[str, str]:

@@ -22,6 +22,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.limits import LIMITS, Limits
 from npu_runner.multimodal.media import MediaRules
 from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.multimodal.processor_settings import ProcessorSettings
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedProcessor, prepared, read_rows, row
 
@@ -97,7 +98,7 @@ def test_a_row_is_as_long_as_its_limit(processor: ChatProcessor) -> None:
 def test_log_probabilities_are_counted_before_they_are_made(n: int, max_tokens: int | None, top: int) -> None:
     def asked(max_tokens: int | None) -> tuple[str, str]:
         numbers = {"n": n, "max_tokens": max_tokens, "logprobs": True, "top_logprobs": top}
-        return refusal(ChatProcessor(str(SHAPES_VL), max_model_len=300_000), numbers)
+        return refusal(ChatProcessor(str(SHAPES_VL), ProcessorSettings(max_model_len=300_000)), numbers)
 
     if max_tokens is not None:
         assert asked(max_tokens) == ("fine", "")
@@ -167,7 +168,7 @@ def test_pictures_that_no_longer_fit_are_not_read(pictures: Path, reads: list[st
         Image.new("RGB", (64, 64), (number, 0, 0)).save(pictures / f"{number}.png")
     encoded = (pictures / "0.png").read_bytes()
     num_tokens = ChatProcessor(str(SHAPES_VL)).from_text("<|image_pad|>", [encoded]).images[0].num_tokens
-    processor = ChatProcessor(str(SHAPES_VL), max_model_len=3 * num_tokens + 20)
+    processor = ChatProcessor(str(SHAPES_VL), ProcessorSettings(max_model_len=3 * num_tokens + 20))
     rules = MediaRules(allowed_dir=pictures)
     assert refusal(processor, asks(*[f"{number}.png" for number in range(8)]), media=rules)[0] == "prompt_too_long"
     assert reads == ["0.png", "1.png", "2.png"]
@@ -192,7 +193,7 @@ class CountingTokenizer:
 
 
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
-    processor = ChatProcessor(str(SHAPES_VL), max_model_len=256)
+    processor = ChatProcessor(str(SHAPES_VL), ProcessorSettings(max_model_len=256))
     lengths = processor._text_length
     lengths._tokenizer = counting = CountingTokenizer(processor.tokenizer)
     longest = max(map(len, processor.tokenizer.get_vocab()))
@@ -204,7 +205,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
 
 
 def test_of_a_long_text_no_more_is_tokenized_than_shows_that_it_is_too_long() -> None:
-    processor = ChatProcessor(str(SHAPES_VL), max_model_len=40_000)
+    processor = ChatProcessor(str(SHAPES_VL), ProcessorSettings(max_model_len=40_000))
     counting = CountingTokenizer(processor.tokenizer)
     processor._text_length._tokenizer = counting
     text = "Which shapes are there? " * 20_000
@@ -218,12 +219,12 @@ def test_of_a_long_text_no_more_is_tokenized_than_shows_that_it_is_too_long() ->
 
 @pytest.mark.parametrize("text", ["Which shapes are there? ", "ab", "\u4f60\u597d", " \n"])
 def test_no_text_is_refused_that_fits(text: str) -> None:
-    processor = ChatProcessor(str(SHAPES_VL), max_model_len=1_000_000)
+    processor = ChatProcessor(str(SHAPES_VL), ProcessorSettings(max_model_len=1_000_000))
     whole = "?" + text * 3000
     num_tokens = len(processor([{"role": "user", "content": whole}]).token_ids)
-    exact = ChatProcessor(str(SHAPES_VL), max_model_len=num_tokens + 1)
+    exact = ChatProcessor(str(SHAPES_VL), ProcessorSettings(max_model_len=num_tokens + 1))
     assert len(exact([{"role": "user", "content": whole}]).token_ids) == num_tokens
-    tight = ChatProcessor(str(SHAPES_VL), max_model_len=num_tokens)
+    tight = ChatProcessor(str(SHAPES_VL), ProcessorSettings(max_model_len=num_tokens))
     assert refusal(tight, {"messages": [{"role": "user", "content": whole}]})[0] == "prompt_too_long"
 
 

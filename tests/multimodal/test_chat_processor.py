@@ -23,6 +23,7 @@ from transformers import ProcessorMixin
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.multimodal.processor_settings import ProcessorSettings
 
 # Only tokenizers do in the last transformers for Python 3.10.
 PROCESSORS_ESCAPE = "sanitize_control_tokens" in inspect.signature(ProcessorMixin.apply_chat_template).parameters
@@ -231,7 +232,7 @@ def test_a_text_model_refuses_pictures_and_joins_text_parts(llama: ChatProcessor
 
 
 def test_a_pickled_processor_makes_the_same_prompt(qwen_folder: Path) -> None:
-    first = ChatProcessor(str(qwen_folder), image_max_pixels=96 * 96, max_images_per_prompt=2)
+    first = ChatProcessor(str(qwen_folder), ProcessorSettings(image_max_pixels=96 * 96, max_images_per_prompt=2))
     again = pickle.loads(pickle.dumps(first))
     messages = [user([image(width=300, height=300), text("?")])]
     assert again(messages).token_ids == first(messages).token_ids
@@ -243,7 +244,7 @@ def test_identity_differs_with_every_thing_that_shapes_prompts(qwen_folder: Path
     base = ChatProcessor(str(qwen_folder))
     variants = [
         base,
-        ChatProcessor(str(qwen_folder), image_max_pixels=96 * 96),
+        ChatProcessor(str(qwen_folder), ProcessorSettings(image_max_pixels=96 * 96)),
         ChatProcessor(str(write_qwen_vl(tmp_path / "mean", image_mean=[0.1, 0.2, 0.3]))),
     ]
     changed = write_qwen_vl(tmp_path / "template")
@@ -268,8 +269,8 @@ def test_identity_holds_the_versions_of_decoders_that_a_model_has_a_use_for(
     qwen_folder: Path, llama: ChatProcessor
 ) -> None:
     heif, films = (importlib.metadata.version(name) for name in ("pillow-heif", "av"))
-    assert ChatProcessor(str(qwen_folder), takes_videos=True).identity()["decoders"] == {"pillow-heif": heif,
-                                                                                        "av": films}
+    takes_films = ChatProcessor(str(qwen_folder), ProcessorSettings(takes_videos=True))
+    assert takes_films.identity()["decoders"] == {"pillow-heif": heif, "av": films}
     assert ChatProcessor(str(qwen_folder)).identity()["decoders"] == {"pillow-heif": heif}
     assert "decoders" not in llama.identity()
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.limits import LIMITS
 from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.multimodal.processor_settings import ProcessorSettings
 from npu_runner.multimodal.reasoning import find_reasoning_tokens, thinking_after
 from tests.oracle.thinking_checkpoints import LEAVES_IT, OPENS, make_thinking
 
@@ -49,7 +50,8 @@ def test_prompts_with_kwargs_are_transformers(folders: dict[str, Path], name: st
     for kwargs in KWARGS:
         expected = theirs.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False, **kwargs)
         assert ours(conversation, kwargs).token_ids == expected
-        assert ChatProcessor(str(folders[name]), chat_template_kwargs=kwargs)(conversation).token_ids == expected
+        as_a_setting = ChatProcessor(str(folders[name]), ProcessorSettings(chat_template_kwargs=kwargs))
+        assert as_a_setting(conversation).token_ids == expected
 
 
 @pytest.mark.parametrize("conversation", [ASKS, REPLAYED])
@@ -61,7 +63,8 @@ def test_where_the_prompt_leaves_thinking_is_found_at_its_end_alone(
     folders: dict[str, Path], conversation: Any, name: str, kwargs: dict[str, Any], thinking: str
 ) -> None:
     assert ChatProcessor(str(folders[name]))(conversation, kwargs).thinking == thinking
-    assert ChatProcessor(str(folders[name]), reasoning_parser="none")(conversation, kwargs).thinking is None
+    unparsed = ChatProcessor(str(folders[name]), ProcessorSettings(reasoning_parser="none"))
+    assert unparsed(conversation, kwargs).thinking is None
 
 
 def test_a_tag_that_a_user_typed_opens_nothing(folders: dict[str, Path]) -> None:
@@ -79,7 +82,8 @@ def test_raw_prompts_and_models_that_do_not_think_are_not_split(opens: ChatProce
 
 
 def test_the_settings_count_where_the_request_says_nothing(folders: dict[str, Path], opens: ChatProcessor) -> None:
-    ours = ChatProcessor(str(folders["opens"]), chat_template_kwargs={"enable_thinking": False, "effort": "low"})
+    kwargs = {"enable_thinking": False, "effort": "low"}
+    ours = ChatProcessor(str(folders["opens"]), ProcessorSettings(chat_template_kwargs=kwargs))
     assert ours(ASKS).thinking == "closed"
     assert ours(ASKS, {"effort": "high"}).thinking == "closed"
     assert ours(ASKS, {"enable_thinking": True}).token_ids == opens(ASKS).token_ids
@@ -142,14 +146,14 @@ def test_a_wrong_one_is_named(opens: ChatProcessor, kwargs: Any, code: str, word
 @pytest.mark.parametrize("kwargs", [{"enable_thinkin": False}, {"tools": []}, {"notes": nested(9)}])
 def test_a_wrong_setting_is_named_before_anything_is_prepared(folders: dict[str, Path], kwargs: Any) -> None:
     with pytest.raises(ConfigError, match="chat_template_kwargs"):
-        ChatProcessor(str(folders["opens"]), chat_template_kwargs=kwargs)
+        ChatProcessor(str(folders["opens"]), ProcessorSettings(chat_template_kwargs=kwargs))
 
 
 def test_without_a_template_there_is_nothing_to_set(folders: dict[str, Path], tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((folders["opens"] / name).read_bytes())
     with pytest.raises(ConfigError, match="no chat template"):
-        ChatProcessor(str(tmp_path), chat_template_kwargs={"enable_thinking": False})
+        ChatProcessor(str(tmp_path), ProcessorSettings(chat_template_kwargs={"enable_thinking": False}))
 
 
 def test_a_name_counts_as_read_wherever_the_template_looks_at_it(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -172,7 +176,7 @@ def test_a_name_counts_as_read_wherever_the_template_looks_at_it(folders: dict[s
 
 
 def test_a_prompt_that_kwargs_make_too_long_is_refused_unseen(folders: dict[str, Path]) -> None:
-    processor = ChatProcessor(str(folders["opens"]), max_model_len=64)
+    processor = ChatProcessor(str(folders["opens"]), ProcessorSettings(max_model_len=64))
     with pytest.raises(RequestError) as caught:
         processor(ASKS, {"notes": "x" * 60_000})
     assert caught.value.code == "prompt_too_long"

@@ -14,6 +14,7 @@ from npu_runner.errors import RequestError
 from npu_runner.multimodal.image_settings import LOW_DETAIL_PIXELS, ImageSettings
 from npu_runner.multimodal.media import MediaRules, resolve_media
 from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.multimodal.processor_settings import ProcessorSettings
 from npu_runner.sampling_params import SamplingParams
 
 LONG = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "what colour is it? " * 40}]
@@ -22,7 +23,7 @@ PICTURE = {"type": "image", "image": Image.new("RGB", (200, 200))}
 
 @pytest.fixture(scope="module")
 def short(qwen_folder: Path) -> ChatProcessor:
-    return ChatProcessor(str(qwen_folder), max_model_len=50)
+    return ChatProcessor(str(qwen_folder), ProcessorSettings(max_model_len=50))
 
 
 @pytest.mark.parametrize("most", [1, 7, 49])
@@ -85,14 +86,14 @@ def asked(url: str, *details: str | None) -> list[dict[str, Any]]:
 def test_low_detail_is_a_picture_of_at_most_512_by_512(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    processor = ChatProcessor(str(write_qwen_vl(folder)), image_max_pixels=4096 * 4096)
+    processor = ChatProcessor(str(write_qwen_vl(folder)), ProcessorSettings(image_max_pixels=4096 * 4096))
     noise = np.random.default_rng(0).integers(0, 256, (1500, 1000, 3), dtype=np.uint8)
     url = url_of(Image.fromarray(noise), tmp_path)
     rules = MediaRules(allowed_dir=tmp_path)
     prompt = processor(resolve_media(asked(url, "low", "auto", None, "high", "low"), rules))
     sizes = [image.pixels_HWC.shape[:2] for image in prompt.images]
     assert sizes[0] == sizes[4] != sizes[1] == sizes[2] == sizes[3]
-    bounded = ChatProcessor(str(folder), image_max_pixels=LOW_DETAIL_PIXELS)
+    bounded = ChatProcessor(str(folder), ProcessorSettings(image_max_pixels=LOW_DETAIL_PIXELS))
     (expected,) = bounded(resolve_media(asked(url, "auto"), rules)).images
     np.testing.assert_array_equal(prompt.images[0].pixels_HWC, expected.pixels_HWC)
     assert prompt.images[0].num_tokens < prompt.images[1].num_tokens

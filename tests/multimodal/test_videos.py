@@ -20,6 +20,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from npu_runner.errors import RequestError
 from npu_runner.multimodal.image_settings import ImageSettings
 from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.multimodal.processor_settings import ProcessorSettings
 from npu_runner.multimodal.prompt_forms import raw_prompt
 from npu_runner.multimodal.video_settings import VideoSettings, read_video_settings
 from npu_runner.multimodal.videos import Video
@@ -99,7 +100,7 @@ def test_settings_come_from_the_files_in_the_order_of_transformers(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
-    return ChatProcessor(str(write_qwen_vl(tmp_path_factory.mktemp("films"))), takes_videos=True)
+    return ChatProcessor(str(write_qwen_vl(tmp_path_factory.mktemp("films"))), ProcessorSettings(takes_videos=True))
 
 
 def asks(*parts: Any) -> list[dict[str, Any]]:
@@ -125,7 +126,7 @@ def test_a_pair_holds_two_frames_and_the_last_one_is_repeated(seeing: ChatProces
 
 def test_a_film_that_is_too_long_for_the_model_is_not_decoded(tmp_path: Path) -> None:
     """Its frames are damaged, which nobody gets to see."""
-    short = ChatProcessor(str(write_qwen_vl(tmp_path)), takes_videos=True, max_model_len=64)
+    short = ChatProcessor(str(write_qwen_vl(tmp_path)), ProcessorSettings(takes_videos=True, max_model_len=64))
     data = bytearray(film(moving_picture(300), faststart=True))
     data[-2000:] = bytes(2000)
     with pytest.raises(RequestError) as caught:
