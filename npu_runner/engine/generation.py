@@ -47,10 +47,20 @@ class Generation:
         self.embedding: np.ndarray | None = None
         self.finished: CompletionOutput | None = None
         self._detokenizer = detokenizer_for(params, tokenizer)
-        self._end_tokens = end_tokens
+        self.end_tokens = end_tokens
         self._looks_for_stops = bool(params.stop)
         self._most_tokens = (sequence.max_num_tokens or sys.maxsize) - sequence.num_prompt_tokens
         self._has_end_token = False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether each of its tokens is looked at, whatever it is."""
+        return self._looks_for_stops or self.logprobs is not None
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still have."""
+        return self._most_tokens - len(self.sequence.output_token_ids)
 
     def append(self, token: int, logprobs: StepLogprobs | None, row: int) -> End | None:
         """One more token, of a step's row; returns what ends the completion with it."""
@@ -62,7 +72,7 @@ class Generation:
             self.logprobs.append(logprobs, row)
         num_tokens = len(sequence.output_token_ids)
         params = sequence.params
-        if token in self._end_tokens and num_tokens >= params.min_tokens:
+        if token in self.end_tokens and num_tokens >= params.min_tokens:
             self._has_end_token = True
             return End("stop", token if token in params.stop_token_ids else None)
         if self._looks_for_stops:

@@ -31,10 +31,12 @@ from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.generation import End, Generation, nothing_left
 from npu_runner.engine.logprobs import PromptLogprobsRecord
+from npu_runner.engine.plain_rows import PlainRows
 from npu_runner.engine.quarantine import Quarantine
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
+from npu_runner.model_config import ModelConfig
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
@@ -60,6 +62,24 @@ def _make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> Blo
                         snapshots=snapshots, sliding_window=info.sliding_window)
 
 
+def _scheduler_limits(info: RunnerInfo) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
+        max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
+        state_alignment=None if info.state is None else state_alignment(info.block_size),
+    )
+
+
+def _warn_of_what_is_not_done(model_config: ModelConfig) -> None:
+    """What the checkpoint's own files ask for beside the model."""
+    if model_config.pooling is not None and model_config.pooling.default_prompt is not None:
+        logger.warning("the checkpoint's config_sentence_transformers.json puts its prompt %r before every text, which "
+                       "is not done here: write it into the texts that need it", model_config.pooling.default_prompt)
+    if model_config.generation_not_served:
+        logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
+                       "from those it was made for: %s", model_config.generation_not_served)
+
+
 @dataclass(eq=False)
 class _Request:
     request_id: str
@@ -83,25 +103,12 @@ class LLMEngine:
         self.processor = processor or strategy.processor(config)
         self._eos_token_ids = self.processor.end_token_ids(self.model_config)
         self.generation_defaults = dict(self.model_config.generation_defaults)
-        if self.processor.pooling is not None and self.processor.pooling.default_prompt is not None:
-            logger.warning("the checkpoint's config_sentence_transformers.json puts its prompt %r before every text, "
-                           "which is not done here: write it into the texts that need it",
-                           self.processor.pooling.default_prompt)
-        if self.model_config.generation_not_served:
-            logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
-                           "from those it was made for: %s", self.model_config.generation_not_served)
+        _warn_of_what_is_not_done(self.model_config)
         self._executor = make_executor(config, self.model_path, self.processor, wants_grammars)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         self.block_manager = _make_block_manager(info, enable_prefix_caching=config.enable_prefix_caching)
-        self.scheduler = Scheduler(
-            SchedulerLimits(
-                max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
-                max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
-                state_alignment=None if info.state is None else state_alignment(info.block_size),
-            ),
-            self.block_manager,
-        )
+        self.scheduler = Scheduler(_scheduler_limits(info), self.block_manager)
         self._under_way: deque[ScheduledBatch] = deque()
         self._last_end = 0.0
         """When the last step was collected, or the first of those under way was planned."""
@@ -112,6 +119,7 @@ class LLMEngine:
         self._token_text = functools.partial(token_text, self.processor.tokenizer)
         self._requests: dict[str, _Request] = {}
         self._generation_of: dict[int, Generation] = {}
+        self._rows = PlainRows(info.max_num_seqs)
         self._next_seq_id = 0
         self._ready: list[RequestOutput] = []
         self._stats = EngineStats(kv_blocks_total=self.block_manager.num_usable)
@@ -240,17 +248,21 @@ class LLMEngine:
             return
         if output.prompt_scores:
             self._book_prompt_scores(sequences, output)
-        generations, logprobs = self._generation_of, output.logprobs
-        for row, (sequence, tokens) in enumerate(zip(sequences, output.sampled_token_ids, strict=True)):
+        all_tokens, slots = output.sampled_token_ids, batch.slots_B
+        of_interest = range(len(sequences)) if batch.is_prefill else self._rows.book(slots, sequences, all_tokens)
+        for row in of_interest:
+            sequence, tokens = sequences[row], all_tokens[row]
             if sequence is None or not tokens:
                 continue
             if batch.is_prefill:
                 self._note_cached_tokens(sequence)
-            generation = generations[sequence.seq_id]
-            end = generation.append(tokens[0], logprobs, row)
+            generation = self._generation_of[sequence.seq_id]
+            end = generation.append(tokens[0], output.logprobs, row)
             if end is None and len(tokens) > 1:
                 end = self._append_more(generation, tokens[1:], output, row)
-            if end is not None:
+            if end is None:
+                self._rows.note(int(slots[row]), generation)
+            else:
                 self._finish(generation, nothing_left(output.problems[row]) if row in output.problems else end)
 
     def _append_more(self, generation: Generation, tokens: list[int], output: ModelRunnerOutput,
@@ -447,6 +459,7 @@ class LLMEngine:
         self._under_way.clear()
         self._quarantine.reset()
         self._short_of_memory = None
+        self._rows.forget()
         self.scheduler.reset()
         for _, generation in sorted(self._generation_of.items()):
             generation.sequence.restart()
