@@ -13,6 +13,7 @@ import torch
 from npu_runner import LLM, SamplingParams
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.platforms import pick_platform
+from npu_runner.platforms.base import DecodeForward, GraphCompiler
 from npu_runner.runner.model_runner import ModelRunner
 from tests.oracle import reference
 
@@ -20,6 +21,13 @@ MAX_NEW_TOKENS = 12
 LOGITS_TOLERANCE = 2e-5
 """Of the largest logit. transformers' own float32 is up to 1.3e-5 of it away from its float64 (qwen3_5_moe, CPU)."""
 SMALL = {"max_num_seqs": 8, "max_model_len": 1024, "dtype": "float32"}
+
+
+class UncompiledGraphs(GraphCompiler):
+    """Padding and buckets without a compiler: what is under test is what surrounds the graph."""
+
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        return forward
 
 
 def need_two_devices(platform_name: str) -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from npu_runner import LLM
-from npu_runner.platforms.base import DecodeForward, GraphCompiler
 from npu_runner.runner.buckets import bucket_sizes
-from tests.oracle.running import SMALL, assert_equals_reference, greedy, runner_of
+from tests.oracle.running import SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 from tests.oracle.tiny_checkpoints import VISION_OF
 
@@ -80,13 +79,6 @@ def test_preempted_sequences_end_as_if_undisturbed(model_type: str, checkpoint: 
         assert_equals_reference(path, llm, prompts, images)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
         assert llm.stats().kv_blocks_used == 0
-
-
-class UncompiledGraphs(GraphCompiler):
-    """Padding and buckets without a compiler: what is under test is what surrounds the graph."""
-
-    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
-        return forward
 
 
 def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None:

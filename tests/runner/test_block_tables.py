@@ -21,6 +21,7 @@ from npu_runner.runner.buckets import DecodeBuckets, pad_into, send
 from npu_runner.runner.inputs import to_device
 from npu_runner.runner.step_arrays import step_arrays
 from tests.core.traffic import MAX_LEN, Step, World
+from tests.oracle.running import UncompiledGraphs
 
 CPU = torch.device("cpu")
 
@@ -36,7 +37,7 @@ class Device(World):
         self.bucket = None
         self.repeats_a_row = repeats_a_row
         if padded is not None:
-            buckets = DecodeBuckets((), None, block_size=self.block_size,  # type: ignore[arg-type]
+            buckets = DecodeBuckets((), UncompiledGraphs(), block_size=self.block_size,
                                     last_tokens=torch.zeros(2 * num_seqs, dtype=torch.int32), tables=self.tables)
             self.bucket = buckets._make(min(padded, num_seqs), None)  # type: ignore[arg-type]
         self.num_compared = 0
@@ -125,7 +126,7 @@ def test_a_step_without_news_sends_and_launches_nothing() -> None:
 @pytest.mark.parametrize("num_news", [3, 400])
 def test_more_news_than_a_buffer_holds_come_too(num_news: int) -> None:
     tables = BlockTables(4, 512, CPU)
-    buckets = DecodeBuckets((), None, block_size=4, tables=tables,  # type: ignore[arg-type]
+    buckets = DecodeBuckets((), UncompiledGraphs(), block_size=4, tables=tables,
                             last_tokens=torch.zeros(8, dtype=torch.int32))
     bucket = buckets._make(2, None)  # type: ignore[arg-type]
     bucket.host["context_lens"][:] = 3
