@@ -91,6 +91,7 @@ def assert_cost(kind: LayerKind, mode: str, checkpoint: Any, tmp_path: Path) -> 
     assert cost["host_per_layer"] == (OF_THE_HOST[mode] if kind.has_attention else {})
 
 
+@pytest.mark.full("two processes for each setting; the counts with the settings as they are stay")
 @pytest.mark.parametrize(
     ("mode", "setting"),
     [("reduce-overhead", {"NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
