@@ -110,7 +110,7 @@ def products(is_sweep: bool) -> Iterator[Case]:
         num_layers = 2 if num_outputs == _VOCABULARY else CALLS
         weights = [torch.randn(num_outputs, num_inputs, device=DEVICE, dtype=torch.bfloat16) * num_inputs**-0.5
                    for _ in range(num_layers)]
-        for num_rows in (1, 2, 4, 8):
+        for num_rows in (1, 2, 4, 8, 16):
             x_MI = torch.randn(num_rows, num_inputs, device=DEVICE).bfloat16()
             ways: dict[str, Any] = {"library": F.linear, "kernel": few_rows}
             for tile in _tiles(num_rows) if is_sweep else ():
