@@ -103,6 +103,10 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return int(self.query_lens_B.sum())
 
+    def rows_with_full_blocks(self, block_size: int) -> list[int]:
+        """Rows whose tokens, this step's included, end with a block."""
+        return np.flatnonzero(self.context_lens_B % block_size == 0).tolist()
+
     def describe(self) -> str:
         """What the step is, for messages."""
         kind = "prefill" if self.is_prefill else "decode"

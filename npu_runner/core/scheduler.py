@@ -127,7 +127,7 @@ class Scheduler:
             return batch
         self._steps_since_prefill += 1
         batch = decode_batch(running, self._table)
-        self._launch_decode(running)
+        self._launch_decode(running, batch.rows_with_full_blocks(self._block_size))
         return batch
 
     def _prefill(self) -> ScheduledBatch | None:
@@ -146,12 +146,12 @@ class Scheduler:
             self._offer(seq)
         self._launch([seq for seq, _ in chunks], [seq for seq, _ in chunks if not seq.num_uncomputed_tokens])
 
-    def _launch_decode(self, running: list[Sequence]) -> None:
-        """The same, of a step of one token each."""
+    def _launch_decode(self, running: list[Sequence], full: list[int]) -> None:
+        """The same, of a step of one token each; `full`: rows that have filled a block with it."""
         for seq in running:
             seq.num_computed_tokens += 1
-            if not seq.num_computed_tokens % self._block_size:
-                self._offer(seq)
+        for row in full:
+            self._offer(running[row])
         self._launch(running, running)
 
     def _launch(self, sequences: list[Sequence], sampling: list[Sequence]) -> None:
@@ -159,8 +159,8 @@ class Scheduler:
         self.block_manager.free_behind_window(sequences)
         for seq in sampling:
             seq.num_expected += 1
-            seq.num_tokens += 1
-            if seq.num_tokens == seq.max_num_tokens:
+            seq.num_tokens = num_tokens = seq.num_tokens + 1
+            if num_tokens == seq.max_num_tokens:
                 self._ending.append(seq)
         self.block_manager.launch_step()
         self.under_way.launch(sequences)

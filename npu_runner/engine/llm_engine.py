@@ -248,10 +248,10 @@ class LLMEngine:
             return
         if output.prompt_scores:
             self._book_prompt_scores(sequences, output)
-        all_tokens, slots = output.sampled_token_ids, batch.slots_B
-        of_interest = range(len(sequences)) if batch.is_prefill else self._rows.book(slots, sequences, all_tokens)
+        slots, tokens_B = batch.slots_B, output.sampled_token_ids
+        of_interest = range(len(sequences)) if batch.is_prefill else self._rows.book(slots, sequences, tokens_B)
         for row in of_interest:
-            sequence, tokens = sequences[row], all_tokens[row]
+            sequence, tokens = sequences[row], output.tokens_of(row)
             if sequence is None or not tokens:
                 continue
             if batch.is_prefill:

@@ -9,6 +9,7 @@ S slots, B rows of a step.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import cast
 
 import numpy as np
 
@@ -37,21 +38,22 @@ class PlainRows:
         self._is_watched_S[:] = True
 
     def book(self, slots_B: np.ndarray, sequences: SequenceOf[Sequence | None],
-             tokens: SequenceOf[list[int]]) -> SequenceOf[int]:
-        """Give each plain row its token; returns the rows that are to be booked one by one, in order."""
-        try:
-            flat = [token for (token,) in tokens]
-        except ValueError:  # more than one for some row, or none
+             tokens: SequenceOf[int] | SequenceOf[list[int]]) -> SequenceOf[int]:
+        """Give each plain row its token, which a step under way was to bring; returns the rows that are to be booked
+        one by one, in order: all, where some row has more than one token, or none."""
+        if not tokens or isinstance(tokens[0], list):
             return range(len(sequences))
+        ids = cast("SequenceOf[int]", tokens)
         self._num_left_S[slots_B] -= 1
         is_other_B = self._is_watched_S[slots_B] | (self._num_left_S[slots_B] <= 0)
-        if not self._ends.isdisjoint(flat):
-            is_other_B |= np.fromiter((token in self._ends for token in flat), dtype=np.bool_, count=len(flat))
+        if not self._ends.isdisjoint(ids):
+            is_other_B |= np.fromiter((token in self._ends for token in ids), dtype=np.bool_, count=len(ids))
         others = np.flatnonzero(is_other_B).tolist()
         kept = list(sequences)
         for row in others:
             kept[row] = None
-        for sequence, token in zip(kept, flat, strict=True):
-            if sequence is not None:
-                sequence.append(token)
+        for sequence, token in zip(kept, ids, strict=True):
+            if sequence is not None:  # in a line of its own for each: a call would take as long as all of this
+                sequence.output_token_ids.append(token)
+                sequence.num_expected -= 1
         return others

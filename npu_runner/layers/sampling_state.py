@@ -59,7 +59,7 @@ class SamplingState:
         self._eos_token_ids = tuple(eos_token_ids)
         self._features_S = np.zeros(max_num_seqs, dtype=np.int32)
         self._draws_S = np.full(max_num_seqs, GREEDY, dtype=np.int32)
-        self._seeds_S = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._mixed_seeds_S = np.zeros(max_num_seqs, dtype=np.uint64)
         self._top_k_S = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_logprobs_S = np.zeros(max_num_seqs, dtype=np.int64)
         self._is_biased_S = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -90,7 +90,7 @@ class SamplingState:
         self._is_biased_S[slot] = len(rules.tokens) > 0
         self._banned_until_S[slot] = rules.banned_until
         self._features_S[slot] = _features(params)
-        self._seeds_S[slot] = seed & 0xFFFF_FFFF_FFFF_FFFF
+        self._mixed_seeds_S[slot] = _mixed(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))[0]
         self._num_generated_S[slot] = len(output_token_ids)
         top_k = min(params.top_k or self.vocab_size, self.vocab_size)
         self._draws_S[slot] = GREEDY if params.is_greedy else draw_class(
@@ -119,8 +119,10 @@ class SamplingState:
 
     def uniforms(self, host_slots: np.ndarray) -> np.ndarray:
         """float32 (B,) in [0, 1): a hash of each sequence's seed and the number of tokens it has generated."""
-        steps_B = self._num_generated_S[host_slots].astype(np.uint64)
-        bits_B = _mixed(_mixed(self._seeds_S[host_slots]) + steps_B)
+        if (self._draws_S[host_slots] == GREEDY).all():
+            return np.zeros(len(host_slots), dtype=np.float32)  # nobody reads them
+        steps_B = self._num_generated_S[host_slots].view(np.uint64)
+        bits_B = _mixed(self._mixed_seeds_S[host_slots] + steps_B)
         return ((bits_B >> np.uint64(40)) * 2.0**-24).astype(np.float32)
 
     def fields(self, slots_G: Tensor) -> Tensor:
@@ -142,29 +144,32 @@ class SamplingState:
 
         masked_rows: those that a mask leaves only some tokens.
         """
-        features_B = self._features_S[host_slots]
         is_masked_B = np.zeros(len(host_slots), dtype=np.bool_)
         is_masked_B[list(masked_rows)] = True
-        rows = RowsOfStep(
+        is_banned_B = self._num_generated_S[host_slots] < self._banned_until_S[host_slots]
+        hits = [(row, token) for row, watch in self.watches(host_slots) for token in watch.banned]
+        # In most steps it is the plan of the step before: no more than this is then looked at.
+        key = host_slots.tobytes() + is_banned_B.tobytes() + is_masked_B.tobytes()
+        if self._last_plan is not None and self._last_plan[0] == key and not self._newcomers and not hits:
+            return self._last_plan[1]
+        self._last_plan = None
+        plan = self._make_plan(self._rows(host_slots, is_banned_B, is_masked_B, hits))
+        if not hits:
+            self._last_plan = key, plan
+        return plan
+
+    def _rows(self, host_slots: np.ndarray, is_banned_B: np.ndarray, is_masked_B: np.ndarray,
+              hits: list[tuple[int, int]]) -> RowsOfStep:
+        features_B = self._features_S[host_slots]
+        return RowsOfStep(
             slots=host_slots,
             uses_repetition=(features_B & Feature.REPETITION) != 0,
             uses_frequency=(features_B & Feature.FREQUENCY) != 0,
-            is_biased=self._is_biased_S[host_slots],
-            is_banned=self._num_generated_S[host_slots] < self._banned_until_S[host_slots],
-            is_masked=is_masked_B,
+            is_biased=self._is_biased_S[host_slots], is_banned=is_banned_B, is_masked=is_masked_B,
             wants_logprobs=(features_B & Feature.LOGPROBS) != 0,
             uses_min_p=(features_B & Feature.MIN_P) != 0,
-            draws=self._draws_S[host_slots], top_k=self._top_k_S[host_slots],
-            hits=[(row, token) for row, watch in self.watches(host_slots) for token in watch.banned],
+            draws=self._draws_S[host_slots], top_k=self._top_k_S[host_slots], hits=hits,
         )
-        key = host_slots.tobytes() + rows.is_banned.tobytes() + is_masked_B.tobytes()
-        if self._last_plan is not None and self._last_plan[0] == key and not self._newcomers and not rows.hits:
-            return self._last_plan[1]
-        self._last_plan = None
-        plan = self._make_plan(rows)
-        if not rows.hits:
-            self._last_plan = key, plan
-        return plan
 
     def _make_plan(self, rows: RowsOfStep) -> StepPlan:
         newcomers: list[np.ndarray] = []

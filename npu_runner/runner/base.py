@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,12 +47,12 @@ class StepLogprobs:
 class ModelRunnerOutput:
     """One step's result, row by row of the batch that asked for it.
 
-    `sampled_token_ids[i]` is empty for a chunk that ends before its prompt does, and the sampler's [NO_TOKEN] or
-    [ALL_BANNED] for a row that has none. A row may bring several tokens. `problems`: why a row has none, where
-    that is known.
+    `sampled_token_ids[i]` is the sampler's NO_TOKEN or ALL_BANNED for a row that has none. Where some row is a chunk
+    that ends before its prompt does, or brings several tokens, it is a list for each row, and empty for such a chunk.
+    `problems`: why a row has no token, where that is known.
     """
 
-    sampled_token_ids: list[list[int]]
+    sampled_token_ids: Sequence[int] | Sequence[list[int]]
     logprobs: StepLogprobs | None = None
     problems: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
@@ -60,6 +61,11 @@ class ModelRunnerOutput:
     vectors: dict[int, np.ndarray] | None = None
     """Where vectors are pooled: those of the rows that have one, float32, in the place of tokens. NaN where the model's
     output is no number."""
+
+    def tokens_of(self, row: int) -> list[int]:
+        """What a row brings."""
+        tokens = self.sampled_token_ids[row]
+        return [tokens] if isinstance(tokens, int) else tokens
 
 
 @dataclass(frozen=True)

@@ -263,10 +263,10 @@ class StepRunner:
         assert isinstance(sampled, SamplerOutput), f"a step that samples left {type(sampled).__name__}"
         on_host = sampled.to_host()
         self.check_receipts(step, on_host.receipts_B)
-        tokens = [[token] for token in on_host.token_ids_B.tolist()]
+        tokens: list[int] | list[list[int]] = on_host.token_ids_B.tolist()
         if len(tokens) < batch.batch_size:
-            of_rows = iter(tokens)
-            tokens = [next(of_rows) if samples else [] for samples in batch.samples_B.tolist()]
+            of_rows = iter(on_host.token_ids_B.tolist())
+            tokens = [[next(of_rows)] if samples else [] for samples in batch.samples_B.tolist()]
         problems = {}
         if on_host.problems:
             rows = np.flatnonzero(batch.samples_B)

@@ -32,6 +32,12 @@ def generation(random: Random, seq_id: int) -> Generation:
     return Generation(sequence, TOKENIZER, frozenset(params.stop_token_ids).union(() if params.ignore_eos else (0,)))
 
 
+def launch(sequence: Sequence) -> None:
+    """A step is under way that is to bring it a token."""
+    sequence.num_expected += 1
+    sequence.num_tokens += 1
+
+
 class Running:
     """One engine's view: the generation of each slot, and how every one that is over has ended."""
 
@@ -45,8 +51,13 @@ class Running:
         logprobs = StepLogprobs(list(range(len(slots))), records)
         sequences = [None if slot in dropped else self.by_slot[slot].sequence for slot in slots]
         rows = range(len(slots))
+        for sequence in sequences:
+            if sequence is not None:
+                launch(sequence)
         if self.rows is not None and not is_prompt:
-            rows = self.rows.book(np.array(slots, dtype=np.int32), sequences, tokens)
+            has_one_each = all(len(values) == 1 for values in tokens)
+            brought = [values[0] for values in tokens] if has_one_each else tokens
+            rows = self.rows.book(np.array(slots, dtype=np.int32), sequences, brought)
         for row in rows:
             if sequences[row] is None:
                 continue
@@ -110,6 +121,9 @@ def test_a_plain_row_is_not_looked_at_by_itself() -> None:
     slots = np.arange(SLOTS, dtype=np.int32)
     sequences = [one.sequence for one in running]
     for _ in range(8):
-        assert not rows.book(slots, sequences, [[7]] * SLOTS)
-    assert rows.book(slots, sequences, [[7]] * SLOTS) == list(range(SLOTS)), "the last token is looked at"
+        for sequence in sequences:
+            launch(sequence)
+        assert not rows.book(slots, sequences, [7] * SLOTS)
+    assert rows.book(slots, sequences, [7] * SLOTS) == list(range(SLOTS)), "the last token is looked at"
+    assert [(sequence.num_tokens, sequence.num_expected) for sequence in sequences] == [(10, 0)] * SLOTS
     assert [len(one.sequence.output_token_ids) for one in running] == [9] * SLOTS

@@ -26,13 +26,13 @@ def test_results_belong_to_their_steps(size: int, checkpoint: Any) -> None:
         # Seven steps that can be told from one another by what they bring.
         answers: dict[int, int] = {}
         for token in range(40):
-            ((answer,),) = executor.execute_model(step(token)).sampled_token_ids
+            (answer,) = executor.execute_model(step(token)).sampled_token_ids
             answers.setdefault(answer, token)
         steps = [step(token) for token in answers.values()]
         a, b, c, d, e, f, g = steps[:7]
 
         def collected() -> ScheduledBatch:
-            ((answer,),) = executor.collect().sampled_token_ids
+            (answer,) = executor.collect().sampled_token_ids
             return steps[list(answers).index(answer)]
 
         executor.submit(a)

@@ -54,7 +54,8 @@ class KnowsWhatFollows:
     def __call__(self) -> ModelRunnerOutput:
         output = self.collect()
         tokens = []
-        for sequence, given in zip(self._steps.sequences[0], output.sampled_token_ids, strict=True):
+        for row, sequence in enumerate(self._steps.sequences[0]):
+            given = output.tokens_of(row)
             start = sequence.num_output_tokens
             answer = self._answers[sequence.request_id.rpartition("-")[2], sequence.index]
             tokens.append([*given, *[*answer, 5, 5, 5][start + 1 : start + 1 + self._surplus]] if given else given)
