@@ -11,7 +11,7 @@ group, V vocabulary, K most top logprobs any row wants; a 1 is a kept dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from npu_runner.layers import sampling_ops as ops
 from npu_runner.layers.bad_words import Watch
+from npu_runner.layers.recorded_draw import RecordedDraw, Recorder
 from npu_runner.layers.sampling_plan import DrawGroup, StepPlan
 from npu_runner.layers.sampling_state import Field, SamplingState
 from npu_runner.layers.steering import SteeredRows, Steering
@@ -66,6 +67,8 @@ class SamplerOutput:
     """int32, one dimension: the tokens, the step's receipts and the records of log probabilities."""
     problems: dict[int, str] = field(default_factory=dict)
     """Why rows have no token, where the host knew it before."""
+    num_flat_rows: int | None = None
+    """Rows of `flat`, those of a graph's padding included; None: the step's."""
 
     def is_done(self) -> bool:
         """Whether everything is in host memory."""
@@ -78,9 +81,10 @@ class SamplerOutput:
     @functools.cached_property
     def _on_host(self) -> HostSample:
         num_rows, num_records = len(self.token_ids_B), len(self.logprob_rows)
+        second = self.num_flat_rows or num_rows
         flat = self.flat.wait()
-        records_LC = flat[2 * num_rows:].reshape(num_records, -1) if num_records else None
-        return HostSample(flat[:num_rows], flat[num_rows: 2 * num_rows], self.logprob_rows, records_LC,
+        records_LC = flat[2 * second:].reshape(num_records, -1) if num_records else None
+        return HostSample(flat[:num_rows], flat[second: second + num_rows], self.logprob_rows, records_LC,
                           self.problems)
 
 
@@ -122,6 +126,7 @@ class Sampler:
         self._draw_from_softmax = draw_from_softmax
         self._draws_greedily = draws_greedily
         self._has_drawn = False
+        self._recorded: dict[int, RecordedDraw] = {}
         # The same rows as in the step before have the same temperatures, and their plan is the same object.
         self._temperatures: tuple[StepPlan, Tensor] | None = None
         self._download = download
@@ -149,17 +154,41 @@ class Sampler:
         return self._state.uniforms(slots)
 
     @torch.inference_mode()
+    def record(self, logits_PV: Tensor, arrays: Mapping[str, Tensor], recorder: Recorder) -> None:
+        """Have the plain draws of a decode graph recorded, see RecordedDraw; nothing where the platform's own draw does
+        not take all plain rows."""
+        if self._draw_from_softmax is not None and self._draws_greedily:
+            self._recorded[len(logits_PV)] = RecordedDraw(
+                self._draw_from_softmax, logits_PV, arrays, self._state.temperatures_S, recorder)
+
+    @torch.inference_mode()
     def __call__(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, receipts_B: Tensor,
-                 host_slots: np.ndarray) -> SamplerOutput:
+                 host_slots: np.ndarray, graph_size: int | None = None) -> SamplerOutput:
         """One token per row. logits_BV (any float type) is left as it is; host_slots says slots_B on the host.
 
         receipts_B: int32 on the device, brought back with the tokens. What was sent with the step's own inputs shows
         that the device ran this step, and that the tokens are not what an earlier one left in its memory.
+        graph_size: rows of the decode graph that made the logits and holds the other tensors, None for an eager step.
         """
         self._tell_tokens()
         steered = self._steered.rows(host_slots)
         masked = [(row, steering) for row, steering in steered if steering.restricts]
         plan = self._state.plan(host_slots, [row for row, _ in masked])
+        recorded = None if graph_size is None else self._recorded.get(graph_size)
+        if recorded is not None and plan.is_plain:
+            output, tokens_B = _launch(recorded, logits_BV, plan, self._download)
+        else:
+            output, tokens_B = self._sample(logits_BV, slots_B, uniforms_B, receipts_B, plan, masked)
+        # Last: a call that fails for want of memory changes nothing, and can be made again.
+        self._state.prepare_advance(plan, slots_B, tokens_B, host_slots)()
+        listeners: list[tuple[int, Watch | Steering]] = [*self._state.watches(host_slots), *steered]
+        if listeners:
+            self._untold.append((output, listeners))
+        return output
+
+    def _sample(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, receipts_B: Tensor, plan: StepPlan,
+                masked: Sequence[tuple[int, Steering]]) -> tuple[SamplerOutput, Tensor]:
+        """Operator by operator, whatever the rows ask for; and their tokens, any where there is none."""
         masks_CV = self._masks_of([steering for _, steering in masked]) if masked else None
         if plan.counted is not None:
             slots_B = slots_B.long()
@@ -174,12 +203,7 @@ class Sampler:
         output = SamplerOutput(token_ids_B, next_B1.squeeze(-1), logprobs, plan.logprob_rows,
                                self._download(torch.cat([token_ids_B, receipts_B, *records])),
                                {row: steering.problem for row, steering in masked if steering.problem is not None})
-        # Last: a call that fails for want of memory changes nothing, and can be made again.
-        self._state.prepare_advance(plan, slots_B, tokens_B1.squeeze(-1), host_slots)()
-        listeners: list[tuple[int, Watch | Steering]] = [*self._state.watches(host_slots), *steered]
-        if listeners:
-            self._untold.append((output, listeners))
-        return output
+        return output, tokens_B1.squeeze(-1)
 
     def _tell_tokens(self) -> None:
         """Tell rows with bad words, and those that are steered, what was chosen, as far as it is there.
@@ -284,6 +308,16 @@ class Sampler:
             logits_GV, largest_G1, temperature_G1, uniforms_G1, num_candidates=group.most_k,
             top_k_B1=fields_FG1[Field.TOP_K] if group.least_k < group.most_k else None,
             top_p_B1=fields_FG1[Field.TOP_P], min_p_B1=min_p_G1, sort_ascending=self._sort_ascending)
+
+
+def _launch(recorded: RecordedDraw, logits_BV: Tensor, plan: StepPlan,
+            download: Callable[[Tensor], Download]) -> tuple[SamplerOutput, Tensor]:
+    """What `Sampler._sample` gives, from one launch."""
+    num_rows = len(logits_BV)
+    recorded(logits_BV)
+    tokens_B = recorded.flat[:num_rows]
+    return SamplerOutput(tokens_B, recorded.next_P[:num_rows], None, plan.logprob_rows, download(recorded.flat),
+                         num_flat_rows=recorded.num_rows), tokens_B
 
 
 def _most_probable(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -69,7 +69,7 @@ class SamplingState:
         self._watches: dict[int, Watch] = {}
         self._last_watches: tuple[bytes, list[tuple[int, Watch]]] | None = None
         self._newcomers: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        # A made-up step may draw before anybody has registered.
+        # A made-up step may draw before anybody has registered, and what is recorded reads it where it is.
         self._device_fields_FS = torch.zeros(self._fields_FS.shape, dtype=torch.float32, device=device)
         self._last_rules: tuple[SamplingParams, LogitRules] | None = None
         self._last_plan: tuple[bytes, StepPlan] | None = None
@@ -129,6 +129,11 @@ class SamplingState:
         """Parameters of the rows on the device, (F, G, 1) float32, in the order of Field."""
         return self._device_fields_FS.index_select(1, slots_G)[..., None]
 
+    @property
+    def temperatures_S(self) -> Tensor:
+        """(S,) float32 on the device, where it stays; 0 for who takes the most probable token."""
+        return self._device_fields_FS[Field.TEMPERATURE]
+
     def watches(self, host_slots: np.ndarray) -> list[tuple[int, Watch]]:
         """(row, watch) of the rows that must be told their token."""
         if not self._watches:
@@ -187,7 +192,7 @@ class SamplingState:
                          num_logprobs=int(self._num_logprobs_S[rows.slots].max(initial=0)))
         # Last: what fails for want of memory changes nothing that a second call would not make again.
         if newcomers:
-            self._device_fields_FS = on_device[0]
+            self._device_fields_FS.copy_(on_device[0])
             self.counts.install(counts)
             self._newcomers.clear()
         return plan

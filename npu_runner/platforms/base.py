@@ -155,6 +155,8 @@ class GraphCompiler(ABC):
 
     waits_for_replay: bool = False
     """What `before_replay` gives to a graph may still be read by its last replay: that is waited for first."""
+    records: bool = False
+    """`record` may be asked for what follows a decode step."""
     context_lens_dtype: type[np.integer[Any]] = np.int32
     """Of StepInputs.context_lens, as graphs read them."""
 
@@ -177,6 +179,13 @@ class GraphCompiler(ABC):
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
         """Give a captured graph what it takes from the host each step, padding included; most have nothing to do."""
         return None
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What launches `run`, which works on the device and waits for nothing, over the same memory in one launch.
+
+        `run` is run once or more. Asked for where `records` says so.
+        """
+        raise NotImplementedError(f"{type(self).__name__} records nothing but decode steps")
 
     def release(self) -> None:
         """Let go of every graph; none is called any more."""

@@ -129,6 +129,10 @@ class DecodeBuckets:
             logger.warning("a decode batch of %d %s and runs eagerly", batch_size, reason)
         return None
 
+    def compiled(self) -> list[Bucket]:
+        """Those that there are, largest first."""
+        return [self._buckets[size] for size in sorted(self._buckets, reverse=True)]
+
     def describe(self) -> str:
         if not self._buckets:
             return "none"

@@ -14,7 +14,7 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.base import GraphResourceError, GraphSettings
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes
 from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
-from npu_runner.runner.step_arrays import step_arrays
+from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
 from npu_runner.runner.votes import Votes
 
 if TYPE_CHECKING:
@@ -58,6 +58,16 @@ def compile_decode_graphs(runner: ModelRunner, progress: Progress) -> None:
         )
 
     buckets.compile_all(eager, warm_up, agrees, votes)
+    _record_draws(runner, buckets)
+
+
+def _record_draws(runner: ModelRunner, buckets: DecodeBuckets) -> None:
+    """What follows a decode graph in most steps becomes one launch, too, where the platform can."""
+    for bucket in buckets.compiled() if buckets.compiler.records else []:
+        logits_PV = bucket.forward(bucket.inputs)  # with all ranks
+        if runner.steps.sampler is not None:
+            arrays = {name: bucket.tensors[name] for name in SAMPLER_ARRAYS}
+            runner.steps.sampler.record(logits_PV, arrays, buckets.compiler.record)
 
 
 def _why_no_graph(runner: ModelRunner, batch_size: int) -> str | None:

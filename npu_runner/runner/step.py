@@ -235,7 +235,8 @@ class StepRunner:
         if self.sampler is None or not count:
             return None
         inputs = (step.tensors[name][:count] for name in SAMPLER_ARRAYS)
-        return self.sampler(logits_BV, *inputs, step.batch.slots_B[samples_B])
+        return self.sampler(logits_BV, *inputs, step.batch.slots_B[samples_B],
+                            graph_size=step.bucket.batch_size if step.bucket is not None else None)
 
     def keep_tokens(self, step: PreparedStep, sampled: SamplerOutput | None) -> None:
         """Put the step's tokens where the next one reads them, on every rank; None where this rank has sampled none."""

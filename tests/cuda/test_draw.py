@@ -212,3 +212,35 @@ def test_a_spoilt_row_has_no_token_and_a_valid_next_input(device: torch.device, 
     sampler = make(device, by_kernels=True)
     for tokens in sample(sampler, device, logits_BV, several):
         assert [row for row, token in enumerate(tokens) if token == NO_TOKEN] == [0, 3]
+
+
+def test_a_recorded_draw_follows_what_changes_in_its_memory(device: torch.device, logits_BV: Tensor) -> None:
+    """Captured once, it has the tokens of the draw launched by itself: for other logits, slots, temperatures and
+    uniforms, and for rows that come later."""
+    if device.type != "cuda":
+        pytest.skip("a GPU captures")
+    from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
+
+    sampler, other = make(device, by_kernels=True), make(device, by_kernels=True)
+    logits_BV = logits_BV.to(device)
+    arrays = {"slots": torch.zeros(8, dtype=torch.int64, device=device), "uniforms": torch.zeros(8, device=device),
+              "receipts": torch.zeros(8, dtype=torch.int32, device=device)}
+    graph_BV = torch.zeros(8, logits_BV.shape[1], dtype=torch.bfloat16, device=device)
+    sampler.record(graph_BV, arrays, CudaGraphCompiler(with_inductor=False).record)
+    for number in range(12):
+        several = PLAIN[number % 3 :]
+        slots = np.roll(np.arange(12, dtype=np.int32), number)[: len(several)]
+        for slot, params in zip(slots.tolist(), several, strict=True):
+            for each in (sampler, other):
+                each.add(slot, params, [1, 2], seed=number)
+        rows, count = logits_BV.roll(number, 0)[: len(slots)], len(slots)
+        graph_BV[:count] = rows
+        for name, values in (("slots", slots), ("uniforms", sampler.host_inputs(slots)),
+                             ("receipts", np.full(count, number))):
+            arrays[name][:count] = torch.from_numpy(values).to(device)
+        inputs = [array[:count] for array in arrays.values()]
+        found = sampler(graph_BV[:count], *inputs, slots, graph_size=8)
+        assert found.num_flat_rows == 8, "replayed"
+        expected = other(rows, *inputs, slots).to_host()
+        assert found.to_host().token_ids_B.tolist() == expected.token_ids_B.tolist()
+        assert found.to_host().receipts_B.tolist() == [number] * count

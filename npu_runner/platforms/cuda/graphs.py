@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +16,13 @@ from npu_runner.platforms.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 
 class CudaGraphCompiler(GraphCompiler):
     """`with_inductor`: compile the forward with inductor before it is captured (max-autotune)."""
+
+    records = True
 
     def __init__(self, *, with_inductor: bool):
         self._with_inductor = with_inductor
@@ -28,21 +33,24 @@ class CudaGraphCompiler(GraphCompiler):
             forward = torch.compile(own_code(forward), mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
         return _CapturedDecode(self, forward)
 
-    def capture(self, forward: DecodeForward, inputs: StepInputs) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph, _ = self.capture(run)
+        return graph.replay
+
+    def capture(self, run: Callable[[], _Result]) -> tuple[torch.cuda.CUDAGraph, _Result]:
         """Run once to warm kernels up, then record; graphs share memory, since only one runs at a time."""
         started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            forward(inputs)
+            run()
         torch.cuda.current_stream().wait_stream(side)
         warmed = time.perf_counter()
         with torch.cuda.graph(graph, pool=self._pool):
-            output = forward(inputs)
+            output = run()
         self._pool = self._pool or graph.pool()
-        logger.debug("a graph of %d sequences: %.3f s to warm up, %.3f s to capture", len(inputs.context_lens),
-                     warmed - started, time.perf_counter() - warmed)
+        logger.debug("a graph: %.3f s to warm up, %.3f s to capture", warmed - started, time.perf_counter() - warmed)
         return graph, output
 
 
@@ -58,7 +66,7 @@ class _CapturedDecode:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         if self._graph is None:
-            self._graph, self._output = self._compiler.capture(self._forward, inputs)
+            self._graph, self._output = self._compiler.capture(lambda: self._forward(inputs))
             self._inputs = inputs
         assert self._inputs is not None, "captured graphs have inputs"
         assert self._output is not None, "captured graphs have an output"

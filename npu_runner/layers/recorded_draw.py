@@ -1,0 +1,46 @@
+"""The draw of a decode graph's rows where all of them draw from the whole of the model's own distribution or take its
+most probable token, which is most steps of most jobs: one launch, over memory that stays where it is.
+
+P rows of the graph, padded ones included, S slots, B rows of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""`GraphCompiler.record`."""
+
+
+class RecordedDraw:
+    """Called behind a step's forward it leaves the step's tokens in memory of its own, until it is called again.
+
+    flat: int32 (2 * P,) on the device: the tokens, less than 0 where a row has none, then the receipts. next_P: int32,
+    the tokens, some valid one where there is none. A call that fails can be made again: it changes nothing else.
+    """
+
+    def __init__(self, draw: Callable[[Tensor, Tensor, Tensor], Tensor], logits_PV: Tensor,
+                 arrays: Mapping[str, Tensor], temperatures_S: Tensor, recorder: Recorder):
+        """draw: `Ops.softmax_draw` of a platform that draws greedily. logits_PV: where a graph leaves them. arrays: the
+        graph's own of SAMPLER_ARRAYS, (P,) each."""
+        slots_P, uniforms_P, receipts_P = arrays["slots"], arrays["uniforms"], arrays["receipts"]
+        self.num_rows = len(slots_P)
+        self.flat = torch.zeros(2 * self.num_rows, dtype=torch.int32, device=logits_PV.device)
+        self.next_P = torch.zeros(self.num_rows, dtype=torch.int32, device=logits_PV.device)
+        self._logits_PV = logits_PV
+
+        def run() -> None:
+            temperature_P1 = temperatures_S.index_select(0, slots_P)[:, None]
+            tokens_P = draw(logits_PV, temperature_P1, uniforms_P[:, None]).squeeze(-1)
+            torch.cat([tokens_P, receipts_P], out=self.flat)
+            torch.clamp(tokens_P, min=0, out=self.next_P)
+
+        self._run = recorder(run)
+
+    def __call__(self, logits_BV: Tensor) -> None:
+        """logits_BV: the first rows of those that it was made for."""
+        assert logits_BV.data_ptr() == self._logits_PV.data_ptr(), "a recorded draw reads its own graph's logits only"
+        self._run()
