@@ -140,28 +140,37 @@ class Scheduler:
         return batch
 
     def _launch_prefill(self, chunks: SequenceOf[tuple[Sequence, int]]) -> None:
-        """Count what the step that was just put together will have done: (sequence, number of tokens) of each row."""
+        """Count what the step that was just put together will have done: (sequence, number of tokens) of each row.
+
+        It will bring a token to those whose prompt it ends.
+        """
         for seq, num in chunks:
             seq.num_computed_tokens += num
             self._offer(seq)
-        self._launch([seq for seq, _ in chunks], [seq for seq, _ in chunks if not seq.num_uncomputed_tokens])
+            if not seq.num_uncomputed_tokens:
+                seq.num_expected += 1
+                seq.num_tokens += 1
+                if seq.num_tokens == seq.max_num_tokens:
+                    self._ending.append(seq)
+        self._launch([seq for seq, _ in chunks])
 
     def _launch_decode(self, running: list[Sequence], full: list[int]) -> None:
-        """The same, of a step of one token each; `full`: rows that have filled a block with it."""
+        """The same, of a step of one token each; `full`: rows that have filled a block with it.
+
+        One pass over all rows, and no more: it is made for every generated token.
+        """
         for seq in running:
             seq.num_computed_tokens += 1
-        for row in full:
-            self._offer(running[row])
-        self._launch(running, running)
-
-    def _launch(self, sequences: list[Sequence], sampling: list[Sequence]) -> None:
-        """A step of `sequences` is under way, which will bring a token to those that are `sampling`."""
-        self.block_manager.free_behind_window(sequences)
-        for seq in sampling:
             seq.num_expected += 1
             seq.num_tokens = num_tokens = seq.num_tokens + 1
             if num_tokens == seq.max_num_tokens:
                 self._ending.append(seq)
+        for row in full:
+            self._offer(running[row])
+        self._launch(running)
+
+    def _launch(self, sequences: list[Sequence]) -> None:
+        self.block_manager.free_behind_window(sequences)
         self.block_manager.launch_step()
         self.under_way.launch(sequences)
 

@@ -45,6 +45,8 @@ class BlockTables:
         self._flat = both.view(-1)
         self._first_slot = max_num_seqs
         self._gathered_B: np.ndarray | None = None
+        self._row_of_S = np.full(max_num_seqs + 1, -1, dtype=np.int64)
+        self._has_one_row_each = True
 
     @property
     def width(self) -> int:
@@ -64,11 +66,20 @@ class BlockTables:
         slots_N, columns_N, blocks_N = new_blocks_N3.T
         rows_N = self._first_slot + slots_N
         if is_gathered:
-            rows, which = np.nonzero(slots_B[:, None] == slots_N)
+            rows, which = self._rows_that_read(slots_B, slots_N)
             rows_N, columns_N = np.concatenate([rows_N, rows]), np.concatenate([columns_N, columns_N[which]])
             blocks_N = np.concatenate([blocks_N, blocks_N[which]])
         places_N = rows_N * np.int64(self.width) + columns_N
         return TableNews(len(places_N), np.concatenate([places_N.view(np.int32), blocks_N, gathered_B]))
+
+    def _rows_that_read(self, slots_B: np.ndarray, slots_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of `slots_B`, those that were gathered, and which of `slots_N` each of them has; nobody else is told."""
+        if not self._has_one_row_each:
+            rows, which = np.nonzero(slots_B[:, None] == slots_N)
+            return rows, which
+        rows_N = self._row_of_S[slots_N]
+        which = np.flatnonzero(rows_N >= 0)
+        return rows_N[which], which
 
     def write(self, news: Tensor, num_entries: int, slots_B: np.ndarray) -> Tensor:
         """Bring the device up to date with the `flat` and `num_entries` that `news` gave for `slots_B`; returns their
@@ -81,6 +92,11 @@ class BlockTables:
             self._gathered_B = None
             torch.index_select(self._slots_SW, 0, news[ends[1] :], out=rows_BW)
             self._gathered_B = slots_B.copy()
+            self._row_of_S[:] = -1
+            self._row_of_S[slots_B] = np.arange(len(slots_B))
+            # But for the null slot, of which there is never any news.
+            self._has_one_row_each = np.count_nonzero(self._row_of_S[:-1] >= 0) == np.count_nonzero(
+                slots_B != self.null_slot)
         return rows_BW
 
     def clear(self) -> None:
