@@ -22,17 +22,17 @@ import numpy as np
 
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig
-from npu_runner.core.batch import ScheduledBatch, probe_batch
+from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters, StateSnapshots, state_alignment
+from npu_runner.engine.culprit_search import CulpritSearch
 from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.generation import End, Generation, nothing_left
 from npu_runner.engine.logprobs import PromptLogprobsRecord
 from npu_runner.engine.plain_rows import PlainRows
-from npu_runner.engine.quarantine import Quarantine
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
@@ -112,10 +112,7 @@ class LLMEngine:
         self._under_way: deque[ScheduledBatch] = deque()
         self._last_end = 0.0
         """When the last step was collected, or the first of those under way was planned."""
-        self._quarantine = Quarantine(self.scheduler)
-        self._short_of_memory: ScheduledBatch | None = None
-        """The step that ran out of memory, while it is looked for the request that is the cause."""
-
+        self._search = CulpritSearch(self.scheduler, self._executor, uses_mrope=info.uses_mrope)
         self._token_text = functools.partial(token_text, self.processor.tokenizer)
         self._requests: dict[str, _Request] = {}
         self._generation_of: dict[int, Generation] = {}
@@ -198,7 +195,7 @@ class LLMEngine:
         they had never been scheduled.
         """
         try:
-            self._quarantine.step_ended()  # its sequences may have been aborted
+            self._search.drop_the_aborted()
             self._submit()
             if self._under_way:
                 self._collect()
@@ -214,7 +211,7 @@ class LLMEngine:
 
     def _submit(self) -> None:
         """Plan and hand over steps. While a culprit is looked for there is one at a time."""
-        most = 1 if self._quarantine.is_on else self.info.num_steps_under_way
+        most = 1 if self._search.is_on else self.info.num_steps_under_way
         while len(self._under_way) < most and (batch := self.scheduler.schedule()) is not None:
             if not self._under_way:
                 self._last_end = time.perf_counter()
@@ -227,13 +224,15 @@ class LLMEngine:
         try:
             output = self._executor.collect()
         except (RequestError, OutOfMemoryError, StepError) as error:
-            self._look_for_culprit(batch, error)
+            culprit = self._search.step_failed(batch, error)
+            self._under_way.clear()
+            if culprit is not None:
+                self._give_up(culprit.request_id, error)
             return
         self._under_way.popleft()
         sequences = self.scheduler.complete()
         self._book(batch, sequences, output)
-        if self._quarantine.step_ended():
-            self._lower_limits()
+        self._search.step_ended()
         self._count(batch.is_prefill, batch.num_tokens if batch.is_prefill else len(sequences) - sequences.count(None))
 
     def _drain(self) -> None:
@@ -289,34 +288,6 @@ class LLMEngine:
                 request.num_cached_tokens = (request.num_cached_tokens or 0) + sequence.num_cached_tokens
                 self._finish(generation, generation.take_vector(vector_D))
 
-    # -- steps that fail -------------------------------------------------------------------------------------------
-
-    def _look_for_culprit(self, batch: ScheduledBatch, error: NpuRunnerError) -> None:
-        """Give up the request that makes steps fail, if this one held no other; else run its sequences in halves."""
-        if not self._quarantine.is_on:  # what follows is the same again, until the cause is found
-            logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
-        self._executor.abandon()
-        self._under_way.clear()
-        failed = self.scheduler.abandon()
-        self._probe(batch, error)
-        if not failed:
-            return  # all of its requests had ended: whatever failed, nobody waits for it
-        if not self._quarantine.is_on:
-            self._short_of_memory = batch if isinstance(error, OutOfMemoryError) else None
-        culprit = self._quarantine.split(failed)
-        if culprit is not None:
-            self._give_up(culprit.request_id, error)
-
-    def _probe(self, batch: ScheduledBatch, error: NpuRunnerError) -> None:
-        """Raises EngineDeadError where not even one token of nobody's gets through: then no request is the cause."""
-        try:
-            self._executor.execute_model(probe_batch(uses_mrope=self.info.uses_mrope))
-        except NpuRunnerError as again:
-            raise EngineDeadError(
-                f"{error}; a step of one token that was tried after it failed as well ({again})",
-                request_ids=tuple(dict.fromkeys(batch.request_ids)),
-            ) from error
-
     def _give_up(self, request_id: str, error: NpuRunnerError) -> None:
         code = blame_for(error)
         reason = str(error).partition("\n")[0]
@@ -324,15 +295,6 @@ class LLMEngine:
             if generation.finished is None:
                 self._finish(generation, End("error", error=f"alone in its step, this request fails: {reason}",
                                              code=code))
-
-    def _lower_limits(self) -> None:
-        """A step that only its size drove out of memory is not made again: what its halves took is the limit now."""
-        batch, self._short_of_memory = self._short_of_memory, None
-        if batch is not None and not self._quarantine.found_any:
-            self.scheduler.lower_limits(is_prefill=batch.is_prefill, num_tokens=batch.num_tokens // 2,
-                                        num_seqs=batch.batch_size // 2)
-            logger.warning("a %s ran out of memory and its halves did not: steps stay below half of it from now on",
-                           batch.describe())
 
     # -- completions -----------------------------------------------------------------------------------------------
 
@@ -457,8 +419,7 @@ class LLMEngine:
         interrupt may come between any two lines."""
         self._executor.abandon()
         self._under_way.clear()
-        self._quarantine.reset()
-        self._short_of_memory = None
+        self._search.reset()
         self._rows.forget()
         self.scheduler.reset()
         for _, generation in sorted(self._generation_of.items()):
