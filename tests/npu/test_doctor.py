@@ -57,6 +57,7 @@ def emulated() -> dict[str, str]:
 
 
 @pytest.mark.npu
+@pytest.mark.full("captures graphs of both embedded models; its other checks stay, and its answers on the cpu")
 def test_a_sound_host_generates_through_graphs(tmp_path: Path, emulated: dict[str, str]) -> None:
     if not has_real_cann():
         emulated |= toolkit(tmp_path / "cann", "9.2.0")

@@ -45,6 +45,7 @@ def test_a_collective_that_times_out_names_the_rank_that_does_not_answer(checkpo
 
 
 @emulated
+@pytest.mark.full("two ranks capture; ranks that lack resources while they capture stay, and ranks that fail in steps")
 def test_a_rank_that_fails_while_compiling_says_so(checkpoint: Any, tmp_path: Path) -> None:
     settings = ("graph_mode='reduce-overhead'", "graph_batch_sizes=(2, 4)")
     end = end_of_a_job(checkpoint("qwen3"), "none", tmp_path, *settings, fail="aclmdlRICaptureEnd:4:507899")

@@ -17,7 +17,7 @@ from tests.oracle.tiny_checkpoints import VISION_OF
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 emulated = pytest.mark.skipif(has_real_cann(), reason="a device's attention takes no float32: compared in bfloat16")
 
-NUM_PICTURES = 100
+NUM_PICTURES = 40
 # The worst step shows the tower pairs of frames, as many as a step has room for, in float32.
 ROOM = 2 << 30
 BUCKETS = [1, 4, 16]

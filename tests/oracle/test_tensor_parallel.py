@@ -36,8 +36,22 @@ def _two_devices(platform_name: str) -> None:
     need_two_devices(platform_name)
 
 
-@pytest.mark.parametrize("model_type", CASES)
+# One of each kind: pictures, experts, states.
+FAST = ("qwen2", "qwen3", "qwen3_vl", "qwen3_5_text", "qwen3_5_moe")
+
+
+@pytest.mark.parametrize("model_type", FAST)
 def test_two_ranks_equal_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
+    assert_equal_one(model_type, checkpoint, platform_name)
+
+
+@pytest.mark.full("two ranks start for each; a family of each kind stays")
+@pytest.mark.parametrize("model_type", [name for name in CASES if name not in FAST])
+def test_two_ranks_of_other_families_equal_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
+    assert_equal_one(model_type, checkpoint, platform_name)
+
+
+def assert_equal_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type, **CASES[model_type])
 
     def run(ranks: int) -> list[list[int]]:
