@@ -31,6 +31,8 @@ class RecordedDraw:
         self.flat = torch.zeros(2 * self.num_rows, dtype=torch.int32, device=logits_PV.device)
         self.next_P = torch.zeros(self.num_rows, dtype=torch.int32, device=logits_PV.device)
         self._logits_PV = logits_PV
+        # What was recorded reads them where they are.
+        self._reads = slots_P, uniforms_P, receipts_P, temperatures_S
 
         def run() -> None:
             temperature_P1 = temperatures_S.index_select(0, slots_P)[:, None]

@@ -53,7 +53,7 @@ class LogprobsTensors:
 @dataclass(frozen=True)
 class SamplerOutput:
     """token_ids_B: int32 on the device; less than 0 where a row has no token: NO_TOKEN, its logits hold NaN or +inf,
-    or ALL_BANNED."""
+    or ALL_BANNED. What is on the device may be written anew by the next step, in the device's order."""
 
     token_ids_B: Tensor
     next_input_ids_B: Tensor

@@ -91,12 +91,12 @@ class BlockTables:
         if len(news) > ends[1]:
             self._gathered_B = None
             torch.index_select(self._slots_SW, 0, news[ends[1] :], out=rows_BW)
-            self._gathered_B = slots_B.copy()
             self._row_of_S[:] = -1
             self._row_of_S[slots_B] = np.arange(len(slots_B))
             # But for the null slot, of which there is never any news.
             self._has_one_row_each = np.count_nonzero(self._row_of_S[:-1] >= 0) == np.count_nonzero(
                 slots_B != self.null_slot)
+            self._gathered_B = slots_B.copy()  # last: an interrupt may come between any two lines
         return rows_BW
 
     def clear(self) -> None:

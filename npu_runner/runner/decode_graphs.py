@@ -6,6 +6,7 @@ Knows a model runner by what it shows to everybody; nothing of what a platform's
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -19,6 +20,9 @@ from npu_runner.runner.votes import Votes
 
 if TYPE_CHECKING:
     from npu_runner.runner.model_runner import ModelRunner
+
+
+logger = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
@@ -62,12 +66,22 @@ def compile_decode_graphs(runner: ModelRunner, progress: Progress) -> None:
 
 
 def _record_draws(runner: ModelRunner, buckets: DecodeBuckets) -> None:
-    """What follows a decode graph in most steps becomes one launch, too, where the platform can."""
+    """What follows a decode graph in most steps becomes one launch, too, where the platform can and has room for it.
+
+    A rank may do without by itself: it is no part of what all of them run.
+    """
+    sampler = runner.steps.sampler
     for bucket in buckets.compiled() if buckets.compiler.records else []:
         logits_PV = bucket.forward(bucket.inputs)  # with all ranks
-        if runner.steps.sampler is not None:
-            arrays = {name: bucket.tensors[name] for name in SAMPLER_ARRAYS}
-            runner.steps.sampler.record(logits_PV, arrays, buckets.compiler.record)
+        if sampler is None:
+            continue
+        try:
+            sampler.record(logits_PV, {name: bucket.tensors[name] for name in SAMPLER_ARRAYS}, buckets.compiler.record)
+        except (GraphResourceError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, GraphResourceError) and not runner.platform.is_out_of_memory(error):
+                raise
+            logger.warning("no room to record the draws of batches of %d (%s); they are launched one by one",
+                           bucket.batch_size, str(error).partition("\n")[0])
 
 
 def _why_no_graph(runner: ModelRunner, batch_size: int) -> str | None:

@@ -191,8 +191,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(checkpoint: Any, platfo
 
         def spoil(step: Any, logits_BV: torch.Tensor) -> Any:
             if next(num_steps) == 4:
-                logits_BV = logits_BV.clone()
-                logits_BV[1] = torch.nan
+                logits_BV[1] = torch.nan  # in their place: what was recorded over a graph's logits reads no others
             return sample(step, logits_BV)
 
         steps.sample = spoil

@@ -123,6 +123,31 @@ def test_a_step_without_news_sends_and_launches_nothing() -> None:
     assert tables.news(news[:0], slots_B[::-1]).flat.tolist() == [0, 2]
 
 
+def test_an_interrupt_while_rows_are_gathered_has_them_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is noted of them is noted whole: what is new is then written to the rows that read it."""
+    tables = BlockTables(4, 8, CPU)
+
+    def write(slots: list[int], new_blocks: list[tuple[int, int, int]]) -> torch.Tensor:
+        new_blocks_N3, slots_B = np.array(new_blocks, dtype=np.int32), np.array(slots, dtype=np.int32)
+        tables.learn(new_blocks_N3)
+        news = tables.news(new_blocks_N3, slots_B)
+        return tables.write(torch.from_numpy(news.flat), news.num_entries, slots_B)
+
+    write([3, 1], [(3, 0, 5), (1, 0, 6)])
+    for name in ("arange", "count_nonzero"):
+        with monkeypatch.context() as patch:
+            patch.setattr(np, name, raise_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                write([0, 1, 2], [(0, 0, 7)])
+        rows_BW = write([0, 1, 2], [(2, 0, 8), (1, 1, 9)])
+        assert torch.equal(rows_BW, torch.from_numpy(tables.on_host_SW[[0, 1, 2]])), name
+        write([3, 1], [(3, 1, 4)])
+
+
+def raise_interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("num_news", [3, 400])
 def test_more_news_than_a_buffer_holds_come_too(num_news: int) -> None:
     tables = BlockTables(4, 512, CPU)

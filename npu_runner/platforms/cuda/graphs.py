@@ -1,4 +1,7 @@
-"""Decode graphs on CUDA: one captured graph per bucket, all in one memory pool. Knows nothing of models."""
+"""Decode graphs on CUDA: one captured graph per bucket, and what is recorded behind it, all in one memory pool.
+
+Knows nothing of models.
+"""
 
 from __future__ import annotations
 
