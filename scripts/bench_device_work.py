@@ -48,7 +48,7 @@ class Sizes:
 SIZES = {
     "real": Sizes("qwen3-0.6b", 256, 100, 1024, "qwen3-8b", (1, 8, 64), 512, 64, "qwen3-vl-4b", 256, (896, 672), 32,
                   128, "qwen3.6-35b-a3b", "qwen3.5-9b", 4 << 30),
-    "host": Sizes("tiny", 256, 30, 60, "tiny", (1, 64, 256), 64, 64, "tiny-vl", 64, (96, 64), 8, 6, "tiny-moe",
+    "host": Sizes("tiny", 256, 30, 60, "tiny", (1, 64, 256, 1024), 64, 64, "tiny-vl", 64, (96, 64), 8, 6, "tiny-moe",
                   "tiny-hybrid", 64 << 20),
     "tiny": Sizes("tiny", 16, 5, 40, "tiny", (1, 3), 24, 8, "tiny-vl", 6, (96, 64), 8, 6, "tiny-moe",
                   "tiny-hybrid", 64 << 20),
