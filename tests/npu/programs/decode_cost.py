@@ -103,10 +103,10 @@ def of_the_sampler(llm: LLM) -> dict[str, int]:
     """Launches of one call of the sampler, which is no part of a graph."""
     call, found = Sampler.__call__, {}
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         torch.npu.synchronize()
         reset_counters()
-        output = call(*arguments)
+        output = call(*arguments, **options)
         torch.npu.synchronize()
         found.update(calls(counters(), "launches"))
         return output
