@@ -15,7 +15,7 @@ from npu_runner.errors import RequestError
 from npu_runner.outputs import RequestOutput
 from npu_runner.prompt_feed import PromptFeed, ReadyRequest, Request
 from npu_runner.prompt_replicas.wire import pack_answer, unpack_request
-from npu_runner.replicas.base import FinishedRow, RawRow, ReplicaFacts, Returned, RowRun
+from npu_runner.replicas.base import FinishedRow, RawRow, ReplicaFacts, RowRun
 from npu_runner.replicas.engine_loop import EngineLoop, Flight
 from npu_runner.replicas.inline import InlineReplica
 from npu_runner.workers.options import PreprocessingOptions
@@ -57,7 +57,7 @@ class PromptServer(InlineReplica):
         found = [self._rows.pop().number for _ in range(min(num_rows, len(self._rows)))]
         if self._loop is not None and len(found) < num_rows:
             found += self._loop.give_back(num_rows - len(found), begun=begun)
-        self._events.append(Returned(found))
+        self._give_back(found)
 
     def _wait_to_begin(self) -> None:
         """No worker is started before the first request."""

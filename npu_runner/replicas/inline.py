@@ -12,7 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from npu_runner.errors import NpuRunnerError
-from npu_runner.replicas.base import Begun, Event, Finished, Progressed, Ready, Replica, ReplicaFacts, ReplicaStats
+from npu_runner.replicas.base import (
+    Begun,
+    Event,
+    Finished,
+    Progressed,
+    Ready,
+    Replica,
+    ReplicaFacts,
+    ReplicaStats,
+    Returned,
+)
 from npu_runner.replicas.engine_loop import EngineLoop
 
 _REPORT_SECONDS = 0.25
@@ -64,6 +74,10 @@ class InlineReplica(Replica):
             wait_seconds=0.0 if self._loop is None else self._loop.wait_seconds,
             num_workers_replaced=self._num_workers_replaced(),
         )
+
+    def _give_back(self, indices: list[int]) -> None:
+        """Rows that were asked back are the driver's again, and what is under way is told without them."""
+        self._events += [Returned(indices), Progressed(self.stats())]
 
     def _work(self, timeout_seconds: float) -> None:
         if self._engine is None:

@@ -18,7 +18,7 @@ from npu_runner.batch.job.row_server import RowServer, server_plan
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import JobError
-from npu_runner.replicas.base import Begun, Event, Finished, Ready, Returned
+from npu_runner.replicas.base import Begun, Event, Finished, Progressed, Ready, Returned
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, row, write_rows
 
 NUM_ROWS = 200
@@ -36,6 +36,17 @@ def open_slow(config: RunnerConfig) -> ScriptedModel:
     return ScriptedModel(config, SlowEngine)
 
 
+class StuckEngine(ScriptedEngine):
+    """No row ever ends."""
+
+    def __init__(self, config: RunnerConfig):
+        super().__init__(config, latency=lambda text: 10**9, max_running=2)
+
+
+def open_stuck(config: RunnerConfig) -> ScriptedModel:
+    return ScriptedModel(config, StuckEngine)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Any:
     lines: list[Any] = [row(f"r{n}", "bad" if n % 9 == 4 else f"text {n}") for n in range(NUM_ROWS - 1)]
@@ -44,9 +55,10 @@ def file(tmp_path: Path) -> Any:
         yield opened
 
 
-def server_of(file: InputFile, source: Any, inherited: tuple[int, ...] = ()) -> tuple[RowServer, RowBook]:
+def server_of(file: InputFile, source: Any, inherited: tuple[int, ...] = (),
+              open_model: Any = open_slow) -> tuple[RowServer, RowBook]:
     options = BatchOptions(input=file.name, output="-")
-    plan = server_plan(RunnerConfig(model="m"), options=options, source=source, num_workers=1, open_model=open_slow,
+    plan = server_plan(RunnerConfig(model="m"), options=options, source=source, num_workers=1, open_model=open_model,
                        inherited=inherited)  # fmt: skip
     scan = file.scan()
     server = RowServer(pickle.loads(pickle.dumps(plan)))
@@ -83,6 +95,20 @@ def test_rows_by_place_by_path_and_with_their_bytes_are_the_same(file: InputFile
         answers.append(done)
     assert answers[0] == answers[1] == answers[2]
     assert len(answers[0]) == NUM_ROWS
+
+
+def test_what_is_given_back_is_no_longer_counted_as_under_way(file: InputFile) -> None:
+    """Nobody is left with the figures of before until the replica has something else to say."""
+    server, book = server_of(file, file.source, (file.source.descriptor,), open_stuck)
+    with server:
+        server.submit(book.run(range(NUM_ROWS)))
+        while not (server.stats().engine.num_running and server.stats().engine.num_waiting):
+            server.poll(0.02)
+        server.recall(NUM_ROWS, begun=True)
+        returned, told = server.poll(0.0)[:2]
+        assert isinstance(returned, Returned)
+        assert isinstance(told, Progressed)
+        assert (told.stats.engine.num_running, told.stats.engine.num_waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("num_polls", [0, 3, 60])

@@ -23,7 +23,7 @@ from npu_runner.config import RunnerConfig
 from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.multimodal.media import MediaRules
-from npu_runner.replicas.base import RawRow, ReplicaFacts, Returned, RowRun
+from npu_runner.replicas.base import RawRow, ReplicaFacts, RowRun
 from npu_runner.replicas.inline import InlineReplica
 from npu_runner.workers.pool import NOT_YET, PoolLimits, WorkerPool
 
@@ -131,7 +131,7 @@ class RowServer(InlineReplica):
         found = self._feed.take_back(num_rows)
         if self._loop is not None and len(found) < num_rows:
             found += self._loop.give_back(num_rows - len(found), begun=begun)
-        self._events.append(Returned(found))
+        self._give_back(found)
 
     def _wait_to_begin(self) -> None:
         self._pool.raise_failure()
