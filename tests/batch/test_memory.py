@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+
+import pytest
 from pathlib import Path
 
 SCRIPT = """
@@ -52,6 +54,7 @@ def run(folder: Path, num_rows: int) -> dict[str, int]:
     return figures
 
 
+@pytest.mark.full("20,000 rows go through a job, to see its memory")
 def test_twenty_thousand_rows_take_no_more_memory_than_five_hundred(tmp_path: Path) -> None:
     few, many = run(tmp_path, 500), run(tmp_path, 20_000)
     held = many["peak_kib"] - few["peak_kib"]

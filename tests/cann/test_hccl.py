@@ -60,6 +60,7 @@ def assert_collectives(size: int, mode: str) -> None:
     assert {name for name in set(os.listdir("/dev/shm")) - before if "cann" in name} == set()
 
 
+@pytest.mark.full("two ranks compile; the emulation's refusals of single operators stay")
 def test_the_graph_engine_refuses_a_communicator_of_single_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators are waited for: torch_npu may lose the error of one that is not (docs/ascend.md)."""
     monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
@@ -77,12 +78,14 @@ def test_int64_is_not_compared_on_the_device(where: dict[str, str]) -> None:
 
 
 @emulated
+@pytest.mark.full("two ranks start twice; what one communicator does stays")
 def test_a_second_communicator_on_the_vector_cores_is_refused() -> None:
     expect("REFUSED", run_ranks(2, "second", TASK_QUEUE_ENABLE="0", **AIV))
     expect("BOTH", run_ranks(2, "two", **AIV))
 
 
 @emulated
+@pytest.mark.full("two ranks capture seven graphs; graphs that run out stay, without ranks")
 def test_an_a3_takes_six_graphs_with_collectives_on_the_ai_cpu() -> None:
     expect("REFUSED AFTER 6", run_ranks(2, "seven", **A3))
 

@@ -142,9 +142,18 @@ def test_pictures_that_were_under_way_are_seen_as_before() -> None:
                 assert cache.counters.num_bytes == sum(value.num_bytes for value in cache._values.values())
 
 
-@pytest.mark.parametrize(("size", "steps_under_way"), [(1, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_ctrl_c_at_random_moments(size: int, steps_under_way: int, checkpoint: Any) -> None:
-    num_interrupts = 12
+@pytest.mark.parametrize(("size", "num_interrupts"), [(1, 12), pytest.param(2, 4, marks=pytest.mark.slow)])
+def test_ctrl_c_at_random_moments(size: int, num_interrupts: int, checkpoint: Any) -> None:
+    assert_goes_on(size, num_interrupts, 2, checkpoint)
+
+
+@pytest.mark.full("one step under way, and more moments of two ranks; two steps under way stay, one rank and two")
+@pytest.mark.parametrize(("size", "steps_under_way"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_ctrl_c_at_more_moments(size: int, steps_under_way: int, checkpoint: Any) -> None:
+    assert_goes_on(size, 12, steps_under_way, checkpoint)
+
+
+def assert_goes_on(size: int, num_interrupts: int, steps_under_way: int, checkpoint: Any) -> None:
     command = [sys.executable, "-m", "tests.faults.interrupts", str(checkpoint("qwen3")), str(size),
                str(num_interrupts), str(steps_under_way)]
     done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
@@ -152,8 +161,17 @@ def test_ctrl_c_at_random_moments(size: int, steps_under_way: int, checkpoint: A
     assert json.loads(done.stdout) == [True] * num_interrupts
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_ctrl_c_at_random_moments_while_pictures_are_prepared(size: int) -> None:
+def test_ctrl_c_at_random_moments_while_pictures_are_prepared() -> None:
+    assert_goes_on_with_pictures(1)
+
+
+@pytest.mark.slow
+@pytest.mark.full("two ranks start; one rank stays, and Ctrl-C with two")
+def test_ctrl_c_with_two_ranks_while_pictures_are_prepared() -> None:
+    assert_goes_on_with_pictures(2)
+
+
+def assert_goes_on_with_pictures(size: int) -> None:
     command = [sys.executable, "-m", "tests.faults.interrupts", SHAPES_VL.name, str(size), "6", "1"]
     done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
     assert done.returncode == 0

@@ -50,19 +50,14 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
     return {item["custom_id"]: item for item in read_rows(path)}
 
 
-@pytest.mark.parametrize(("size", "poisons", "deaths"), [
-    (1, {3: "Z", 4: "Q", 12: "Z"}, 0),
-    pytest.param(2, {4: "Q"}, 2, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_a_poisoned_row_fails_alone(size: int, poisons: dict[int, str], deaths: int, checkpoint: Any,
-                                    tmp_path: Path) -> None:
-    assert_fails_alone(size, poisons, deaths, checkpoint, tmp_path)
+def test_a_poisoned_row_fails_alone(checkpoint: Any, tmp_path: Path) -> None:
+    assert_fails_alone(1, {3: "Z", 4: "Q", 12: "Z"}, 0, checkpoint, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.full("two ranks start three and four times; one poison of two ranks stays, and scripted deaths")
-@pytest.mark.parametrize(("poisons", "deaths"), [({3: "Z"}, 2), ({2: "X"}, 3)])
-def test_other_poisons_of_two_ranks(poisons: dict[int, str], deaths: int, checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.full("two ranks start three and four times; one rank stays, and scripted deaths")
+@pytest.mark.parametrize(("poisons", "deaths"), [({4: "Q"}, 2), ({3: "Z"}, 2), ({2: "X"}, 3)])
+def test_poisons_of_two_ranks(poisons: dict[int, str], deaths: int, checkpoint: Any, tmp_path: Path) -> None:
     assert_fails_alone(2, poisons, deaths, checkpoint, tmp_path)
 
 

@@ -26,6 +26,7 @@ def run_bench(*arguments: str, **emulation: Any) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.npu
+@pytest.mark.full("two processes over the emulation; nothing that serves depends on it")
 def test_decode_steps_of_an_npu_and_no_made_up_idle_share() -> None:
     table, results = run_bench("--part", "decode", "--graph-mode", "eager")
     for size in (1, 3):
@@ -39,7 +40,7 @@ def test_decode_steps_of_an_npu_and_no_made_up_idle_share() -> None:
 
 
 @pytest.mark.npu
-@pytest.mark.full("two processes a part over the emulation; the decode part runs in every test run")
+@pytest.mark.full("two processes a part over the emulation; nothing that serves depends on it")
 def test_every_kind_of_part_through_captured_graphs() -> None:
     parts = ("text", "pictures", "moe-decode")
     _, results = run_bench("--graph-batch-sizes", "1", "3", *(word for part in parts for word in ("--part", part)),

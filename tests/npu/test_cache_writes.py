@@ -14,6 +14,7 @@ def test_our_converter_is_the_one_in_use() -> None:
     assert "AS ASKED" in done.stdout, done.stderr[-4000:]
 
 
+@pytest.mark.full("shows that the test above can fail")
 def test_the_old_one_would_not_do() -> None:
     done = run_python(["-m", "tests.npu.programs.old_converter", "shipped"])
     assert done.returncode != 0

@@ -45,7 +45,7 @@ def test_a_collective_that_times_out_names_the_rank_that_does_not_answer(checkpo
 
 
 @emulated
-@pytest.mark.full("two ranks capture; ranks that lack resources while they capture stay, and ranks that fail in steps")
+@pytest.mark.full("two ranks capture; one rank that lacks resources stays, and ranks that fail in steps")
 def test_a_rank_that_fails_while_compiling_says_so(checkpoint: Any, tmp_path: Path) -> None:
     settings = ("graph_mode='reduce-overhead'", "graph_batch_sizes=(2, 4)")
     end = end_of_a_job(checkpoint("qwen3"), "none", tmp_path, *settings, fail="aclmdlRICaptureEnd:4:507899")
@@ -59,6 +59,7 @@ NO_STREAMS = "aclmdlRICaptureBegin:3+:207008"
 
 
 @emulated
+@pytest.mark.full("two ranks capture until none has streams; one rank that lacks them stays")
 def test_ranks_that_all_lack_resources_go_on_with_the_graphs_they_have(checkpoint: Any, tmp_path: Path) -> None:
     end = end_of_a_job(checkpoint("qwen3", num_hidden_layers=1), "none", tmp_path, *GRAPHS, fail=NO_STREAMS)
     assert end["message"] == ""
@@ -67,7 +68,7 @@ def test_ranks_that_all_lack_resources_go_on_with_the_graphs_they_have(checkpoin
 
 
 @emulated
-@pytest.mark.full("two ranks capture until one of them lacks streams; ranks that all lack them stay")
+@pytest.mark.full("two ranks capture until one of them lacks streams; one rank that lacks them stays")
 def test_a_rank_that_lacks_resources_alone_ends_the_start_by_name(checkpoint: Any, tmp_path: Path) -> None:
     """It must not go without that graph alone: its next collective would meet the other rank's of another bucket."""
     end = end_of_a_job(checkpoint("qwen3", num_hidden_layers=1), "none", tmp_path, *GRAPHS, "step_timeout_seconds=40.0",

@@ -11,7 +11,16 @@ pytestmark = pytest.mark.npu
 
 
 @pytest.mark.skipif(has_real_cann(), reason="the chip is chosen here")
-@pytest.mark.parametrize("where", [AIV, A3], ids=["aiv", "a3"])
-def test_the_smallest_count_of_all_ranks_is_known_to_each(where: dict[str, str]) -> None:
+def test_the_smallest_count_of_all_ranks_is_known_to_each() -> None:
+    assert_known(A3)
+
+
+@pytest.mark.skipif(has_real_cann(), reason="the chip is chosen here")
+@pytest.mark.full("two ranks once more, with collectives on the vector cores; another chip's stay")
+def test_the_smallest_count_is_known_on_the_vector_cores() -> None:
+    assert_known(AIV)
+
+
+def assert_known(where: dict[str, str]) -> None:
     found = run_ranks(2, "", program="tests.npu.programs.smallest", **where)
     assert [out.split("SMALLEST ")[1].strip() for out in found] == [str(2**31 - 2)] * 2

@@ -23,18 +23,25 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def cases_of(mode: str, checkpoint: Any, **settings: Any) -> list[Case]:
+def cases_of(mode: str, checkpoint: Any, models: Any = MODELS, **settings: Any) -> list[Case]:
     """Seven prompts of up to three blocks, in chunks; a chunk of a single token among them."""
     graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": [4]}
     if mode == "max-autotune":
         graphs["use_graph_cache"] = False
     common = {"graph_mode": mode, "max_num_batched_tokens": 101, **SMALL, **FLOAT32, **graphs, **settings}
-    return [Case(str(checkpoint(model_type, **changes)), common, "long texts", 7) for model_type, changes in MODELS]
+    return [Case(str(checkpoint(model_type, **changes)), common, "long texts", 7) for model_type, changes in models]
 
 
 @emulated
 def test_tokens_equal_the_cpu_platform(checkpoint: Any, tmp_path: Path) -> None:
-    _compare("reduce-overhead", checkpoint, tmp_path)
+    """Layers of two kinds."""
+    _compare("reduce-overhead", checkpoint, tmp_path, MODELS[2:])
+
+
+@emulated
+@pytest.mark.full("every layer slides, within a block and over blocks; layers of two kinds stay")
+def test_tokens_where_every_layer_slides(checkpoint: Any, tmp_path: Path) -> None:
+    _compare("reduce-overhead", checkpoint, tmp_path, MODELS[:2])
 
 
 @emulated
@@ -44,9 +51,9 @@ def test_tokens_in_other_modes(mode: str, checkpoint: Any, tmp_path: Path) -> No
     _compare(mode, checkpoint, tmp_path)
 
 
-def _compare(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+def _compare(mode: str, checkpoint: Any, tmp_path: Path, models: Any = MODELS) -> None:
     """Batches of up to seven: the largest graph is for four, above it steps run eagerly."""
-    cases = cases_of(mode, checkpoint)
+    cases = cases_of(mode, checkpoint, models)
     for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
         assert result["tokens"] == on_cpu(case)["tokens"], case.model
         if mode != "eager":
@@ -84,6 +91,7 @@ def test_the_other_ways(changes: dict[str, str], checkpoint: Any, tmp_path: Path
 
 
 @emulated
+@pytest.mark.full("prompts of one chunk, eagerly; a null block full of NaN stays where nothing slides")
 def test_a_null_block_full_of_nan(checkpoint: Any, tmp_path: Path) -> None:
     """Decode reads nothing behind a window; prefill's band goes over it, so the prompts here are of one chunk."""
     cases = cases_of("eager", checkpoint, max_num_batched_tokens=2000)

@@ -36,8 +36,8 @@ def _two_devices(platform_name: str) -> None:
     need_two_devices(platform_name)
 
 
-# One of each kind: pictures, experts, states.
-FAST = ("qwen2", "qwen3", "qwen3_vl", "qwen3_5_text", "qwen3_5_moe")
+# Fewer kv heads than ranks; pictures; experts and states.
+FAST = ("qwen2", "qwen3_vl", "qwen3_5_moe")
 
 
 @pytest.mark.parametrize("model_type", FAST)
