@@ -11,7 +11,7 @@ from typing import Any
 
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.run import run_batch
-from npu_runner.batch.job.tally import JobSummary
+from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, ScriptedProcessor, read_rows
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from npu_runner.batch.job.tally import JobSummary, Tally
+from npu_runner.batch.job.summary import JobSummary
+from npu_runner.batch.job.tally import Tally
 from npu_runner.outputs import EngineStats
 
 

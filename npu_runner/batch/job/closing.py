@@ -10,7 +10,7 @@ from npu_runner.batch.files.durable import late_file_errors, replacing
 from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile, InputScan
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.report import write_report
-from npu_runner.batch.job.tally import JobSummary
+from npu_runner.batch.job.summary import JobSummary
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.errors import ConfigError
 from npu_runner.workers.pool import PoolLimits

@@ -10,7 +10,7 @@ from npu_runner.batch.files.input_file import RowFile
 from npu_runner.batch.job.model_side import ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import RowServer, ServerPlan, num_rows_ahead, server_plan
-from npu_runner.batch.job.tally import ReplicaReport
+from npu_runner.batch.job.summary import ReplicaReport
 from npu_runner.config import RunnerConfig
 from npu_runner.replicas.base import Replica
 from npu_runner.replicas.options import AUTO

@@ -32,7 +32,8 @@ from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.signals import Interrupted, StopSignals
-from npu_runner.batch.job.tally import JobSummary, ReplicaReport, Tally
+from npu_runner.batch.job.summary import JobSummary, ReplicaReport
+from npu_runner.batch.job.tally import Tally
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.checkpoint import resolve_checkpoint
 from npu_runner.config import RunnerConfig

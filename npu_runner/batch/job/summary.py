@@ -1,0 +1,196 @@
+"""The summary of a run of a job, for programs and for people. Knows nothing of how the job was done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from npu_runner.batch.job.tally import Tally
+from npu_runner.errors import ConfigError, NpuRunnerError
+from npu_runner.outputs import EngineStats
+from npu_runner.replicas.base import ReplicaStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaReport:
+    """What one of several replicas did, and those that took its place when it died."""
+
+    name: str
+    num_rows: int
+    num_deaths: int
+    stats: ReplicaStats
+
+    def to_json(self) -> dict[str, Any]:
+        engine = self.stats.engine
+        return {
+            "name": self.name,
+            "rows": self.num_rows,
+            "deaths": self.num_deaths,
+            "prefill_computed": engine.num_prefill_tokens,
+            "decode_computed": engine.num_decode_tokens,
+            "prefill_seconds": round(engine.prefill_seconds, 3),
+            "decode_seconds": round(engine.decode_seconds, 3),
+            "preprocessing_wait": round(self.stats.wait_seconds, 3),
+        }
+
+    def to_line(self) -> str:
+        engine = self.stats.engine
+        deaths = f", died {self.num_deaths} times" if self.num_deaths else ""
+        return (
+            f"{self.name:<9} {self.num_rows} rows in {engine.prefill_seconds:.1f} s of prefill and "
+            f"{engine.decode_seconds:.1f} s of decode, {self.stats.wait_seconds:.1f} s waiting{deaths}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSummary:
+    """What a run of a job did, finished or not: rows count that are in the output."""
+
+    num_rows: int
+    num_resumed: int
+    """Rows that earlier runs had finished."""
+    num_failed_in_output: int
+    """Failed rows in the output, of this run and of earlier ones."""
+    tally: Tally
+    stats: EngineStats
+    """Of all replicas together."""
+    start_seconds: float
+    """Reading the input and loading the model, while preprocessing begins."""
+    serve_seconds: float
+    """From when the model stood ready to the last row."""
+    num_workers: int
+    num_workers_replaced: int
+    start_phases: Mapping[str, float] = field(default_factory=dict)
+    """Of the first engine that stood ready, in order; what they leave of `start_seconds` came before the model."""
+    wait_seconds: float = 0.0
+    """Time in which the model had nothing to do but wait for preprocessing."""
+    replicas: tuple[ReplicaReport, ...] = ()
+    """Where there are several."""
+    is_interrupted: bool = False
+    error: NpuRunnerError | None = None
+    """What ended the run before its end, or kept it from its last steps (order, report)."""
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.num_rows - self.num_resumed - self.tally.num_done
+
+    @property
+    def exit_status(self) -> int:
+        """0 all rows answered, 3 finished with failed rows, 1 ended early, 2 ended by what a setting must mend."""
+        if isinstance(self.error, ConfigError):
+            return 2
+        if self.is_interrupted or self.error is not None:
+            return 1
+        return 3 if self.num_failed_in_output else 0
+
+    def to_json(self) -> dict[str, Any]:
+        tally, stats = self.tally, self.stats
+        return {
+            "exit_status": self.exit_status,
+            "interrupted": self.is_interrupted,
+            "error": None if self.error is None else str(self.error),
+            "rows": {
+                "total": self.num_rows,
+                "resumed": self.num_resumed,
+                "answered": tally.num_answered,
+                "failed": tally.num_failed,
+                "failed_in_output": self.num_failed_in_output,
+                "unfinished": self.num_unfinished,
+                "failures_by_code": dict(sorted(tally.failures_by_code.items())),
+            },
+            "tokens": {
+                "prompt": tally.num_prompt_tokens,
+                "cached": tally.num_cached_tokens,
+                "completion": tally.num_completion_tokens,
+                "reasoning": tally.num_reasoning_tokens,
+                "prefill_computed": stats.num_prefill_tokens,
+                "decode_computed": stats.num_decode_tokens,
+            },
+            "seconds": {
+                "start": round(self.start_seconds, 3),
+                "serve": round(self.serve_seconds, 3),
+                "prefill": round(stats.prefill_seconds, 3),
+                "decode": round(stats.decode_seconds, 3),
+                "preprocessing_wait": round(self.wait_seconds, 3),
+            },
+            "start_phases": {phase: round(seconds, 3) for phase, seconds in self.start_phases.items()},
+            "throughput": {
+                "rows_per_second": self._per_second(tally.num_done),
+                "prompt_tokens_per_second": self._per_second(tally.num_prompt_tokens),
+                "completion_tokens_per_second": self._per_second(tally.num_completion_tokens),
+            },
+            "preprocessing": {"workers": self.num_workers, "workers_replaced": self.num_workers_replaced},
+            "replicas": [replica.to_json() for replica in self.replicas],
+            "vision_cache": {
+                "hits": stats.vision_cache_hits,
+                "misses": stats.vision_cache_misses,
+                "evictions": stats.vision_cache_evictions,
+                "bytes": stats.vision_cache_bytes,
+                "images_encoded": stats.num_images_encoded,
+            },
+            "prefix_cache": {
+                "queried_tokens": stats.prefix_cache_queries,
+                "hit_tokens": stats.prefix_cache_hits,
+                "hit_rate": _share(stats.prefix_cache_hits, stats.prefix_cache_queries),
+            },
+            "state_snapshots": {
+                "taken": stats.state_snapshots_taken,
+                "used": stats.state_snapshots_used,
+                "evicted": stats.state_snapshots_evicted,
+            },
+            "preemptions": stats.num_preemptions,
+            "kv_cache": {
+                "blocks": stats.kv_blocks_total,
+                "peak_blocks": stats.kv_blocks_peak,
+                "peak_use": _share(stats.kv_blocks_peak, stats.kv_blocks_total),
+            },
+            "expected_answers": {
+                "rows": tally.num_expected,
+                "as_expected": tally.num_as_expected,
+                "accuracy": _share(tally.num_as_expected, tally.num_expected),
+            },
+        }
+
+    def to_lines(self) -> list[str]:
+        """The summary for a person."""
+        tally, stats = self.tally, self.stats
+        codes = ", ".join(f"{count} {code}" for code, count in tally.failures_by_code.most_common())
+        rows = f"{tally.num_answered} answered, {tally.num_failed} failed" + (f" ({codes})" if codes else "")
+        earlier_failed = self.num_failed_in_output - tally.num_failed
+        if self.num_resumed:
+            rows += f", {self.num_resumed} finished earlier" + (f" ({earlier_failed} failed)" if earlier_failed else "")
+        if self.num_unfinished:
+            rows += f", {self.num_unfinished} not finished"
+        lines = [f"rows      {rows}"]
+        num_pictures = stats.vision_cache_hits + stats.vision_cache_misses
+        if tally.num_done:
+            of_reasoning = f" ({tally.num_reasoning_tokens} of reasoning)" if tally.num_reasoning_tokens else ""
+            lines += [
+                f"tokens    {tally.num_prompt_tokens} prompt ({tally.num_cached_tokens} from the prefix cache), "
+                f"{tally.num_completion_tokens} completion{of_reasoning}",
+                f"time      {self.start_seconds:.1f} s to start, {self.serve_seconds:.1f} s to serve: "
+                f"{self._per_second(tally.num_done):.2f} rows/s, "
+                f"{self._per_second(tally.num_completion_tokens):.1f} completion tokens/s; "
+                f"{self.wait_seconds:.1f} s waiting for preprocessing",
+                f"caches    {stats.vision_cache_hits} of {num_pictures} pictures from the vision cache, "
+                f"{_share(stats.prefix_cache_hits, stats.prefix_cache_queries):.0%} of prompt tokens from the prefix "
+                "cache",
+                f"KV cache  peak {stats.kv_blocks_peak} of {stats.kv_blocks_total} blocks, "
+                f"{stats.num_preemptions} preemptions",
+            ]
+        if stats.state_snapshots_taken:
+            lines.append(f"states    {stats.state_snapshots_taken} snapshots taken for the prefix cache, used "
+                         f"{stats.state_snapshots_used} times, {stats.state_snapshots_evicted} evicted")
+        lines += [replica.to_line() for replica in self.replicas]
+        if tally.num_expected:
+            share = _share(tally.num_as_expected, tally.num_expected)
+            lines.append(f"expected  {tally.num_as_expected} of {tally.num_expected} answers as expected ({share:.1%})")
+        return lines
+
+    def _per_second(self, count: int) -> float:
+        return round(count / self.serve_seconds, 3) if self.serve_seconds > 0 else 0.0
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0
