@@ -85,71 +85,57 @@ class JobSummary:
         return 3 if self.num_failed_in_output else 0
 
     def to_json(self) -> dict[str, Any]:
-        tally, stats = self.tally, self.stats
         return {
             "exit_status": self.exit_status,
             "interrupted": self.is_interrupted,
             "error": None if self.error is None else str(self.error),
-            "rows": {
-                "total": self.num_rows,
-                "resumed": self.num_resumed,
-                "answered": tally.num_answered,
-                "failed": tally.num_failed,
-                "failed_in_output": self.num_failed_in_output,
-                "unfinished": self.num_unfinished,
-                "failures_by_code": dict(sorted(tally.failures_by_code.items())),
-            },
-            "tokens": {
-                "prompt": tally.num_prompt_tokens,
-                "cached": tally.num_cached_tokens,
-                "completion": tally.num_completion_tokens,
-                "reasoning": tally.num_reasoning_tokens,
-                "prefill_computed": stats.num_prefill_tokens,
-                "decode_computed": stats.num_decode_tokens,
-            },
-            "seconds": {
-                "start": round(self.start_seconds, 3),
-                "serve": round(self.serve_seconds, 3),
-                "prefill": round(stats.prefill_seconds, 3),
-                "decode": round(stats.decode_seconds, 3),
-                "preprocessing_wait": round(self.wait_seconds, 3),
-            },
+            "rows": self._rows(),
+            "tokens": self._tokens(),
+            "seconds": self._seconds(),
             "start_phases": {phase: round(seconds, 3) for phase, seconds in self.start_phases.items()},
             "throughput": {
-                "rows_per_second": self._per_second(tally.num_done),
-                "prompt_tokens_per_second": self._per_second(tally.num_prompt_tokens),
-                "completion_tokens_per_second": self._per_second(tally.num_completion_tokens),
+                "rows_per_second": self._per_second(self.tally.num_done),
+                "prompt_tokens_per_second": self._per_second(self.tally.num_prompt_tokens),
+                "completion_tokens_per_second": self._per_second(self.tally.num_completion_tokens),
             },
             "preprocessing": {"workers": self.num_workers, "workers_replaced": self.num_workers_replaced},
             "replicas": [replica.to_json() for replica in self.replicas],
-            "vision_cache": {
-                "hits": stats.vision_cache_hits,
-                "misses": stats.vision_cache_misses,
-                "evictions": stats.vision_cache_evictions,
-                "bytes": stats.vision_cache_bytes,
-                "images_encoded": stats.num_images_encoded,
-            },
-            "prefix_cache": {
-                "queried_tokens": stats.prefix_cache_queries,
-                "hit_tokens": stats.prefix_cache_hits,
-                "hit_rate": _share(stats.prefix_cache_hits, stats.prefix_cache_queries),
-            },
-            "state_snapshots": {
-                "taken": stats.state_snapshots_taken,
-                "used": stats.state_snapshots_used,
-                "evicted": stats.state_snapshots_evicted,
-            },
-            "preemptions": stats.num_preemptions,
-            "kv_cache": {
-                "blocks": stats.kv_blocks_total,
-                "peak_blocks": stats.kv_blocks_peak,
-                "peak_use": _share(stats.kv_blocks_peak, stats.kv_blocks_total),
-            },
+            **_memory(self.stats),
             "expected_answers": {
-                "rows": tally.num_expected,
-                "as_expected": tally.num_as_expected,
-                "accuracy": _share(tally.num_as_expected, tally.num_expected),
+                "rows": self.tally.num_expected,
+                "as_expected": self.tally.num_as_expected,
+                "accuracy": _share(self.tally.num_as_expected, self.tally.num_expected),
             },
+        }
+
+    def _rows(self) -> dict[str, Any]:
+        return {
+            "total": self.num_rows,
+            "resumed": self.num_resumed,
+            "answered": self.tally.num_answered,
+            "failed": self.tally.num_failed,
+            "failed_in_output": self.num_failed_in_output,
+            "unfinished": self.num_unfinished,
+            "failures_by_code": dict(sorted(self.tally.failures_by_code.items())),
+        }
+
+    def _tokens(self) -> dict[str, int]:
+        return {
+            "prompt": self.tally.num_prompt_tokens,
+            "cached": self.tally.num_cached_tokens,
+            "completion": self.tally.num_completion_tokens,
+            "reasoning": self.tally.num_reasoning_tokens,
+            "prefill_computed": self.stats.num_prefill_tokens,
+            "decode_computed": self.stats.num_decode_tokens,
+        }
+
+    def _seconds(self) -> dict[str, float]:
+        return {
+            "start": round(self.start_seconds, 3),
+            "serve": round(self.serve_seconds, 3),
+            "prefill": round(self.stats.prefill_seconds, 3),
+            "decode": round(self.stats.decode_seconds, 3),
+            "preprocessing_wait": round(self.wait_seconds, 3),
         }
 
     def to_lines(self) -> list[str]:
@@ -190,6 +176,35 @@ class JobSummary:
 
     def _per_second(self, count: int) -> float:
         return round(count / self.serve_seconds, 3) if self.serve_seconds > 0 else 0.0
+
+
+def _memory(stats: EngineStats) -> dict[str, Any]:
+    """What was kept, found again and given up."""
+    return {
+        "vision_cache": {
+            "hits": stats.vision_cache_hits,
+            "misses": stats.vision_cache_misses,
+            "evictions": stats.vision_cache_evictions,
+            "bytes": stats.vision_cache_bytes,
+            "images_encoded": stats.num_images_encoded,
+        },
+        "prefix_cache": {
+            "queried_tokens": stats.prefix_cache_queries,
+            "hit_tokens": stats.prefix_cache_hits,
+            "hit_rate": _share(stats.prefix_cache_hits, stats.prefix_cache_queries),
+        },
+        "state_snapshots": {
+            "taken": stats.state_snapshots_taken,
+            "used": stats.state_snapshots_used,
+            "evicted": stats.state_snapshots_evicted,
+        },
+        "preemptions": stats.num_preemptions,
+        "kv_cache": {
+            "blocks": stats.kv_blocks_total,
+            "peak_blocks": stats.kv_blocks_peak,
+            "peak_use": _share(stats.kv_blocks_peak, stats.kv_blocks_total),
+        },
+    }
 
 
 def _share(part: int, whole: int) -> float:
