@@ -1,4 +1,4 @@
-"""Shares rows out among replicas by load, so that each is done once, whoever dies. Knows nothing of what is in a row.
+"""Replicas and the rows they share, so that each is done once, whoever dies. Knows nothing of what is in a row.
 
 Used by one thread, the driver's, which also polls. A row is with one replica at a time; it is done when its bytes have
 come, and goes to another when the one that had it is dead.
@@ -16,12 +16,10 @@ from typing import Any
 
 from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
 from npu_runner.replicas.base import Begun, Event, Finished, FinishedRow, Ready, ReplicaFacts, Returned, RowRun
+from npu_runner.replicas.dealer import Dealer
 from npu_runner.replicas.row_queue import RowQueue
 from npu_runner.replicas.slot import MakeReplica, Slot
 
-_MAX_ROWS_OF_RUN = 32
-# Rows that one replica has and has not begun, with which it does not wait until others have none.
-_FEW_ROWS = 10
 _LOOK_SECONDS = 1.0
 # All places wait so long for devices before the job gives up; what is done stays done.
 ROOM_SECONDS = 600.0
@@ -66,6 +64,7 @@ class Fleet:
         self._max_restarts = max_restarts
         self._woken: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         self.slots = [Slot(number, make, self._woken.put) for number, make in enumerate(replicas)]
+        self._dealer = Dealer(self.slots, rows, hooks.make_run)
         first = self.slots[0].replica
         self._works_here = len(self.slots) == 1 and first is not None and not first.can_restart
         """The only replica works in this thread, in its `poll`, and wakes nobody."""
@@ -97,7 +96,7 @@ class Fleet:
         """
         self.start()
         while not self.is_loaded:
-            self._hand_out()
+            self._dealer.hand_out()
             self._poll_replicas(0.2)
         return self.facts
 
@@ -111,7 +110,7 @@ class Fleet:
         """As `load`, which does not wait: `poll` goes on with it."""
         for slot in self.slots:
             slot.start()
-        self._hand_out()
+        self._dealer.hand_out()
 
     @property
     def is_loaded(self) -> bool:
@@ -149,7 +148,7 @@ class Fleet:
 
         Raises ReplicaDeadError when no replica is left, and what a replica raises for all of them.
         """
-        self._hand_out()
+        self._dealer.hand_out()
         if not self._finished and not self._verdicts:
             self._poll_replicas(timeout_seconds)
         finished, self._finished = self._finished, []
@@ -276,69 +275,6 @@ class Fleet:
     def _places(self) -> list[Slot]:
         """Those with a replica, or to which one will come again."""
         return [slot for slot in self.slots if slot.replica is not None or slot.num_deaths <= self._max_restarts]
-
-    # -- handing out -----------------------------------------------------------------------------------------------
-
-    def _hand_out(self) -> None:
-        if self._rows.has_suspects:
-            self._run_suspects()
-        while len(self._rows):
-            slot = self._hungriest()
-            if slot is None:
-                return
-            self._give(slot, self._rows.take(self._run_length(slot)))
-        self._even_out()
-
-    def _hungriest(self) -> Slot | None:
-        """Who has the smallest part of what it has use for."""
-        hungry = [slot for slot in self.slots if len(slot.held) < slot.max_rows and not slot.is_reserved]
-        return min(hungry, key=lambda slot: len(slot.held) / slot.max_rows, default=None)
-
-    def _run_length(self, slot: Slot) -> int:
-        """Neighbours go together, shorter runs towards the end."""
-        share = len(self._rows) // (2 * len(self.slots)) if len(self.slots) > 1 else len(self._rows)
-        return max(1, min(_MAX_ROWS_OF_RUN, share, slot.max_rows - len(slot.held)))
-
-    def _give(self, slot: Slot, rows: Sequence[int]) -> None:
-        if not rows:
-            return
-        assert slot.replica is not None, f"{slot.name} is dead"
-        slot.held.update(rows)
-        slot.gave_nothing = False
-        slot.replica.submit(self._hooks.make_run(rows))
-
-    def _even_out(self) -> None:
-        """No new row is left: who has none, or far fewer than another, gets some that this one has not begun."""
-        living = [slot for slot in self.slots if slot.facts is not None and not slot.is_reserved]
-        if len(living) < 2:
-            return
-        poor = min(living, key=lambda slot: len(slot.held))
-        for rich in living:
-            surplus = (len(rich.held) - len(poor.held)) // 2
-            may_ask = not rich.is_asked and not rich.gave_nothing
-            if may_ask and surplus and (not poor.held or len(rich.held) - len(rich.begun) >= _FEW_ROWS):
-                self._ask_back(rich, surplus)
-
-    def _ask_back(self, slot: Slot, num_rows: int) -> None:
-        assert slot.replica is not None, f"{slot.name} is dead"
-        slot.is_asked = True
-        slot.replica.recall(num_rows)
-
-    def _run_suspects(self) -> None:
-        """One replica is kept free of all others for them."""
-        slot = next((slot for slot in self.slots if slot.is_reserved), None)
-        if slot is None:
-            slot = min((slot for slot in self.slots if slot.facts is not None),
-                       key=lambda slot: len(slot.held), default=None)
-            if slot is None:
-                return
-            slot.is_reserved = True
-        if slot.held:
-            if slot.lone is None and not slot.is_asked and not slot.gave_nothing:
-                self._ask_back(slot, len(slot.held))
-            return
-        slot.lone = self._rows.take_suspect()
-        self._give(slot, [slot.lone])
 
 
 def _refuse_another(name: str, first: ReplicaFacts, facts: ReplicaFacts) -> None:

@@ -106,7 +106,8 @@ def hooks_of(**hooks: Any) -> FleetHooks:
 
 
 def fleet_of(
-    script: Script, num_rows: int, *, verdicts: int = 2, queue: RowQueue | None = None, **options: Any
+    script: Script, num_rows: int, *, verdicts: int = 2, queue: RowQueue | None = None,
+    make_run: Callable[[Sequence[int]], RowRun] = run_of, **options: Any
 ) -> Fleet:
     """`verdicts`: deaths alone after which a row is given up."""
     alone: Counter[int] = Counter()
@@ -116,7 +117,7 @@ def fleet_of(
         is_enough = alone[row] >= verdicts
         return Verdict(index=row, code="request_failed", message=str(error)) if is_enough else None
 
-    hooks = hooks_of(accuse=accuse)
+    hooks = hooks_of(accuse=accuse, make_run=make_run)
     replicas = [lambda place=place: ScriptedReplica(script, place) for place in range(len(script.speeds))]
     return Fleet(replicas, queue or RowQueue(num_rows), hooks, **options)
 
@@ -189,9 +190,7 @@ def test_neighbours_go_together() -> None:
         runs.append(rows)
         return run_of(rows)
 
-    fleet = fleet_of(Script(), 400)
-    fleet._hooks = hooks_of(make_run=make_run)
-    serve(fleet)
+    serve(fleet_of(Script(), 400, make_run=make_run))
     assert sum(len(run) for run in runs) >= 400
     assert all(list(run) == list(range(run[0], run[0] + len(run))) for run in runs[:10])
     assert max(map(len, runs)) > 4
