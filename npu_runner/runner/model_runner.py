@@ -96,6 +96,9 @@ class ModelRunner(ModelRunnerBase):
         # With one step after the other there is nothing that could be sent ahead of it.
         is_of_use = self.strategy.is_multimodal and self._schedules_ahead
         self._side_stream = self.platform.side_stream() if is_of_use else None
+        self._start()
+
+    def _start(self) -> None:
         with torch.inference_mode(), self.guard.starting(lambda: self._phase):
             self.load_model()
             self.allocate_states(self._meter.settled_profile(weights_bytes(self.model)))
