@@ -46,6 +46,7 @@ class Generation:
         self.logprobs = None if params.logprobs is None else LogprobsRecord(params.logprobs)
         self.embedding: np.ndarray | None = None
         self.finished: CompletionOutput | None = None
+        self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(params, tokenizer)
         self.end_tokens = end_tokens
         self._looks_for_stops = bool(params.stop)
@@ -70,8 +71,33 @@ class Generation:
         sequence.append(token)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs, row)
-        num_tokens = len(sequence.output_token_ids)
-        params = sequence.params
+        return self._end_with(token, len(sequence.output_token_ids))
+
+    def rewind(self) -> None:
+        """Back to what is booked whole. An interrupt may have come between any two lines of `append`, or before what an
+        end asks for was done: then its token is forgotten, and comes again."""
+        token_ids = self.sequence.output_token_ids
+        if self.logprobs is not None:
+            del token_ids[self.logprobs.num_tokens :]
+        self.finished = None
+        while (num_kept := self._tell_again()) < len(token_ids):
+            del token_ids[num_kept:]
+        if self.logprobs is not None:
+            self.logprobs.cut(len(token_ids))
+
+    def _tell_again(self) -> int:
+        """Ask of each token once more whether it ends the completion, as if none had been; those before one that does,
+        or all."""
+        self._has_end_token = False
+        self._detokenizer = detokenizer_for(self.sequence.params, self._tokenizer)
+        for place, token in enumerate(self.sequence.output_token_ids):
+            if self._end_with(token, place + 1) is not None:
+                return place
+        return len(self.sequence.output_token_ids)
+
+    def _end_with(self, token: int, num_tokens: int) -> End | None:
+        """What ends the completion with this token, the one of that number, once those before it were asked for."""
+        params = self.sequence.params
         if token in self.end_tokens and num_tokens >= params.min_tokens:
             self._has_end_token = True
             return End("stop", token if token in params.stop_token_ids else None)

@@ -316,14 +316,19 @@ class LLMEngine:
             logprobs=None if record is None else record.finish(token_ids, self._token_text),
         )
         del self._generation_of[sequence.seq_id]
-        request = self._requests[sequence.request_id]
+        self._answer_if_whole(self._requests[sequence.request_id])
+
+    def _answer_if_whole(self, request: _Request) -> None:
+        """Once all of its completions have ended; whatever an interrupt has left of a call before this one."""
         completions = [g.finished for g in request.generations if g.finished is not None]
-        if len(completions) == len(request.generations):
-            del self._requests[request.request_id]
+        if len(completions) < len(request.generations):
+            return
+        if not any(output.request_id == request.request_id for output in self._ready[-1:]):
             self._ready.append(RequestOutput(
                 request.request_id, completions, request.num_prompt_tokens, request.num_cached_tokens or 0,
                 self._prompt_logprobs(request),
             ))
+        del self._requests[request.request_id]
 
     def _prompt_logprobs(self, request: _Request) -> PromptLogprobs | None:
         """None where nobody asked, or the request ended before its prompt did."""
@@ -423,8 +428,11 @@ class LLMEngine:
         self._rows.forget()
         self.scheduler.reset()
         for _, generation in sorted(self._generation_of.items()):
+            generation.rewind()
             generation.sequence.restart()
             self.scheduler.add(generation.sequence)
+        for request in list(self._requests.values()):
+            self._answer_if_whole(request)
 
     def close(self) -> None:
         """End all processes and free the device. May be called twice."""

@@ -20,6 +20,18 @@ class LogprobsRecord:
         self._num_top = num_top
         self._packed = bytearray()
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self._packed) // self._token_bytes
+
+    @property
+    def _token_bytes(self) -> int:
+        return 4 * (1 + 2 * self._num_top)
+
+    def cut(self, num_tokens: int) -> None:
+        """Forget those behind the first `num_tokens`."""
+        del self._packed[num_tokens * self._token_bytes :]
+
     def append(self, step: StepLogprobs, row: int) -> None:
         self._packed += step.packed(row, self._num_top)
 

@@ -26,7 +26,9 @@ def check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len:
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raises RequestError, naming the field, for an id that the model lacks."""
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    bad_ids = [i for ids in params.bad_words_token_ids for i in ids]
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids),
+                      ("bad_words_token_ids", bad_ids)):
         if any(i >= vocab_size for i in ids):
             raise RequestError(f"{name}: a token id is outside 0 to {vocab_size - 1}",
                                code="invalid_sampling_parameter", param=name)

@@ -15,13 +15,15 @@ from npu_runner.sampling_params import SamplingParams
 def resolve_sampling(
     params: SamplingParams, encode: Callable[[str], list[int]], vocab_size: int | None
 ) -> SamplingParams:
-    """`params` with its bad words as token ids, both with and without a space before them.
+    """`params` with its bad words as token ids, both with and without a space before them, beside those that it names
+    by ids. Done twice it is the same.
 
     encode: text to token ids without special tokens. Raises RequestError for ids that a model of `vocab_size` lacks.
     """
     _check_ids("logit_bias", params.logit_bias, vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    if not params.bad_words or params.bad_words_token_ids:
+    _check_ids("bad_words_token_ids", [i for ids in params.bad_words_token_ids for i in ids], vocab_size)
+    if not params.bad_words:
         return params
     found: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
@@ -33,7 +35,9 @@ def resolve_sampling(
     if not found:
         raise RequestError("bad_words: this model's tokenizer makes no token of any of them; leave them out",
                            code="invalid_sampling_parameter", param="bad_words")
-    return params.replace(bad_words_token_ids=tuple(sorted(found)))
+    found |= dict.fromkeys(map(tuple, params.bad_words_token_ids))
+    resolved = tuple(sorted(found))
+    return params if resolved == params.bad_words_token_ids else params.replace(bad_words_token_ids=resolved)
 
 
 def _check_ids(what: str, ids: Collection[int], vocab_size: int | None) -> None:

@@ -69,8 +69,9 @@ class PoolingStepRunner(StepRunner):
         launched = self.launch(step)
         self.clock.end_launch()
         vectors = self.pool(step, launched.last_BX, uniforms_B)
+        mark = self._mark(step, vectors)
         self.clock.end_sample()
-        return StepUnderWay(step, vectors)
+        return StepUnderWay(step, vectors, mark=mark)
 
     def pool(self, step: PreparedStep, hidden_BD: Tensor, dimensions_B: np.ndarray) -> PooledVectors | None:
         """Hand out the pooling; None where this rank, or this step, pools nothing."""

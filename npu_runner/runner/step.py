@@ -22,6 +22,7 @@ from npu_runner.layers.parallel import TensorParallel
 from npu_runner.layers.sampler import HostSample, Sampler, SamplerOutput
 from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.base import AttentionBackend, Platform
+from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
@@ -72,20 +73,35 @@ class StepResult(Protocol):
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Shows that a step has run where nothing that it makes comes back to this rank."""
+
+    download: Download
+
+    def is_done(self) -> bool:
+        return self.download.is_done()
+
+    def to_host(self) -> None:
+        self.download.wait()
+
+
+@dataclass(frozen=True)
 class StepUnderWay:
-    """A step that was handed to the device. `sampled` is None where this rank, or the step, samples nothing."""
+    """A step that was handed to the device. `sampled` is None where this rank, or the step, samples nothing; then there
+    is a `mark`, if the next step changes what this one may still read."""
 
     step: PreparedStep
     sampled: StepResult | None
     prompt_scores: PromptScores | None = None
+    mark: Mark | None = None
 
     def is_done(self) -> bool:
         """Whether nothing has to be waited for any more."""
-        return all(result is None or result.is_done() for result in (self.sampled, self.prompt_scores))
+        return all(result is None or result.is_done() for result in (self.sampled, self.prompt_scores, self.mark))
 
     def wait(self) -> None:
         """Until it has run, as far as this rank can tell."""
-        for result in (self.sampled, self.prompt_scores):
+        for result in (self.sampled, self.prompt_scores, self.mark):
             if result is not None:
                 result.to_host()
 
@@ -150,8 +166,9 @@ class StepRunner:
         sampled = self.sample(step, launched.last_BX)
         # The sampler has counted its tokens: nothing behind it takes memory, for a step made again counts them again.
         self.keep_tokens(step, sampled)
+        mark = self._mark(step, sampled)
         self.clock.end_sample()
-        return StepUnderWay(step, sampled, launched.prompt_scores)
+        return StepUnderWay(step, sampled, launched.prompt_scores, mark)
 
     def collect(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         """What a step brings, once it has run; steps are collected in their order. None on ranks that do not sample.
@@ -250,8 +267,18 @@ class StepRunner:
 
     def _rewrites_what_is_read(self, bucket: Bucket | None) -> bool:
         """Whether preparing another step changes host memory that a step under way may still read."""
-        waits_for_replay = bucket is not None and self.buckets is not None and self.buckets.compiler.waits_for_replay
-        return self.attention.reuses_plan_memory or waits_for_replay
+        return self.attention.reuses_plan_memory or (bucket is not None and self._waits_for_replay)
+
+    def _mark(self, step: PreparedStep, result: StepResult | None) -> Mark | None:
+        """Where a later step asks whether this one has run, and nothing else can tell. Of one between two replays, too:
+        the second one asks it alone."""
+        if result is not None or not (self.attention.reuses_plan_memory or self._waits_for_replay):
+            return None
+        return Mark(self.platform.download(step.tensors["context_lens"][:1]))
+
+    @property
+    def _waits_for_replay(self) -> bool:
+        return self.buckets is not None and self.buckets.compiler.waits_for_replay
 
     def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         step, sampled = under_way.step, under_way.sampled

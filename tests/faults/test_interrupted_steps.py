@@ -26,8 +26,8 @@ class Injected(BaseException):
 
 
 @contextmanager
-def raising(owner: Any, name: str, at_call: int, *, after: bool = False) -> Iterator[None]:
-    """The call of that number to `owner.name` raises, before or after the real one."""
+def raising(owner: Any, name: str, at_call: int, *, after: bool = False) -> Iterator[Callable[[], int]]:
+    """The call of that number to `owner.name` raises, before or after the real one. Gives how many there were."""
     real: Callable[..., Any] = getattr(owner, name)
     num_calls = 0
 
@@ -43,7 +43,7 @@ def raising(owner: Any, name: str, at_call: int, *, after: bool = False) -> Iter
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, call)
-        yield
+        yield lambda: num_calls
 
 
 def assert_recovers(llm: LLM, expected: Any) -> None:

@@ -31,6 +31,13 @@ def test_both_spellings_of_a_word_are_transformers(processor: ChatProcessor) -> 
     assert processor.resolve_params(params) is params, "twice is once"
 
 
+def test_words_and_ids_are_banned_together(processor: ChatProcessor) -> None:
+    words = processor.resolve_params(SamplingParams(bad_words=["red"])).bad_words_token_ids
+    both = processor.resolve_params(SamplingParams(bad_words=["red"], bad_words_token_ids=[[3, 4], [2]]))
+    assert set(both.bad_words_token_ids) == {*words, (3, 4), (2,)}
+    assert processor.resolve_params(both) is both, "twice is once"
+
+
 def test_without_bad_words_nothing_is_changed(processor: ChatProcessor) -> None:
     params = SamplingParams(temperature=0, stop=["x"])
     assert processor.resolve_params(params) is params
@@ -54,12 +61,13 @@ def one_id_more(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     return made
 
 
-@pytest.mark.parametrize("field", ["bad_words", "logit_bias", "stop_token_ids"])
+@pytest.mark.parametrize("field", ["bad_words", "bad_words_token_ids", "logit_bias", "stop_token_ids"])
 def test_an_id_that_the_model_lacks_is_refused_by_name(one_id_more: ChatProcessor, field: str) -> None:
     assert one_id_more.vocab_size is not None
     last = one_id_more.vocab_size - 1
     asked = {
         "bad_words": SamplingParams(bad_words=["red", "<|extra|>"]),
+        "bad_words_token_ids": SamplingParams(bad_words_token_ids=[[last], [1, last + 1]]),
         "logit_bias": SamplingParams(logit_bias={last: 1, last + 1: 1}),
         "stop_token_ids": SamplingParams(stop_token_ids=[last + 1]),
     }[field]

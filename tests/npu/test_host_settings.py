@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,6 +78,29 @@ def test_a_graph_too_many_is_a_want_of_resources() -> None:
     with pytest.raises(GraphResourceError, match="HCCL_OP_EXPANSION_MODE"):
         refused(torch.ones(1))
     assert compiler.compile(forward, 4)(torch.ones(1)) == 2, "made anew, it is no graph more"
+
+
+def test_a_limited_compiler_is_the_other_one_in_all_else() -> None:
+    """Whatever a compiler may say or do is the other's, not what the contract says of one that does not."""
+    told: list[str] = []
+
+    class Talkative(Doubler):
+        waits_for_replay, records = True, True
+
+        def release(self) -> None:
+            told.append("release")
+
+        def record(self, run: Callable[[], None]) -> Callable[[], None]:
+            told.append("record")
+            return run
+
+    limited = LimitedGraphCompiler(Talkative(), 2)
+    assert (limited.waits_for_replay, limited.records) == (True, True)
+    limited.record(lambda: None)()
+    limited.release()
+    assert told == ["record", "release"]
+    contract = {name for name in vars(GraphCompiler) if not name.startswith("_")}
+    assert contract <= {*vars(LimitedGraphCompiler), *vars(limited)}, "nothing of it is left to its defaults"
 
 
 PROGRAM = """

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
 
+CLOSED = "the engine was closed, by its user or after what ended it; make a new one"
+
 
 @dataclass(frozen=True)
 class RunnerCounters:

@@ -11,7 +11,7 @@ from typing import Any
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.base import Executor, RunnerCounters
+from npu_runner.engine.executors.base import CLOSED, Executor, RunnerCounters
 from npu_runner.engine.executors.channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, StepError
 from npu_runner.multimodal.processor import ChatProcessor
@@ -74,7 +74,8 @@ class InlineExecutor(Executor):
             raise StepError(what) from error
 
     def _ready_runner(self) -> ModelRunner:
-        assert self._runner is not None, "the executor is closed"
+        if self._runner is None:
+            raise EngineDeadError(CLOSED)
         return self._runner
 
     def abandon(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.base import Executor, RunnerCounters
+from npu_runner.engine.executors.base import CLOSED, Executor, RunnerCounters
 from npu_runner.engine.executors.channel import RING_SIZE, Payloads, PhaseBoard, Record
 from npu_runner.engine.executors.rank_process import RankProcess, RankStart, end_ranks, open_store
 from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
@@ -94,7 +94,8 @@ class SharedMemoryExecutor(Executor):
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def _submit(self, method: str, *arguments: Any, timeout: float) -> None:
-        assert self._finalizer.alive, "the executor is closed"
+        if not self._finalizer.alive:
+            raise EngineDeadError(CLOSED)
         self._announce()  # again, if that was interrupted: ranks must not wait in a collective for one left out
         number = self._last.number + 1
         self._wait_for_answers(number - RING_SIZE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ class LimitedGraphCompiler(GraphCompiler):
     def __init__(self, compiler: GraphCompiler, most_graphs: int):
         self._compiler = compiler
         self.context_lens_dtype = compiler.context_lens_dtype
+        self.waits_for_replay = compiler.waits_for_replay
+        self.records = compiler.records
         self._most_graphs = most_graphs
         self._batch_sizes: set[int] = set()
 
@@ -36,3 +38,9 @@ class LimitedGraphCompiler(GraphCompiler):
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
         self._compiler.before_replay(batch_size, context_lens_B)
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        return self._compiler.record(run)
+
+    def release(self) -> None:
+        self._compiler.release()

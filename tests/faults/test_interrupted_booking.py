@@ -1,0 +1,82 @@
+"""LLMEngine.step goes on after an interrupt while tokens are booked, as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from npu_runner import RunnerConfig, SamplingParams
+from npu_runner.engine.detokenizer import IncrementalDetokenizer
+from npu_runner.engine.generation import Generation
+from npu_runner.engine.llm_engine import LLMEngine
+from npu_runner.engine.logprobs import LogprobsRecord
+from npu_runner.engine.plain_rows import PlainRows
+from tests.faults.test_interrupted_steps import Injected, raising
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=12),  # an end token
+    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, stop=["{."]),
+    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, prompt_logprobs=1),
+    SamplingParams(temperature=1.3, max_tokens=14, n=3, seed=4, logprobs=0, stop=["e"]),
+]
+PLACES = [(PlainRows, "book"), (Generation, "append"), (LogprobsRecord, "append"), (LogprobsRecord, "finish"),
+          (IncrementalDetokenizer, "append"), (IncrementalDetokenizer, "finish"), ("scheduler", "finish"),
+          ("scheduler", "complete"), ("engine", "_split"), ("engine", "_prompt_logprobs"), ("engine", "_finish"),
+          ("engine", "_answer_if_whole"), ("engine", "_count")]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LLMEngine]:
+    with LLMEngine(RunnerConfig(model="shapes-vl", platform="cpu", max_model_len=256, max_num_seqs=16,
+                                kv_cache_bytes=1 << 22)) as engine:
+        yield engine
+
+
+def answers(engine: LLMEngine) -> list[Any]:
+    """What every request answers, whatever interrupts its steps."""
+    for index, params in enumerate(PARAMS):
+        engine.add_request(str(index), engine.processor.from_text("what colour"), params)
+    found: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        try:
+            outputs = engine.step()
+        except Injected:
+            continue
+        for output in outputs:
+            assert output.request_id not in found, "each is answered once"
+            found[output.request_id] = output
+    return [said(found[str(index)]) for index in range(len(PARAMS))]
+
+
+def said(output: Any) -> Any:
+    prompt = output.prompt_logprobs
+    return [
+        None if prompt is None else [[top.token_id for top in place.top] for place in prompt if place is not None],
+        *[(completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason,
+           None if completion.logprobs is None else [
+               (place.sampled.token_id, round(place.sampled.logprob, 3)) for place in completion.logprobs])
+          for completion in output.completions],
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(engine: LLMEngine) -> list[Any]:
+    return answers(engine)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=[name for _, name in PLACES])
+def test_what_was_booked_by_halves_is_booked_anew(owner: Any, name: str, after: bool, engine: LLMEngine,
+                                                  expected: list[Any]) -> None:
+    owners = {"scheduler": engine.scheduler, "engine": engine}
+    num_interrupts = 0
+    for at_call in (1, 2, 3, 5, 8, 13):
+        with raising(owners[owner] if isinstance(owner, str) else owner, name, at_call, after=after) as seen:
+            assert answers(engine) == expected, f"call {at_call}"
+            num_interrupts += seen() >= at_call
+        engine.reset()
+    assert num_interrupts > 0, "nothing was interrupted"
