@@ -129,7 +129,9 @@ class EngineLoop(ABC, Generic[AnyFlight]):
             ) from error
         for output in outputs:
             name = output.request_id
-            if name in self._given_back and output.finish_reason == "abort":
+            # Some completions of a request that was given back may have been finished by then.
+            is_aborted = any(completion.finish_reason == "abort" for completion in output.completions)
+            if is_aborted and name in self._given_back:
                 self._given_back.remove(name)
             else:
                 self._finish(self._in_flight.pop(name), output)

@@ -74,6 +74,8 @@ class Fleet:
         self._has_begun, self._terms = False, None
         self._finished: list[FinishedRow] = []
         self._verdicts = list(given_up)
+        self._failure: NpuRunnerError | None = None
+        """Raised once what had come before it was told."""
         rows.drop(verdict.index for verdict in given_up)
         self._num_done = 0
 
@@ -148,9 +150,16 @@ class Fleet:
 
         Raises ReplicaDeadError when no replica is left, and what a replica raises for all of them.
         """
+        if self._failure is not None:
+            raise self._failure
         self._dealer.hand_out()
         if not self._finished and not self._verdicts:
-            self._poll_replicas(timeout_seconds)
+            try:
+                self._poll_replicas(timeout_seconds)
+            except NpuRunnerError as failure:
+                if not self._finished and not self._verdicts:
+                    raise
+                self._failure = failure
         finished, self._finished = self._finished, []
         verdicts, self._verdicts = self._verdicts, []
         self._num_done += len(finished) + len(verdicts)

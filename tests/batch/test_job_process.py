@@ -138,7 +138,7 @@ def test_a_signal_while_the_model_loads_ends_the_workers_too(job: Job) -> None:
     write_rows(job.input, [row("a", "hang"), row("b", "x" * 20)])
     loading = SCRIPT.replace("lambda config: ScriptedEngine(config, on_step=announce)", "loads_for_ever").replace(
         "options =", LOADS_FOR_EVER + "options ="
-    )
+    ).replace("output=sys.argv[2],", "output=sys.argv[2], summary=Path(sys.argv[2]).with_name('summary.json'),")
     arguments = [str(job.input), str(job.output), str(job.model)]
     with subprocess.Popen([sys.executable, "-c", loading, *arguments], stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
@@ -151,7 +151,11 @@ def test_a_signal_while_the_model_loads_ends_the_workers_too(job: Job) -> None:
     assert "interrupted by SIGINT before the first row" in errors
     assert "Traceback" not in errors
     assert workers_of(process.pid) == []
-    assert job.files() == set()
+    assert job.files() == {"summary.json"}
+    summary = json.loads((job.folder / "summary.json").read_text())
+    assert summary["interrupted"] is True
+    assert summary["error"] == "interrupted by SIGINT before the first row; the same command starts again"
+    assert summary["rows"]["unfinished"] == summary["rows"]["total"] == 2
 
 
 def test_a_second_signal_ends_the_job_at_once(job: Job) -> None:

@@ -110,6 +110,22 @@ def test_suspects_run_alone(job: Job) -> None:
     assert sorted(job.names()) == sorted(f"r{n}" for n in range(1, 10))
 
 
+def test_rows_that_were_given_up_are_tried_again_where_errors_are(job: Job) -> None:
+    """The job was stopped before the end, so the verdict is still there: with its row in the output, or without."""
+    write_rows(job.input, rows()[1:10])
+    Suspects(job.output).accuse(EngineDeadError("dead", request_ids=("r3",), blame="out_of_memory"))
+    beside: list[set[str]] = []
+
+    def look(engine: ScriptedEngine) -> None:
+        held = {*engine.running, *(name for name, _, _ in engine.waiting)}
+        if "r3" in held:
+            beside.append(held)
+
+    assert job.run(lambda config: ScriptedEngine(config, on_step=look), retry_errors=True).exit_status == 0
+    assert {frozenset(held) for held in beside} == {frozenset({"r3"})}, "it runs, and alone"
+    assert sorted(job.names()) == sorted(f"r{n}" for n in range(1, 10))
+
+
 def test_an_output_begun_afresh_suspects_nobody(job: Job) -> None:
     write_rows(job.input, rows()[1:10])
     Suspects(job.output).accuse(EngineDeadError("dead", request_ids=("r3",), blame="out_of_memory"))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_runner.errors import ConfigError, ReplicaDeadError
+from npu_runner.errors import ConfigError, JobError, ReplicaDeadError
 from npu_runner.replicas.base import (
     Begun,
     Event,
@@ -181,6 +181,34 @@ def test_no_replica_idles_while_another_has_ten_rows_waiting(speeds: Sequence[fl
     # A poll is needed to see that one has nothing left, and another one to ask.
     assert not any(all(idle[place : place + 3]) for place in range(len(idle)))
     assert max(slot.num_finished for slot in fleet.slots) > 150 // len(speeds)
+
+
+def test_what_came_before_a_failure_is_told_first() -> None:
+    """Both are asked in one pass: the first has finished rows, the second one has what ends everything."""
+
+    class Failing(ScriptedReplica):
+        num_polls = 0
+
+        def _work(self) -> None:
+            self.num_polls += 1
+            if self.num_polls > 3:
+                raise JobError("its workers cannot start")
+
+    script = Script()
+    replicas = [lambda: ScriptedReplica(script, 0), lambda: Failing(script, 1)]
+    told: list[int] = []
+    with Fleet(replicas, RowQueue(100), hooks_of()) as fleet:
+        fleet.load()
+        fleet.begin(None)
+
+        def poll_on() -> None:
+            while True:
+                told.extend(row.number for row in fleet.poll(0.0)[0])
+
+        with pytest.raises(JobError, match="its workers cannot start"):
+            poll_on()
+    assert told
+    assert len(told) == fleet.slots[0].num_finished
 
 
 def test_neighbours_go_together() -> None:

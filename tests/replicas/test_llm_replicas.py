@@ -163,6 +163,18 @@ def test_after_any_end_of_a_call_the_next_one_is_as_ever(
     assert several.stats().num_running == several.stats().num_waiting == 0
 
 
+def test_a_call_that_is_left_between_two_completions_of_a_prompt_kills_nobody(
+    several: LLM, expected: tuple[list[RequestOutput], list[RequestOutput]]
+) -> None:
+    """Some of each prompt's completions have ended by themselves, others have a long way to go."""
+    deaths = [slot.num_deaths for slot in several._replicas._fleet.slots]  # type: ignore[union-attr]
+    params = SamplingParams(n=4, temperature=1.5, max_tokens=400)
+    stream = several.generate((f"which {number}" for number in range(60)), params, stream_results=True)
+    next(stream)
+    assert tokens(several.chat(CONVERSATIONS, GREEDY)) == tokens(expected[0])
+    assert [slot.num_deaths for slot in several._replicas._fleet.slots] == deaths  # type: ignore[union-attr]
+
+
 def test_a_replica_that_is_killed_costs_no_answer_and_another_one_takes_its_place(
     several: LLM, expected: tuple[list[RequestOutput], list[RequestOutput]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,13 +30,18 @@ class Suspicion:
 
 
 class Suspects:
-    """What is known of rows by custom_id. Without an output file (`path` None) it lasts as long as the job."""
+    """What is known of rows by custom_id. Without an output file (`path` None) it lasts as long as the job.
 
-    def __init__(self, output: Path | None, *, overwrite: bool = False):
+    With `retry_errors` rows that an earlier run gave up are tried again, alone.
+    """
+
+    def __init__(self, output: Path | None, *, overwrite: bool = False, retry_errors: bool = False):
         self._path = None if output is None else suspects_path(output)
         self._rows: dict[str, Suspicion] = {}
         if self._path is not None and not overwrite:  # what an earlier output says goes when that goes, by `clear`
             self._rows = _load(self._path)
+        if retry_errors:
+            self._rows |= {name: Suspicion() for name in self._rows if self.verdict(name) is not None}
 
     def names(self) -> list[str]:
         """The rows that have to run alone, or are given up."""

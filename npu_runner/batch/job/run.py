@@ -90,6 +90,7 @@ def _run_locked(job: _Job, options: BatchOptions, signals: StopSignals) -> None:
         with destination, signals.interrupting():
             job.run(destination)
     except Interrupted as signal:
+        job.is_interrupted = True
         raise JobError(f"interrupted by {signal} before the first row; the same command starts again") from None
 
 
@@ -107,6 +108,8 @@ class _Job:
         self._progress = progress
         self._signals = signals
         self._open_model = open_model
+        self.is_interrupted = False
+        """By a signal that came before the first row."""
         self._tally = Tally()
         self._started = time.monotonic()
         self._serve_began: float | None = None
@@ -172,7 +175,8 @@ class _Job:
         given = self._config.replace(model=str(work.model_folder), revision=None)
         taken = making.config_to_go_on_with(given, destination.earlier)
         book = RowBook(work.rows, work.wanted, file.source)
-        suspects = Suspects(destination.path, overwrite=self._options.overwrite)
+        suspects = Suspects(destination.path, overwrite=self._options.overwrite,
+                            retry_errors=self._options.retry_errors)
         with gathered(taken, self._options, file.source, self._open_model) as crew:
             self._num_workers = round(crew.workers_each * len(crew.replicas))
             if crew.notice is not None:
@@ -305,6 +309,6 @@ class _Job:
             serve_seconds=ended - began,
             num_workers=self._num_workers,
             num_workers_replaced=self._stats.num_workers_replaced,
-            is_interrupted=error is None and self._is_cut_short,
+            is_interrupted=self.is_interrupted or (error is None and self._is_cut_short),
             error=error,
         )
