@@ -22,6 +22,7 @@ import npu_runner
 from npu_runner.errors import ReplicaDeadError
 from npu_runner.replicas import family
 from npu_runner.replicas.base import Replica
+from npu_runner.replicas.outbox import Outbox
 from npu_runner.replicas.placement import Placement
 from npu_runner.replicas.remote import RemoteReplica
 from npu_runner.workers.channel import Channel, ChannelClosed
@@ -44,6 +45,8 @@ class ProcessReplica(RemoteReplica):
         self._token = f"{os.getpid()}-{next(_numbers)}"
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
+        self._outbox: Outbox | None = None
+        """One that is stopped reads no commands, and whoever drives it has others to drive."""
         self._stopped_since: float | None = None
 
     @property
@@ -72,6 +75,7 @@ class ProcessReplica(RemoteReplica):
             )
         self._reader = threading.Thread(target=self._read, args=(wake,), name=f"{self.name}: reader", daemon=True)
         self._reader.start()
+        self._outbox = Outbox(self._channel, f"{self.name}: writer")
         self._tell(sys.path)
         self._tell(self._placement.cores)
         self._tell(self._make)
@@ -80,7 +84,8 @@ class ProcessReplica(RemoteReplica):
         if self._process is None:
             return
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)  # it sees the end of its commands, and ends in good order
+            # It sees the end of its commands, and ends in good order. What is not sent by now never will be.
+            self._socket.shutdown(socket.SHUT_WR)
         self._inbox.close()
         try:
             self._process.wait(_GRACE_SECONDS)
@@ -89,6 +94,8 @@ class ProcessReplica(RemoteReplica):
             self._process.wait()
         if self._reader is not None:
             self._reader.join()
+        if self._outbox is not None:
+            self._outbox.join()
         self._channel.close()
         left = family.end_members(self._token)
         if left:
@@ -96,8 +103,8 @@ class ProcessReplica(RemoteReplica):
         self._process = None
 
     def _tell(self, command: Any) -> None:
-        with contextlib.suppress(ChannelClosed):
-            self._channel.send(command)
+        assert self._outbox is not None, f"{self.name} was not started"
+        self._outbox.put(command)
 
     def _read(self, wake: Callable[[], None]) -> None:
         is_open = True

@@ -11,7 +11,7 @@ import os
 import pickle
 import socket
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 # Length of the pickle, number of buffers outside of it.
 _HEADER = struct.Struct("<QQ")
@@ -25,8 +25,29 @@ class ChannelClosed(Exception):
     """The other side is gone, or stuck for longer than the channel's timeout."""
 
 
+class Packed(NamedTuple):
+    """A message as it is sent. `buffers`: arrays that travel outside of its pickle; views, read when they are sent."""
+
+    body: bytes
+    buffers: list[memoryview]
+
+
+def pack(message: Any) -> Packed:
+    """Raises what pickling it raises."""
+    buffers: list[memoryview] = []
+
+    def keep_outside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _SMALLEST_SHARED_BYTES or not hasattr(os, "memfd_create"):
+            return True
+        buffers.append(raw)
+        return False
+
+    return Packed(pickle.dumps(message, protocol=5, buffer_callback=keep_outside), buffers)
+
+
 class Channel:
-    """One end of a socket pair. Used by one thread at a time."""
+    """One end of a socket pair. Used by one thread at a time, or by one that sends and one that receives."""
 
     def __init__(self, end: socket.socket, timeout_seconds: float | None = None):
         end.settimeout(timeout_seconds)
@@ -40,16 +61,11 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Raises ChannelClosed when the other side is gone."""
-        buffers: list[memoryview] = []
+        self.send_packed(pack(message))
 
-        def keep_outside(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes < _SMALLEST_SHARED_BYTES or not hasattr(os, "memfd_create"):
-                return True
-            buffers.append(raw)
-            return False
-
-        body = pickle.dumps(message, protocol=5, buffer_callback=keep_outside)
+    def send_packed(self, message: Packed) -> None:
+        """As `send`."""
+        body, buffers = message
         lengths = b"".join(_LENGTH.pack(buffer.nbytes) for buffer in buffers)
         try:
             self._send_header(_HEADER.pack(len(body), len(buffers)), buffers)
