@@ -7,8 +7,7 @@ worker process seconds. Its results equal those of transformers' processors, whi
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, overload
@@ -35,6 +34,7 @@ from npu_runner.multimodal.inputs import ImageInput, PromptInputs
 from npu_runner.multimodal.messages import check_ending, checked_text, parse_messages
 from npu_runner.multimodal.mrope import asks_for_mrope
 from npu_runner.multimodal.processor_settings import ProcessorSettings
+from npu_runner.multimodal.prompt_sources import file_digests, package_versions, refuse_changes
 from npu_runner.multimodal.reasoning import find_reasoning_tokens, thinking_after
 from npu_runner.multimodal.sampling_ids import resolve_sampling
 from npu_runner.multimodal.text_length import TextLength
@@ -54,6 +54,7 @@ class ChatProcessor:
     """Prepares prompts for one checkpoint. Cheap to pickle: a worker process reads the files again.
 
     Raises ModelError when the folder lacks a file or has a broken one, RequestError for a prompt it cannot prepare.
+    Unpickling raises JobError where the files, or the packages that read them, are not those of the pickled one.
     """
 
     def __init__(self, model_path: str, settings: ProcessorSettings = _DEFAULTS):
@@ -62,6 +63,8 @@ class ChatProcessor:
         self.pooling = settings.pooling
         self.max_logprobs = settings.max_logprobs
         folder = model_folder(model_path)
+        # Before anything is read: what changes in between is another file to every worker.
+        self._file_digests = file_digests(folder)
         config = require_json(folder, "config.json")
         self.tokenizer: Tokenizer = read_tokenizer(folder)
         self._eos_token = read_special_tokens(folder).get("eos_token")
@@ -79,6 +82,7 @@ class ChatProcessor:
             self.image_settings = read_image_settings(folder, config, min_pixels=settings.image_min_pixels,
                                                       max_pixels=settings.image_max_pixels)
         self._vision = self._vision_prompts(folder, config)
+        self._package_versions = package_versions(["pillow", "tokenizers", *self._decoders()])
         self._template = read_chat_template(folder, has_vision=self.has_vision)
         finds_reasoning = settings.reasoning_parser == "auto"
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if finds_reasoning else None
@@ -91,8 +95,11 @@ class ChatProcessor:
         )  # fmt: skip
         self._chat = ChatPrompts(model_path=self.model_path, template=self._template, control=self._control,
                                  adds_special_tokens=self.has_vision)
+        self._template_kwargs = self._kwargs_of_settings()
+
+    def _kwargs_of_settings(self) -> dict[str, Any]:
         try:
-            self._template_kwargs = self._chat.checked_kwargs(settings.chat_template_kwargs or {})
+            return self._chat.checked_kwargs(self.settings.chat_template_kwargs or {})
         except RequestError as error:  # nobody's request: a setting
             raise ConfigError(error.message) from error
 
@@ -115,8 +122,8 @@ class ChatProcessor:
             text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope,
         )  # fmt: skip
 
-    def __reduce__(self) -> tuple[type[ChatProcessor], tuple[str, ProcessorSettings]]:
-        return type(self), (self.model_path, self.settings)
+    def __reduce__(self) -> tuple[Callable[..., ChatProcessor], tuple[Any, ...]]:
+        return _read_again, (type(self), self.model_path, self.settings, self._file_digests, self._package_versions)
 
     @property
     def has_chat_template(self) -> bool:
@@ -351,7 +358,7 @@ class ChatProcessor:
         """Versions of the packages that are installed to decode what not everybody sends: another one may give other
         pixels. FFmpeg and libheif come with their wheels."""
         packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.films is not None)
-        return {package: version for package in packages if (version := _installed_version(package)) is not None}
+        return {name: version for name, version in package_versions(packages).items() if version is not None}
 
     def _raw_token_ids(self, prompt: str | Sequence[int], *, is_cut: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -377,12 +384,15 @@ def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     return list(prompt)
 
 
-def _installed_version(package: str) -> str | None:
-    """Without importing it; None: it is not there."""
+def _read_again(
+    kind: type[ChatProcessor], model_path: str, settings: ProcessorSettings, digests: Mapping[str, str | None],
+    versions: Mapping[str, str | None],
+) -> ChatProcessor:  # fmt: skip
+    """The same processor in another process. Raises JobError where it would be another one."""
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return kind(model_path, settings)
+    finally:  # after the files are read, and also where a change has made them unreadable
+        refuse_changes(Path(model_path), digests, versions)
 
 
 def _digest(text: str) -> str:

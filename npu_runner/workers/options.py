@@ -21,7 +21,7 @@ class PreprocessingOptions:
     """Processes that decode pictures and tokenize; None: half of the CPU cores, 16 at most. 0: none, everything is
     prepared in the calling process, without the limits on memory and time."""
     preprocessing_timeout: float = 120.0
-    """Seconds after which preparing one request is given up."""
+    """Seconds after which preparing one request is given up; inf: never."""
     max_media_bytes: int = LIMITS.max_media_bytes
     """A picture or a film whose file or decoded data: URL is larger is refused with its request."""
     max_prompt_media_bytes: int = LIMITS.max_prompt_media_bytes

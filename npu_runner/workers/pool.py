@@ -35,6 +35,9 @@ NOT_YET: Any = object()
 # A worker that dies before it is ready has met no task: its environment is broken, and another will die as well.
 _MAX_FAILED_STARTS = 3
 _SHORTEST_START_SECONDS = 120.0
+# The system's calls do not take every number (poll: 2**31 ms). A longer wait is begun again; of a message, a part that
+# has not come for a day will not.
+_LONGEST_WAIT_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class PoolLimits:
 
     num_workers: int
     task_timeout_seconds: float
+    """Infinity: no limit."""
     worker_memory_bytes: int | None = None
     """Address space that a worker may take beside what it has at its start; None: any."""
     max_ready: int = 64
@@ -128,7 +132,8 @@ class WorkerPool(Generic[Task]):
     def get(self, timeout: float | None = 0.0) -> Finished[Task] | None:
         """The next result; None when there is none within `timeout` seconds (None: wait) or when all are fetched.
 
-        Raises what reading the tasks raised, and JobError when no worker can be kept alive or the function raised it.
+        Raises what reading the tasks raised, and JobError when no worker can be kept alive, when the function raised it
+        or when unpickling the function raised any error of ours.
         """
         if self._is_over:
             return None
@@ -262,7 +267,7 @@ class WorkerPool(Generic[Task]):
     def _serve_events(self, selector: selectors.BaseSelector) -> None:
         # Without a worker (the last one died when it was offered a task) the next round starts one at once.
         deadline = min((worker.deadline for worker in self._workers), default=0.0)
-        timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        timeout = min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_SECONDS)
         for key, _ in selector.select(timeout):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -280,15 +285,14 @@ class WorkerPool(Generic[Task]):
             self._replace(worker, selector)
             return
         worker.deadline = float("inf")
-        if not worker.is_ready:
-            assert message == READY, f"a worker's first word was {message!r}"
+        if message == READY:
             worker.is_ready, self._num_failed_starts = True, 0
             return
-        task, worker.task = worker.task, None
-        assert task is not None, "a worker answered without a task"
         outcome, value = message
         if outcome == JOB_FAULT:
             raise JobError(value)
+        task, worker.task = worker.task, None
+        assert task is not None, "a worker answered without a task"
         if outcome == OUT_OF_MEMORY:
             # What a worker may take is in pieces after some tasks, libraries keep some: only a new one can say whether
             # the task itself is too large.
@@ -372,7 +376,7 @@ def _start_worker(limits: PoolLimits, inherited: tuple[int, ...]) -> _Worker[Any
             env=environment,
             start_new_session=True,  # Ctrl-C in a terminal is for the job alone, which then ends its workers
         )
-    return _Worker(process, Channel(ours, limits.task_timeout_seconds))
+    return _Worker(process, Channel(ours, min(limits.task_timeout_seconds, _LONGEST_WAIT_SECONDS)))
 
 
 def _kill(worker: _Worker[Any]) -> int:

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from npu_runner.errors import JobError
+from npu_runner.errors import JobError, NpuRunnerError
 from npu_runner.workers.channel import Channel, ChannelClosed
 
 READY = "ready"
 # What comes of a task, and what comes with it: the result; what went wrong; the same for want of memory; why no task of
-# this job can go on.
+# this job can go on, which may also come in the place of READY.
 RESULT, FAULT, OUT_OF_MEMORY, JOB_FAULT = "result", "fault", "out of memory", "job fault"
 _PR_SET_PDEATHSIG = 1
 # The model's threads wait for each other after every operator, and for the slowest of them: they come first, and
@@ -40,7 +40,11 @@ def main(descriptor: int, parent: int, memory_bytes: int) -> None:
     try:
         # The function's module may be importable only with the parent's path.
         sys.path[:], _ = channel.receive()
-        function, _ = channel.receive()
+        try:
+            function, _ = channel.receive()
+        except NpuRunnerError as error:  # whatever it is, it is the same in the next worker
+            channel.send((JOB_FAULT, str(error)))
+            return
         if memory_bytes:
             _limit_memory(memory_bytes)
         channel.send(READY)

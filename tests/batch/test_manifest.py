@@ -159,6 +159,20 @@ def test_weights_that_change_while_they_load_end_the_job(begun: Job) -> None:
     assert begun.output.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja"])
+def test_small_files_that_change_while_the_model_loads_end_the_job(begun: Job, name: str) -> None:
+    before = begun.output.read_bytes()
+
+    def loads(config: RunnerConfig) -> ScriptedEngine:
+        with (begun.model / name).open("a") as file:
+            file.write(" ")
+        return ScriptedEngine(config)
+
+    with pytest.raises(JobError, match=f"{name} changed while the model loaded"):
+        begun.run(loads, retry_errors=True)
+    assert begun.output.read_bytes() == before
+
+
 def test_an_output_begun_by_a_version_that_sampled_weights_goes_on_as_it_was(begun: Job) -> None:
     path = manifest_path(begun.output)
     fields = json.loads(path.read_text())

@@ -136,6 +136,13 @@ def test_generate_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.Cap
     assert "no.png: No such file or directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["inf", "1e10", "3e6"])
+def test_preprocessing_may_have_all_the_time_there_is(seconds: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", [row("a", "Hello!", max_tokens=2)])
+    arguments = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--preprocessing-timeout"]
+    assert cli.main(["batch", *arguments, seconds, *SMALL]) == 0
+
+
 def broken_model(folder: Path, what: str) -> Path:
     model = folder / "model"
     shutil.copytree(SHAPES_VL, model)

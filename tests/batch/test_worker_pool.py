@@ -114,6 +114,12 @@ def test_workers_that_never_start_end_the_job(capfd: pytest.CaptureFixture[str])
     assert "not a number" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), 1e10, 3e6])
+def test_a_time_limit_may_be_none_or_longer_than_the_system_can_wait(seconds: float) -> None:
+    with WorkerPool(square, iter(range(20)), limits(task_timeout_seconds=seconds)) as pool:
+        assert sorted(item.task for item in drain(pool)) == list(range(20))
+
+
 def test_closing_in_the_middle_leaves_no_process() -> None:
     pool = WorkerPool(square, itertools.count(), limits())
     assert pool.get(None) is not None

@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,11 @@ from PIL import Image
 from preprocessing_checkpoints import write_json, write_llama, write_qwen_vl
 from transformers import ProcessorMixin
 
-from npu_runner.errors import ModelError, RequestError
+from npu_runner.errors import JobError, ModelError, RequestError
 from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.multimodal.processor import ChatProcessor
 from npu_runner.multimodal.processor_settings import ProcessorSettings
+from npu_runner.multimodal.prompt_sources import FILES
 
 # Only tokenizers do in the last transformers for Python 3.10.
 PROCESSORS_ESCAPE = "sanitize_control_tokens" in inspect.signature(ProcessorMixin.apply_chat_template).parameters
@@ -238,6 +240,47 @@ def test_a_pickled_processor_makes_the_same_prompt(qwen_folder: Path) -> None:
     assert again(messages).token_ids == first(messages).token_ids
     assert again(messages).images[0].content_hash == first(messages).images[0].content_hash
     assert again.identity() == first.identity()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickled_processor_is_read_again_from_the_same_files_or_not_at_all(tmp_path: Path, name: str) -> None:
+    folder = write_qwen_vl(tmp_path)
+    pickled = pickle.dumps(ChatProcessor(str(folder), ProcessorSettings(takes_videos=True)))
+    path = folder / name
+    before = path.read_bytes() if path.exists() else None
+    for after in (b"{}", None) if before is not None else (b"{}",):
+        path.unlink(missing_ok=True) if after is None else path.write_bytes(after)
+        with pytest.raises(JobError, match=re.escape(f"model {folder}: {name} changed")):
+            pickle.loads(pickled)
+    path.unlink(missing_ok=True) if before is None else path.write_bytes(before)
+    pickle.loads(pickled)
+
+
+@pytest.mark.parametrize("folder", ["qwen_folder", "llama_folder"])
+def test_all_files_that_a_processor_reads_are_compared(
+    folder: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, read_text = [], Path.read_text
+
+    def noted(path: Path, **options: Any) -> str:
+        names.extend([path.name] * (path.parent == model))
+        return read_text(path, **options)
+
+    model = request.getfixturevalue(folder)
+    monkeypatch.setattr(Path, "read_text", noted)
+    ChatProcessor(str(model), ProcessorSettings(takes_videos=True))
+    assert {"config.json", "tokenizer_config.json", "chat_template.jinja"} <= set(names) <= set(FILES)
+
+
+def test_another_version_of_pillow_is_another_processor(
+    qwen_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickled = pickle.dumps(ChatProcessor(str(qwen_folder)))
+    (tmp_path / "pillow-0.1.dist-info").mkdir()
+    (tmp_path / "pillow-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: pillow\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(JobError, match="the package pillow changed"):
+        pickle.loads(pickled)
 
 
 def test_identity_differs_with_every_thing_that_shapes_prompts(qwen_folder: Path, tmp_path: Path) -> None:

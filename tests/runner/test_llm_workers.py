@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import shutil
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.errors import RequestError
+from npu_runner.errors import JobError, RequestError
 from npu_runner.limits import MIB
 from npu_runner.workers.options import PreprocessingOptions
 
@@ -126,6 +127,32 @@ def test_a_worker_that_is_killed_costs_no_answer(llm: LLM) -> None:
     killer.join()
     assert found.token_ids == expected.token_ids
     assert victim not in workers_of(llm)
+
+
+@pytest.mark.parametrize("how", ["a worker is killed", "a call is interrupted"])
+def test_workers_that_start_later_prepare_as_the_first_or_not_at_all(
+    platform_name: str, tmp_path: Path, how: str
+) -> None:
+    model = shutil.copytree(SHAPES_VL, tmp_path / "model")
+    template = model / "chat_template.jinja"
+    with LLM(str(model), platform=platform_name, **SETTINGS) as llm:
+        (expected,) = llm.chat(CONVERSATION, GREEDY)
+        template.write_text(template.read_text().replace("assistant\\n", "assistant\\nYes. "))
+        if how == "a worker is killed":
+            os.kill(*workers_of(llm), signal.SIGKILL)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                llm.chat(interrupted(), GREEDY)
+        for _ in range(2):
+            with pytest.raises(JobError, match=r"chat_template\.jinja changed after the model was opened"):
+                llm.chat(CONVERSATION, GREEDY)
+        shutil.copy(SHAPES_VL / template.name, template)
+        assert llm.chat(CONVERSATION, GREEDY)[0].token_ids == expected.token_ids
+
+
+def interrupted() -> Iterator[Any]:
+    yield CONVERSATION
+    raise KeyboardInterrupt
 
 
 def test_settings_are_those_of_the_batch_job() -> None:

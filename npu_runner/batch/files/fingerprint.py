@@ -49,6 +49,19 @@ def fingerprint_model(folder: Path) -> dict[str, str]:
     return lines
 
 
+def refuse_changed_files(folder: Path, lines: dict[str, str]) -> None:
+    """Once all is loaded. Raises JobError where `fingerprint_model` does not find what it found before."""
+    now = fingerprint_model(folder)
+    changed = sorted(name for name in {*now, *lines} if now.get(name) != lines.get(name))
+    if changed:
+        raise _changed(folder, changed)
+
+
+def _changed(folder: Path, names: list[str]) -> JobError:
+    return JobError(f"model {folder}: {', '.join(names)} changed while the model loaded; run the same command again "
+                    "once the folder stays as it is")
+
+
 def digest_lines(lines: dict[str, str]) -> str:
     """One short name for all of them."""
     text = "\n".join(f"{name}: {line}" for name, line in sorted(lines.items()))
@@ -95,10 +108,7 @@ class WeightDigests:
             }
             changed = [path.name for path, state in self._states.items() if _state_of(path) != state]
         if changed:
-            raise JobError(
-                f"model {self._folder}: {', '.join(changed)} changed while the model loaded; run the same command "
-                "again once the folder stays as it is"
-            )
+            raise _changed(self._folder, changed)
         return lines
 
     def _digest(self, path: Path) -> str:

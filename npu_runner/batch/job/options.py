@@ -54,7 +54,7 @@ class BatchOptions:
     preprocessing_workers: int | None = None
     """Processes that decode pictures and tokenize, for each replica; None: half of its CPU cores, 16 at most."""
     preprocessing_timeout: float = 120.0
-    """Seconds after which preprocessing of one row is given up."""
+    """Seconds after which preprocessing of one row is given up; inf: never."""
     max_row_bytes: int = LIMITS.max_row_bytes
     """A longer row fails."""
     max_media_bytes: int = LIMITS.max_media_bytes

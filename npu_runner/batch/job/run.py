@@ -17,7 +17,7 @@ import numpy as np
 
 from npu_runner.batch.files.destination import Destination, Writers, open_destination
 from npu_runner.batch.files.durable import clear_file_errors
-from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
+from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.row_book import RowBook
@@ -199,6 +199,7 @@ class _Job:
         ):
             with loading:
                 facts = fleet.load()
+            refuse_changed_files(work.model_folder, work.model_files)
             self._start_phases = facts.start_seconds
             shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
             self._progress.say(f"model {work.model_folder}: {shown}\n{facts.ledger}")
