@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from npu_runner.batch.job.driver import Driver
-from npu_runner.batch.job.tally import JobSummary
+from npu_runner.batch.job.summary import JobSummary
 from npu_runner.errors import JobError
 from npu_runner.limits import LIMITS
 from tests.batch.job_folder import Job

@@ -126,6 +126,17 @@ def test_the_second_job_is_refused_and_told_the_pid(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_is_taken_once_the_children_of_a_holder_that_is_gone_let_go(tmp_path: Path) -> None:
+    """A process that ends while a thread of its starts another one leaves a child with all that it has open."""
+    output = tmp_path / "out.jsonl"
+    hold = "import os,pathlib,subprocess,sys\nfrom npu_runner.batch.files.output_file import OutputLock\n"
+    hold += "lock = OutputLock(pathlib.Path(sys.argv[1])).__enter__()\n"
+    hold += "subprocess.Popen(['sleep', '0.5'], pass_fds=[lock._descriptor])\nos._exit(0)"
+    subprocess.run([sys.executable, "-c", hold, str(output)], check=True)
+    with OutputLock(output):
+        assert (tmp_path / "out.jsonl.lock").read_text() == f"{os.getpid()}\n"
+
+
 def test_a_lock_file_that_vanishes_under_us_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl.lock"
     really_lock, calls = fcntl.flock, []

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from npu_runner.batch.rows.input_row import row_key
 from npu_runner.errors import ConfigError, OutputLostError
 
 _NO_KEY = b""
+# A process that is gone may have left a child that is not another program yet and holds what it held.
+_LEAVING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,10 @@ class OutputScan:
 
 
 class OutputLock:
-    """Holds `<output>.lock` while a job runs; a second job on the output gets a ConfigError with the holder's pid."""
+    """Holds `<output>.lock` while a job runs; a second job on the output gets a ConfigError with the holder's pid.
+
+    One whose holder is gone is waited for, for seconds.
+    """
 
     def __init__(self, output: Path):
         self._path = output.with_name(output.name + ".lock")
@@ -54,6 +60,7 @@ class OutputLock:
         self._descriptor = -1
 
     def __enter__(self) -> OutputLock:
+        deadline = time.monotonic() + _LEAVING_SECONDS
         while self._descriptor < 0:
             descriptor = _open_lock(self._path)
             try:
@@ -61,6 +68,9 @@ class OutputLock:
             except BlockingIOError:
                 holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
                 os.close(descriptor)
+                if _is_gone(holder) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    continue
                 raise ConfigError(
                     f"output {self._output}: another job (pid {holder}) is writing it; wait or choose another output"
                 ) from None
@@ -77,6 +87,16 @@ class OutputLock:
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         os.close(self._descriptor)
+
+
+def _is_gone(holder: str) -> bool:
+    try:
+        os.kill(int(holder), 0)
+    except ProcessLookupError:
+        return True
+    except (ValueError, OverflowError, PermissionError):
+        return False
+    return False
 
 
 def scan_output(path: Path) -> OutputScan:
