@@ -87,13 +87,14 @@ def test_an_interrupted_job_answers_each_of_them_once_in_all(
     runs: list[JobSummary] = []
     while not runs or runs[-1].is_interrupted:
         with monkeypatch.context() as patch:
-            patch.setattr(Driver, "run", stopping_after(40))
+            patch.setattr(Driver, "run", stopping_after(20))
             runs.append(job.run())
-    assert len(runs) > 2
+    assert len(runs) > 1
     assert Counter(names_in(job.output)) == Counter(lines_of(rows))
 
 
 def stopping_after(num_rows: int) -> Any:
+    """So many, and those that come with the last of them: more on a busy machine."""
     run = Driver.run
 
     def run_some(driver: Driver) -> None:
