@@ -27,6 +27,7 @@ def end_of_a_job(model: Path, how: str, folder: Path, *settings: str, **emulatio
     return found
 
 
+@pytest.mark.full("two ranks on the emulation; the same on the cpu platform stays (test_rank_death)")
 def test_a_killed_rank_is_named(checkpoint: Any, tmp_path: Path) -> None:
     end = end_of_a_job(checkpoint("qwen3"), "killed", tmp_path)
     assert "rank 1 died (killed by SIGKILL) while" in end["message"]

@@ -11,15 +11,15 @@ from npu_runner.assets import EMBEDDED
 from npu_runner.assets.drawing import TEST_SEEDS, Example, draw_example
 from tests.oracle import reference
 
-NUM_PICTURES = 200
+NUM_PICTURES, FEW_PICTURES = 200, 60
 MAX_TOKENS = 64
 
 
-def drawn() -> Iterator[Example]:
-    """Examples that together hold NUM_PICTURES pictures."""
+def drawn(num_pictures: int) -> Iterator[Example]:
+    """Examples that together hold so many pictures."""
     count = 0
     for seed in TEST_SEEDS:
-        if count >= NUM_PICTURES:
+        if count >= num_pictures:
             return
         example = draw_example(seed)
         count += len(example.images)
@@ -28,7 +28,16 @@ def drawn() -> Iterator[Example]:
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_every_token_equals_transformers_generate(name: str, platform_name: str) -> None:
-    examples = list(drawn())
+    assert_equals_generate(name, list(drawn(FEW_PICTURES)), platform_name)
+
+
+@pytest.mark.full("200 pictures, through transformers one by one; 60 of them stay")
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_every_token_of_many_pictures_equals_transformers_generate(name: str, platform_name: str) -> None:
+    assert_equals_generate(name, list(drawn(NUM_PICTURES)), platform_name)
+
+
+def assert_equals_generate(name: str, examples: list[Example], platform_name: str) -> None:
     with LLM(name, platform=platform_name, dtype="float32") as llm:
         prompts = [llm.engine.processor(example.conversation()) for example in examples]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
