@@ -22,7 +22,6 @@ def test_graph_engine(name: str) -> None:
     assert_check("ge_operators", name)
 
 
-@pytest.mark.full("two processes compile or load; what the platform keeps of graphs stays (test_kept_graphs)")
 def test_a_cached_graph_is_loaded_by_the_next_process(tmp_path: Path) -> None:
     code = "from tests.cann.programs.modes import check_cached_graph; check_cached_graph()"
     files = []

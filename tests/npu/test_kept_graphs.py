@@ -42,7 +42,7 @@ def only_folder(graphs: Path, but: set[Path] = frozenset()) -> Path:  # type: ig
     return folder
 
 
-@pytest.mark.full("starts that compile, one after the other; graphs of two ranks that are kept and used stay")
+@pytest.mark.full("starts that compile, one after the other; one that is loaded stays (tests/cann)")
 def test_a_changed_layer_a_stale_graph_and_a_damaged_one_are_never_used(checkpoint: Any, tmp_path: Path) -> None:
     model, graphs = checkpoint("qwen3", num_hidden_layers=1), tmp_path / "graphs"
     first = run(model, graphs, tmp_path)
@@ -81,7 +81,7 @@ def put_graph(source: Path, target: Path) -> None:
     (target / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.full("two ranks compile twice on two cores; one rank's kept graphs stay")
+@pytest.mark.full("two ranks compile twice on two cores; one that is loaded stays (tests/cann)")
 def test_graphs_of_two_ranks_are_kept_and_find_their_communicator(checkpoint: Any, tmp_path: Path) -> None:
     model, graphs = checkpoint("qwen3", num_hidden_layers=1), tmp_path / "graphs"
     first = run(model, graphs, tmp_path, num_ranks=2)

@@ -88,9 +88,10 @@ WORDS = [f"{word} {'which of the pictures ' * count}" for count, word in enumera
 
 
 @pytest.mark.parametrize("model_type", SCHEDULED)
-def test_chunked_prefill_equals_whole(model_type: str, foreign: Any, platform_name: str) -> None:
+@pytest.mark.parametrize("num_tokens", [7, 33])
+def test_chunked_prefill_equals_whole(num_tokens: int, model_type: str, foreign: Any, platform_name: str) -> None:
     path: Path = foreign(model_type, **FAMILIES[model_type])
-    with LLM(path, platform=platform_name, max_num_batched_tokens=7, **SMALL) as llm:
+    with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
         assert_equals_reference(path, llm, prompts_of(llm, WORDS))
 
 

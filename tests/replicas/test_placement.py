@@ -124,7 +124,7 @@ def test_a_job_over_all_npus_answers_as_one(tmp_path: Path, fixed_time: None) ->
 
 @pytest.mark.npu
 @pytest.mark.slow
-@pytest.mark.full("three replicas of the npu platform, one of which compiles; kept graphs of one process stay")
+@pytest.mark.full("three replicas of the npu platform, one compiles; a graph that is loaded stays (tests/cann)")
 def test_replicas_load_the_graph_that_an_earlier_one_compiled(
     tmp_path: Path, checkpoint: Any, fixed_time: None
 ) -> None:
@@ -150,7 +150,7 @@ def test_replicas_load_the_graph_that_an_earlier_one_compiled(
 
 @pytest.mark.npu
 @pytest.mark.slow
-@pytest.mark.full("two processes of the npu platform compile at once; kept graphs of one stay")
+@pytest.mark.full("two processes of the npu platform compile at once; a graph that is loaded stays (tests/cann)")
 def test_of_two_that_start_together_one_compiles_and_the_other_waits_and_loads(
     tmp_path: Path, checkpoint: Any
 ) -> None:
