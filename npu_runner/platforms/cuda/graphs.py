@@ -30,6 +30,7 @@ class CudaGraphCompiler(GraphCompiler):
     def __init__(self, *, with_inductor: bool):
         self._with_inductor = with_inductor
         self._pool: Any = None
+        self._stream = torch.cuda.Stream()
 
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
         if self._with_inductor:
@@ -44,17 +45,27 @@ class CudaGraphCompiler(GraphCompiler):
         """Run once to warm kernels up, then record; graphs share memory, since only one runs at a time."""
         started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             run()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         warmed = time.perf_counter()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = run()
+        output = self._recorded(graph, run)
         self._pool = self._pool or graph.pool()
         logger.debug("a graph: %.3f s to warm up, %.3f s to capture", warmed - started, time.perf_counter() - warmed)
         return graph, output
+
+    def _recorded(self, graph: torch.cuda.CUDAGraph, run: Callable[[], _Result]) -> _Result:
+        """Not by torch.cuda.graph, which has the host give back all its pinned memory each time: what was pinned while
+        memory was measured is what the first steps take, and pinning it again holds them up."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                return run()
+            finally:
+                graph.capture_end()
 
 
 class _CapturedDecode:
