@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -35,22 +35,29 @@ class VisionEmbeddings:
         return sum(t.numel() * t.element_size() for t in (self.main_MD, *self.deepstack))
 
 
+class TowerInputs(NamedTuple):
+    """What the tower takes together: pictures by their indices, their patches (P, X), and what it knows by their sizes
+    alone."""
+
+    indices: list[int]
+    patches_PX: Tensor
+    places: list[Tensor]
+
+
 class StagedImages(list[ImageInput]):
-    """Pictures whose patches are on the device, or on their way to it: what `stage_images` makes for `encode_images`.
+    """Pictures of which all that the tower takes is on the device, or on its way to it: what `stage_images` makes for
+    `encode_images`. `groups`: by their indices in this list."""
 
-    `groups`: (places in this list, patches (P, X)) of what the tower takes together.
-    """
-
-    def __init__(self, images: Sequence[ImageInput], groups: Sequence[tuple[list[int], Tensor]]):
+    def __init__(self, images: Sequence[ImageInput], groups: Sequence[TowerInputs]):
         super().__init__(images)
         self._groups = list(groups)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that is there for them."""
-        return [patches_PX for _, patches_PX in self._groups]
+        return [tensor for group in self._groups for tensor in (group.patches_PX, *group.places)]
 
-    def take(self) -> Iterator[tuple[list[int], Tensor]]:
+    def take(self) -> Iterator[TowerInputs]:
         """The groups, once: each one's memory is the caller's to let go of."""
         while self._groups:
             yield self._groups.pop(0)

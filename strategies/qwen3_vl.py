@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from npu_runner.checkpoint_files import require_json
 from npu_runner.config_reading import RawConfig, decoder_config, read_rope
@@ -22,7 +22,7 @@ from npu_runner.models.vision_language import VisionLanguageModel
 from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
 from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.multimodal.video_settings import read_video_settings
-from strategies.base import StagedImages, VisionEmbeddings
+from strategies.base import StagedImages, TowerInputs, VisionEmbeddings
 from strategies.causal_lm import CausalLMStrategy
 from strategies.moe_reading import read_moe
 from strategies.qwen3 import HEAD_DIM, qwen3_layers
@@ -62,19 +62,19 @@ class Qwen3VLStrategy(CausalLMStrategy):
 
     def stage_images(self, model: nn.Module, images: Sequence[ImageInput]) -> Sequence[ImageInput]:
         assert isinstance(model, VisionLanguageModel), f"{type(model).__name__} has no tower"
-        return StagedImages(images, list(self._patches(model.visual, images)))
+        return StagedImages(images, list(self._tower_inputs(model.visual, images)))
 
     def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
         assert isinstance(model, VisionLanguageModel), f"{type(model).__name__} has no tower"
         encoded: dict[int, VisionEmbeddings] = {}
-        groups = images.take() if isinstance(images, StagedImages) else self._patches(model.visual, images)
-        for together, patches_PX in groups:
-            embeddings = self._encode(model.visual, [images[i] for i in together], patches_PX)
-            encoded.update(zip(together, embeddings, strict=True))
+        groups = images.take() if isinstance(images, StagedImages) else self._tower_inputs(model.visual, images)
+        for group in groups:
+            embeddings = self._encode(model.visual, [images[i] for i in group.indices], group)
+            encoded.update(zip(group.indices, embeddings, strict=True))
         return [encoded[i] for i in range(len(images))]
 
-    def _patches(self, tower: nn.Module, images: Sequence[ImageInput]) -> Iterator[tuple[list[int], Tensor]]:
-        """(which of `images` the tower takes together, their patches): all pictures by one copy.
+    def _tower_inputs(self, tower: nn.Module, images: Sequence[ImageInput]) -> Iterator[TowerInputs]:
+        """Group by group, all of it by one copy.
 
         Where the attention wants small groups, each is cut just before the tower takes it.
         """
@@ -82,20 +82,27 @@ class Qwen3VLStrategy(CausalLMStrategy):
         sizes = [_num_patches(image) for image in images]
         groups = [group for order in _by_depth(images) for group in _groups(order, sizes, most)]
         for taken in [groups] if most is None else [[group] for group in groups]:
-            yield from zip(taken, cut_patches([[images[i] for i in group] for group in taken], self._settings_of,
-                                              weight.device, weight.dtype), strict=True)
+            pictures = [[images[i] for i in group] for group in taken]
+            places = [tower.places(_grids(together)) for together in pictures]
+            cut = cut_patches(pictures, places, self._settings_of, weight.device, weight.dtype)
+            yield from (TowerInputs(group, *arrived) for group, arrived in zip(taken, cut, strict=True))
 
     def _settings_of(self, image: ImageInput) -> ImageSettings:
         """Of a picture; of frames of films, which have the colours of each."""
         return self.image_settings if image.pixels_HWC.shape[2] == 3 else self.frame_settings
 
     @staticmethod
-    def _encode(tower: nn.Module, images: Sequence[ImageInput], patches_PX: Tensor) -> list[VisionEmbeddings]:
-        main_MD, levels = tower(patches_PX, [image.grid_thw[1:] for image in images])
+    def _encode(tower: nn.Module, images: Sequence[ImageInput], inputs: TowerInputs) -> list[VisionEmbeddings]:
+        main_MD, levels = tower(inputs.patches_PX, _grids(images), inputs.places)
         sizes = [image.num_tokens for image in images]
         parts = zip(main_MD.split(sizes), *(level.split(sizes) for level in levels), strict=True)
         # Copies: a cached picture must not keep the whole call's output alive.
         return [VisionEmbeddings(main.clone(), [level.clone() for level in deepstack]) for main, *deepstack in parts]
+
+
+def _grids(images: Sequence[ImageInput]) -> list[tuple[int, int]]:
+    """(height, width) of each in patches."""
+    return [image.grid_thw[1:] for image in images]
 
 
 def _by_depth(images: Sequence[ImageInput]) -> list[list[int]]:

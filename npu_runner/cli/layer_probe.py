@@ -35,6 +35,7 @@ from npu_runner.platforms import pick_platform
 from npu_runner.platforms.base import Platform
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.upload import upload_together
 from npu_runner.weights.loader import expected_tensors, load_weights
 from npu_runner.weights.reader import CheckpointReader
 
@@ -204,7 +205,9 @@ def _see(config: VisionConfig, model: nn.Module, side: _Side, dtype: torch.dtype
     num_patches = sum(height * width for height, width in _GRIDS)
     generator = torch.Generator().manual_seed(_SEED + 1)
     patches_PX = torch.randn(num_patches, config.in_channels * config.patch_size**2, generator=generator).to(dtype)
-    output: Tensor = model(patches_PX.to(side.device, side.dtype), _GRIDS)[0]
+    assert isinstance(model, VisionTower), f"{type(model).__name__} is no tower"
+    places = upload_together(model.places(_GRIDS), side.device)
+    output: Tensor = model(patches_PX.to(side.device, side.dtype), _GRIDS, places)[0]
     return output
 
 

@@ -21,6 +21,8 @@ pytestmark = [
 MOST_LAUNCHES = 6
 # Each picture's embeddings and its two deepstack levels are cut out of the call's.
 COPIES_OF_A_PICTURE = 3
+# The step's arrays, its pictures with where their patches stand, and the settings of a new row of the sampler.
+COPIES_TO_THE_DEVICE = 3
 MEMORY_COMES_BACK, MEMORY_IS_GONE = "aclrtMallocPhysical:1-3:207001", "aclrtMallocPhysical:1+:207001"
 
 
@@ -58,7 +60,7 @@ def test_pictures_of_eight_sizes_are_sent_by_one_copy_and_cut_by_six_launches(co
 
 def test_a_step_with_eight_pictures_copies_as_often_as_one_with_one(cost: dict[str, Any]) -> None:
     one, eight = cost["1"]["step"], cost["8"]["step"]
-    assert eight["copies"]["h2d"]["calls"] == one["copies"]["h2d"]["calls"]
+    assert eight["copies"]["h2d"]["calls"] == one["copies"]["h2d"]["calls"] == COPIES_TO_THE_DEVICE
     assert (one["copies"]["d2h"]["calls"], eight["copies"]["d2h"]["calls"]) == (1, 1)
     assert num_calls(eight["launches"]) - num_calls(one["launches"]) == 7 * COPIES_OF_A_PICTURE
     assert num_calls(eight["syncs"]) == 1, "the sampled token is waited for, once"

@@ -45,8 +45,12 @@ def test_pictures_and_frames_of_all_sizes_cut_together(patch_size: int, dtype: t
     """Runs of 48, 42 and 15 bytes are gathered four, two and one at a time."""
     settings = replace(SETTINGS, patch_size=patch_size)
     groups = [pictures(settings), pictures(settings, num_frames=2)]
-    found = cut_patches(groups, lambda image: settings, torch.device("cpu"), dtype)
+    beside = [[np.arange(7, dtype=np.int32), np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)], []]
+    found = cut_patches(groups, beside, lambda image: settings, torch.device("cpu"), dtype)
     assert len(found) == len(groups)
-    for group, patches_PX in zip(groups, found, strict=True):
+    for group, sent, (patches_PX, arrived) in zip(groups, beside, found, strict=True):
         expected = np.stack([patch for image in group for patch in definition(image, settings)])
         torch.testing.assert_close(patches_PX, torch.from_numpy(expected).to(dtype), rtol=0, atol=0)
+        assert len(arrived) == len(sent)
+        for tensor, array in zip(arrived, sent, strict=True):
+            torch.testing.assert_close(tensor, torch.from_numpy(array), rtol=0, atol=0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -26,9 +27,11 @@ from npu_runner.platforms.upload import Shape, upload_filled
 _GATHERED = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-def cut_patches(groups: Sequence[Sequence[ImageInput]], settings_of: Callable[[ImageInput], ImageSettings],
-                device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """The patches (P, X) of each group, picture after picture, each in merge-block order.
+def cut_patches(groups: Sequence[Sequence[ImageInput]], beside: Sequence[Sequence[np.ndarray]],
+                settings_of: Callable[[ImageInput], ImageSettings], device: torch.device,
+                dtype: torch.dtype) -> list[tuple[Tensor, list[Tensor]]]:
+    """The patches (P, X) of each group, picture after picture, each in merge-block order; and what `beside` has for the
+    group, int32 and float32 arrays that travel with its pixels.
 
     That order is the one of transformers' Qwen2-VL image processor; PatchEmbed arranges its weight by X.
 
@@ -36,23 +39,30 @@ def cut_patches(groups: Sequence[Sequence[ImageInput]], settings_of: Callable[[I
     Pictures of one group have patches of one length; `settings_of` them are equal.
     """
     settings = [settings_of(group[0]) for group in groups]
-    shapes: list[Shape] = []
+    guests = [array for arrays in beside for array in arrays]
+    shapes: list[Shape] = [(array.shape, array.dtype.name) for array in guests]
     for group, its in zip(groups, settings, strict=True):
         num_values, num_runs = _num_values(group[0], its), sum(_num_patches(image) * its.patch_size for image in group)
         shapes += [((2, num_values), "float32"), ((num_runs,), "int32"),
                    ((sum(image.pixels_HWC.size for image in group),), "uint8")]
 
     def fill(places: Sequence[np.ndarray]) -> None:
-        for index, (group, its) in enumerate(zip(groups, settings, strict=True)):
-            scales_2X, runs_R, pixels = places[3 * index : 3 * index + 3]
+        for place, array in zip(places, guests, strict=False):
+            np.copyto(place, array)
+        own = iter(places[len(guests) :])
+        for group, its in zip(groups, settings, strict=True):
+            scales_2X, runs_R, pixels = islice(own, 3)
             scales_2X[:] = _mean_and_deviation(its, scales_2X.shape[1])
             _fill_runs(group, its, runs_R)
             _fill_pixels(group, pixels)
 
-    sent = upload_filled(shapes, fill, device)
-    parts = zip(sent[::3], sent[1::3], sent[2::3], settings, strict=True)
-    return [_normalised(_gathered(runs_R, pixels, its.patch_size), scales_2X, its, dtype)
-            for scales_2X, runs_R, pixels, its in parts]
+    sent = iter(upload_filled(shapes, fill, device))
+    arrived = [list(islice(sent, len(arrays))) for arrays in beside]
+    patches = []
+    for its in settings:
+        scales_2X, runs_R, pixels = islice(sent, 3)
+        patches.append(_normalised(_gathered(runs_R, pixels, its.patch_size), scales_2X, its, dtype))
+    return list(zip(patches, arrived, strict=True))
 
 
 def _fill_runs(group: Sequence[ImageInput], settings: ImageSettings, runs_R: np.ndarray) -> None:

@@ -30,7 +30,6 @@ from npu_runner.models.vision.parts import (
     tower_context,
     turns,
 )
-from npu_runner.platforms.upload import upload_together
 
 _EPS = 1e-6
 
@@ -80,14 +79,15 @@ class WindowedVisionTower(nn.Module):
         self.blocks = nn.ModuleList(WindowedBlock(config, context) for _ in range(config.depth))
         self.merger = WindowedMerger(config, context)
 
-    def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]]) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
+                places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Main embeddings (M, D), and no deepstack level.
 
         `patches_PX` holds the pictures one after the other, each in merge-block order; `grids` their (height, width)
-        in patches.
+        in patches; `places` what `places` makes of these.
         """
         config, group = self.config, self.config.spatial_merge_size**2
-        places_P2, order_M, back_M, cos_SQ, sin_SQ = upload_together(self._positions(grids), patches_PX.device)
+        places_P2, order_M, back_M, cos_SQ, sin_SQ = places
         x_PC = self.patch_embed(patches_PX)
         x_PC = F.embedding(order_M, x_PC.reshape(len(order_M), -1)).view(x_PC.shape)
         cos_PH, sin_PH = (both_halves(F.embedding(places_P2, table).flatten(1), config, self.attention)
@@ -107,8 +107,9 @@ class WindowedVisionTower(nn.Module):
         side = config.window_size // config.spatial_merge_size // config.patch_size
         return _window_order(grid[0] // config.spatial_merge_size, grid[1] // config.spatial_merge_size, side)
 
-    def _positions(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Patches' rows and columns (P, 2) in the order of windows, that order (M,) and the way back; cos, sin."""
+    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Patches' rows and columns (P, 2) in the order of windows, that order (M,) and the way back; cos, sin (side,
+        Q). int32 and float32."""
         config = self.config
         places, orders, first = [], [], 0
         for grid in grids:

@@ -28,7 +28,6 @@ from npu_runner.models.vision.parts import (
     tower_context,
     turns,
 )
-from npu_runner.platforms.upload import upload_together
 
 _ACTIVATED: dict[str, Callable[[ColumnParallelLinear, Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda linear, x: linear.gelu_forward(x, "tanh"),
@@ -96,14 +95,15 @@ class VisionTower(nn.Module):
             PatchMerger(config, context, norm_after_merge=True) for _ in config.deepstack_layers
         )
 
-    def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]]) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
+                places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Main embeddings (M, D) and one (M, D) per deepstack level.
 
         `patches_PX` holds the pictures one after the other, each in merge-block order; `grids` their (height, width)
-        in patches.
+        in patches; `places` what `places` makes of these.
         """
+        places_P2, taps_P4, weights_P4, cos_SQ, sin_SQ = places
         x_PC = self.patch_embed(patches_PX)
-        places_P2, taps_P4, weights_P4, cos_SQ, sin_SQ = upload_together(self._positions(grids), x_PC.device)
         # The learned square grid, resampled bilinearly (corners aligned) to each picture's grid.
         x_PC = x_PC + (self.pos_embed(taps_P4) * weights_P4[..., None]).sum(1).to(x_PC.dtype)
         cos_PH, sin_PH = (both_halves(F.embedding(places_P2, table).flatten(1), self.config, self.attention)
@@ -121,10 +121,10 @@ class VisionTower(nn.Module):
             x_PC = x_PC + update_PC
         return self.merger(x_PC), [levels[level] for level in range(len(levels))]
 
-    def _positions(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Patches' rows and columns (P, 2), places (P, 4) and weights (P, 4) in the learned grid; cos, sin (side, Q).
 
-        Half of the H / 2 frequencies turn with the row, half with the column, Q each.
+        Half of the H / 2 frequencies turn with the row, half with the column, Q each. int32 and float32.
         """
         config = self.config
         merge, side = config.spatial_merge_size, int(config.num_position_embeddings**0.5)

@@ -18,6 +18,7 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.model_config import VisionConfig
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.platforms import pick_platform
+from npu_runner.platforms.upload import upload_together
 from npu_runner.weights.loader import load_weights
 from tests.cann.programs.emulation import calls, reset_counters
 
@@ -75,10 +76,11 @@ def outputs(platform_name: str, depth: int, dtype: torch.dtype, activation: str 
     num_patches = sum(height * width for height, width in GRIDS)
     patches = torch.randn(num_patches, 4 * 4 * 3, generator=torch.Generator().manual_seed(2)).to(device)
     with torch.inference_mode():
-        tower(patches, GRIDS)
+        places = upload_together(tower.places(GRIDS), device)
+        tower(patches, GRIDS, places)
         if platform_name == "npu":
             reset_counters()
-        main, levels = tower(patches, GRIDS)
+        main, levels = tower(patches, GRIDS, places)
         found = calls("launches") if platform_name == "npu" else {}
     return torch.cat([main, *levels], dim=-1).float().cpu(), found
 
