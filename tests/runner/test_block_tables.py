@@ -89,7 +89,7 @@ class Device(World):
             assert self.tables.write(torch.from_numpy(news.flat), news.num_entries, slots_B)[0, 0] == 7
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32), block_size=st.integers(1, 5), max_num_seqs=st.integers(1, 6),
     num_tokens=st.integers(1, 30), failing=st.sampled_from((0.0, 0.1)), window=st.sampled_from((None, 3, 9)),
