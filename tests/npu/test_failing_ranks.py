@@ -34,7 +34,7 @@ def test_a_killed_rank_is_named(checkpoint: Any, tmp_path: Path) -> None:
 
 
 @emulated
-@pytest.mark.full("two ranks on the emulation; a collective that times out stays in tests/cann, a stopped rank on the cpu")
+@pytest.mark.full("two ranks there; a collective that times out stays in tests/cann, a stopped rank on the cpu")
 def test_a_collective_that_times_out_names_the_rank_that_does_not_answer(checkpoint: Any, tmp_path: Path) -> None:
     # Longer than a busy machine lets one rank lag behind the other while both start; compiling would lag more.
     # One step under way: it is stopped between two steps, never behind its part in a collective of the last one.
