@@ -17,7 +17,8 @@ class _Body(nn.Module):
 
 
 class VisionLanguageModel(CausalLM):
-    """`tower`: patches (P, X) and the pictures' grids to main embeddings (M, D) and a list of deepstack levels."""
+    """`tower`: patches (P, X), the pictures' grids and what its `places` makes of these, to main embeddings (M, D) and
+    a list of deepstack levels."""
 
     def __init__(self, config: ModelConfig, tower: nn.Module, num_positions: int, context: LayerContext):
         nn.Module.__init__(self)
