@@ -18,19 +18,19 @@ from tests.oracle.tiny_checkpoints import VISION_OF
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 emulated = pytest.mark.skipif(has_real_cann(), reason="a device's attention takes no float32: compared in bfloat16")
 
-NUM_PICTURES = 24
+NUM_PICTURES, FEW_PICTURES = 40, 24
 # The worst step shows the tower pairs of frames, as many as a step has room for, in float32.
 ROOM = 2 << 30
-BUCKETS = [4, 16]
+BUCKETS, FEW_BUCKETS = [1, 4, 16], [4, 16]
 MODES = ["eager", "reduce-overhead", "max-autotune"]
 
 
-def shapes(mode: str, **settings: Any) -> Case:
+def shapes(mode: str, num_pictures: int = NUM_PICTURES, **settings: Any) -> Case:
     common: dict[str, Any] = {"graph_mode": mode, "max_model_len": 1024, "max_num_seqs": 16,
                               "vision_cache_bytes": SMALL["vision_cache_bytes"], **FLOAT32}
     if mode != "eager":
         common["graph_batch_sizes"] = BUCKETS
-    return Case(str(SHAPES_VL), {**common, **settings}, "shapes", NUM_PICTURES, max_tokens=48, ignore_eos=False)
+    return Case(str(SHAPES_VL), {**common, **settings}, "shapes", num_pictures, max_tokens=48, ignore_eos=False)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,16 @@ def shapes_on_cpu() -> dict[str, Any]:
 
 
 @emulated
-def test_shapes_vl(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
+def test_shapes_vl(tmp_path: Path) -> None:
+    case = shapes("reduce-overhead", FEW_PICTURES, graph_batch_sizes=FEW_BUCKETS)
+    (result,) = on_npu([case], tmp_path, memory_bytes=ROOM)
+    assert result["tokens"] == on_cpu(shapes("eager", FEW_PICTURES))["tokens"]
+    assert_graphs_are_whole(result, FEW_BUCKETS)
+
+
+@pytest.mark.full("more pictures, and a graph for one row; fewer of both stay")
+@emulated
+def test_more_of_shapes_vl(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
     (result,) = on_npu([shapes("reduce-overhead")], tmp_path, memory_bytes=ROOM)
     assert result["tokens"] == shapes_on_cpu["tokens"]
     assert_graphs_are_whole(result, BUCKETS)
@@ -63,7 +72,7 @@ def test_shapes_vl_through_the_graph_engine_compiled_and_kept(shapes_on_cpu: dic
     assert "kept" not in compiled["graphs"]
     (loaded,) = on_npu([case], tmp_path, memory_bytes=ROOM)
     assert loaded["tokens"] == shapes_on_cpu["tokens"]
-    assert loaded["graphs"] == "4, 16 (kept from an earlier run: 4, 16)"
+    assert loaded["graphs"] == "1, 4, 16 (kept from an earlier run: 1, 4, 16)"
     assert loaded["after"]["traced"] == 0, "what is loaded is not traced again"
 
 

@@ -89,13 +89,27 @@ class Device(World):
             assert self.tables.write(torch.from_numpy(news.flat), news.num_entries, slots_B)[0, 0] == 7
 
 
+TRAFFIC = {
+    "seed": st.integers(0, 2**32), "block_size": st.integers(1, 5), "max_num_seqs": st.integers(1, 6),
+    "num_tokens": st.integers(1, 30), "failing": st.sampled_from((0.0, 0.1)), "window": st.sampled_from((None, 3, 9)),
+    "depth": st.integers(1, 2), "padded": st.sampled_from((None, 2, 6)), "repeats_a_row": st.booleans(),
+}
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    seed=st.integers(0, 2**32), block_size=st.integers(1, 5), max_num_seqs=st.integers(1, 6),
-    num_tokens=st.integers(1, 30), failing=st.sampled_from((0.0, 0.1)), window=st.sampled_from((None, 3, 9)),
-    depth=st.integers(1, 2), padded=st.sampled_from((None, 2, 6)), repeats_a_row=st.booleans(),
-)
-def test_what_a_step_reads_is_what_the_scheduler_has(
+@given(**TRAFFIC)
+def test_what_a_step_reads_is_what_the_scheduler_has(**traffic: Any) -> None:
+    assert_steps_read_what_the_scheduler_has(**traffic)
+
+
+@pytest.mark.full("five times as much random traffic")
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(**TRAFFIC)
+def test_what_more_steps_read_is_what_the_scheduler_has(**traffic: Any) -> None:
+    assert_steps_read_what_the_scheduler_has(**traffic)
+
+
+def assert_steps_read_what_the_scheduler_has(
     seed: int, block_size: int, max_num_seqs: int, num_tokens: int, failing: float, window: int | None, depth: int,
     padded: int | None, repeats_a_row: bool,
 ) -> None:

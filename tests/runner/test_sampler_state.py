@@ -96,9 +96,18 @@ def test_coming_going_and_preemption_make_no_difference(table_VV, alone):
 
 
 def test_a_step_that_runs_out_of_memory_can_be_made_again(table_VV, alone):
+    assert_steps_can_be_made_again(table_VV, alone, every=7)
+
+
+@pytest.mark.full("every third operator that fails; every seventh stays")
+def test_a_step_that_runs_out_of_memory_anywhere_can_be_made_again(table_VV, alone):
+    assert_steps_can_be_made_again(table_VV, alone, every=3)
+
+
+def assert_steps_can_be_made_again(table_VV, alone, every):
     """Whichever operator it is that fails, in steps that sequences join and in others."""
     most = 12  # tokens, of which memory runs out for the first five
-    for at in itertools.count(1, 5):
+    for at in itertools.count(1, every):
         sampler, failing = make_sampler(VOCAB, 16, spell), MemoryRunsOut(at)
         everyone = {number: conversation(number) for number in range(len(SEVERAL))}
         for number_step in range(most):
