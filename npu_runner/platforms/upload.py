@@ -38,12 +38,13 @@ def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[
     return upload_filled([(array.shape, array.dtype.name) for array in arrays], fill, device)
 
 
-def upload_filled(shapes: Sequence[Shape], fill: Callable[[Sequence[np.ndarray]], None],
-                  device: torch.device) -> list[Tensor]:
+def upload_filled(shapes: Sequence[Shape], fill: Callable[[Sequence[np.ndarray]], None], device: torch.device, *,
+                  num_kept: int = 0) -> list[Tensor]:
     """Arrays of these shapes on the device, by a single copy; `fill` writes them where the copy will read them.
 
     The memory that it writes to is pinned, where there is such a thing, and kept for later calls. It is not handed out
-    again before the copy is done.
+    again before the copy is done. On the device all share memory, but for the first `num_kept`: these are put aside
+    together, so that they may outlive the others.
     """
     starts, num_bytes = [], 0
     for extents, dtype in shapes:
@@ -52,7 +53,9 @@ def upload_filled(shapes: Sequence[Shape], fill: Callable[[Sequence[np.ndarray]]
         num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
     fill([view.numpy() for view in _views(host, starts, shapes)])
-    return _views(host.to(device, non_blocking=True), starts, shapes)
+    sent = host.to(device, non_blocking=True)
+    kept = sent[: starts[num_kept]].clone() if num_kept else sent
+    return [*_views(kept, starts[:num_kept], shapes[:num_kept]), *_views(sent, starts[num_kept:], shapes[num_kept:])]
 
 
 def _views(buffer: Tensor, starts: Sequence[int], shapes: Sequence[Shape]) -> list[Tensor]:

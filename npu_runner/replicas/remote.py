@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from npu_runner.errors import NpuRunnerError, ReplicaDeadError
+from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError
 from npu_runner.replicas.base import Event, Replica, RowRun
 from npu_runner.replicas.inbox import Inbox
 
@@ -72,5 +72,7 @@ class RemoteReplica(Replica):
         if isinstance(error, ReplicaDeadError):
             return ReplicaDeadError(f"{where} died: {error}", request_ids=error.request_ids, blame=error.blame,
                                     rows=error.rows)
+        if isinstance(error, EngineDeadError):  # while it started: no row was under way
+            return ReplicaDeadError(f"{where} died: {error}", rows=())
         error.args = (f"{where}: {error}",)
         return error

@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN counts, and fails on demand"),
 ]
 
-# Gather, cast, times, minus, over, cast again.
-MOST_LAUNCHES = 6
+# What outlives the pixels is put aside; gather, cast, times, minus, over, cast again.
+MOST_LAUNCHES = 7
 # Each picture's embeddings and its two deepstack levels are cut out of the call's.
 COPIES_OF_A_PICTURE = 3
 # The step's arrays, its pictures with where their patches stand, and the settings of a new row of the sampler.
@@ -50,7 +50,7 @@ def tokens_on_cpu(checkpoint: Any) -> list[list[int]]:
         return [output.token_ids for output in llm.generate(prompts_of(llm), PARAMS)]
 
 
-def test_pictures_of_eight_sizes_are_sent_by_one_copy_and_cut_by_six_launches(cost: dict[str, Any]) -> None:
+def test_pictures_of_eight_sizes_are_sent_by_one_copy_and_cut_by_seven_launches(cost: dict[str, Any]) -> None:
     for count in ("1", "8"):
         staging = cost[count]["staging"]
         assert staging["copies"]["h2d"]["calls"] == 1

@@ -64,7 +64,18 @@ def open_model(config: RunnerConfig) -> ScriptedModel:
         raise ModelError("model.safetensors: a tensor is missing")
     if "dies" in stage_directions():
         os.kill(os.getpid(), signal.SIGKILL)
+    if "loses a rank once" in stage_directions() and _is_first(Path("lost")):
+        raise EngineDeadError("rank 1 died (killed by SIGKILL) while being started")
     return ScriptedModel(config, StagedEngine)
+
+
+def _is_first(path: Path) -> bool:
+    """Whether nobody was here before; `path` says so to whoever comes next."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def main(options: dict[str, Any]) -> int:

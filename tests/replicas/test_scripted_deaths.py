@@ -187,6 +187,18 @@ def test_a_stopped_replica_is_noticed(tmp_path: Path, undisturbed: list[bytes]) 
     assert lines(tmp_path) == undisturbed
 
 
+def test_a_replica_that_loses_a_rank_while_it_starts_is_started_again(
+    tmp_path: Path, undisturbed: list[bytes]
+) -> None:
+    write_rows(tmp_path / "in.jsonl", rows())
+    status, said = run(tmp_path, stage="loses a rank once", progress="lines")
+    assert status == 3, said
+    assert "died: rank 1 died (killed by SIGKILL) while being started" in said
+    assert "started again (1 of 3)" in said
+    assert lines(tmp_path) == undisturbed
+    assert leftovers(tmp_path) == {"lost"}
+
+
 def test_what_is_wrong_is_named_before_rows_move(tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", rows())
     for stage, message in (("broken", "a tensor is missing"),

@@ -56,7 +56,8 @@ def cut_patches(groups: Sequence[Sequence[ImageInput]], beside: Sequence[Sequenc
             _fill_runs(group, its, runs_R)
             _fill_pixels(group, pixels)
 
-    sent = iter(upload_filled(shapes, fill, device))
+    # Pixels are let go of here, and what came with them is not.
+    sent = iter(upload_filled(shapes, fill, device, num_kept=len(guests)))
     arrived = [list(islice(sent, len(arrays))) for arrays in beside]
     patches = []
     for its in settings:
