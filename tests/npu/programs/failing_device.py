@@ -3,7 +3,8 @@
     python -m tests.npu.programs.failing_device SPEC.json RESULTS.json
 
 SPEC: {"failures": ["aclrtMallocPhysical:3+:207001", ...], "settings": {"model": ..., ...}}. Each run is a fork of this
-process, which has imported everything and touched no device. The failure "" is none.
+process, which has imported everything and touched no device. The failure "" is none; one that begins with "serving " is
+counted from when the model stands ready.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ from tests.cann.programs.emulation import set_failures
 from tests.oracle.running import runner_of
 
 NUM_EXAMPLES = 3
+SERVING = "serving "
 
 
-def job(settings: dict[str, Any]) -> dict[str, Any]:
+def job(settings: dict[str, Any], failure: str) -> dict[str, Any]:
     """Tokens of the job, or the error that ended it."""
+    is_late = failure.startswith(SERVING)
     try:
+        set_failures("" if is_late else failure)
         with LLM(platform="npu", **settings) as llm:
+            if is_late:
+                set_failures(failure.removeprefix(SERVING))
             conversations = [draw_example(seed).conversation() for seed in TEST_SEEDS[:NUM_EXAMPLES]]
             if not runner_of(llm).strategy.is_multimodal:
                 conversations = [[{"role": "user", "content": "which picture " * (1 + index)}]
@@ -55,9 +61,8 @@ def forked(failure: str, settings: dict[str, Any]) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        set_failures(failure)
         with os.fdopen(write, "w") as pipe:
-            json.dump(job(settings), pipe)
+            json.dump(job(settings, failure), pipe)
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
