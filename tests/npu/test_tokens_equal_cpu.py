@@ -121,7 +121,7 @@ def assert_tokens_equal_cpu(model_types: Sequence[str], mode: str, checkpoint: A
             assert_graphs_are_whole(result, [4])
 
 
-@pytest.mark.full("three modes of every model in another dtype; float32 stays, and the doctor's layers in bfloat16")
+@pytest.mark.full("three modes of every model in another dtype; float32 stays; in bfloat16 tower and Gated DeltaNet")
 def test_tiny_models_in_bfloat16(checkpoint: Any, tmp_path: Path) -> None:
     assert_close_in_bfloat16("reduce-overhead", checkpoint, tmp_path)
 

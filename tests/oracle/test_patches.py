@@ -52,5 +52,6 @@ def test_pictures_and_frames_of_all_sizes_cut_together(patch_size: int, dtype: t
         expected = np.stack([patch for image in group for patch in definition(image, settings)])
         torch.testing.assert_close(patches_PX, torch.from_numpy(expected).to(dtype), rtol=0, atol=0)
         assert len(arrived) == len(sent)
+        assert all(tensor.untyped_storage().nbytes() < 1024 for tensor in arrived), "pixels are kept in memory, too"
         for tensor, array in zip(arrived, sent, strict=True):
             torch.testing.assert_close(tensor, torch.from_numpy(array), rtol=0, atol=0)
