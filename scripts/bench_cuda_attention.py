@@ -4,9 +4,9 @@
 
 `--against FOLDER`, platforms/cuda of another checkout: its attention runs beside ours, on the same tensors, and how far
 the two are apart is said. The tower runs beside torch's flash attention, too. `--sweep` tries other tiles and numbers
-of parts, from which platforms/cuda/attention_tiles.py is filled. Times are those of the kernels alone, as in
-bench_cuda_kernels.py; the share is that of the read bandwidth, measured in the same run. Prints a table, then one JSON
-line.
+of parts, from which platforms/cuda/attention_tiles.py is filled. Times of decode attention are those in a graph, as a
+decode step has it, the others' those of the kernels alone, as in bench_cuda_kernels.py; the share is that of the read
+bandwidth, measured in the same run. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from bench_common import commit, versions
 from bench_cuda_kernels import DEVICE, Case, measure, report
+from bench_device_bandwidth import measure_read_bandwidth
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -70,8 +71,9 @@ def main() -> None:
     other = load_attention(arguments.against) if arguments.against else None
     results = []
     with torch.inference_mode():
-        gb_per_second = read_bandwidth()
-        print(f"reads at {gb_per_second:.0f} GB/s")
+        gb_per_second, reader = measure_read_bandwidth(torch.device(DEVICE), 4 << 30)
+        gb_per_second /= 1e9
+        print(f"reads at {gb_per_second:.0f} GB/s ({reader})")
         for part in arguments.part:
             for case in PARTS[part](arguments.sweep, other):
                 try:
@@ -96,17 +98,6 @@ def load_attention(folder: Path) -> Callable[..., Any]:
     sys.path.insert(0, str(package.parent))
     attention: Callable[..., Any] = importlib.import_module("other_attention.attention").TritonAttention
     return attention
-
-
-def read_bandwidth() -> float:
-    """GB/s of the fastest of several sums over 4 GiB."""
-    flat = torch.ones(1 << 30, device=DEVICE)
-    return float(max(measure(Case(name="read", call=_sum_of(flat.view(num_rows, -1)), num_bytes=flat.nbytes))
-                     ["gb_per_second"] for num_rows in (1 << 12, 1 << 16, 1 << 20)))
-
-
-def _sum_of(rows: Tensor) -> Callable[[int], Any]:
-    return lambda _: rows.sum(1)
 
 
 class Contexts:
@@ -147,12 +138,12 @@ def decode(is_sweep: bool, other: Other) -> Iterator[Case]:
 
         ours = TritonAttention(**heads.settings)
         name = f"decode {model}, {kind}"
-        yield from _both(name, call_of, ours, other, heads, num_bytes=contexts.num_bytes)
+        yield from _both(name, call_of, ours, other, heads, num_bytes=contexts.num_bytes, in_graph=True)
         if is_sweep and ("mixed" in kind or kind in ("1 x 2048", "8 x 512")):
             for tile, num_parts in _decode_choices(heads, len(context_lens)):
                 with _changed(ours, decode_tile=tile, num_parts=lambda _, num_parts=num_parts: num_parts):
                     yield Case(name=f"  {tuple(tile)[1:]} parts {num_parts}", call=call_of(ours),
-                               num_bytes=contexts.num_bytes)
+                               num_bytes=contexts.num_bytes, in_graph=True)
 
 
 def _mixed(count: int) -> list[int]:

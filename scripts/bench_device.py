@@ -7,7 +7,8 @@ Made for one device: --platform cuda, or npu on an Ascend host (vLLM is then vll
     for it is installed; without one it takes minutes a repeat and is stopped), and vLLM's LLM.generate.
 (b) decode: the Qwen3-8B shape at batch 1, 8 and 64 and a context of 512; milliseconds a step, where the host spends
     them, and the share of the memory bandwidth (the bytes of weights and KV cache that a step must read, over the read
-    bandwidth measured in the same run); peers: generate with a static cache, compiled, and what more tokens cost vLLM.
+    bandwidth measured in the same run by the best of several kernels); peers: generate with a static cache, compiled,
+    and what more tokens cost vLLM.
 (c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer,
     through the batch job, files to answers, with the time for what it prepares while the model loads; peer: vLLM's
     LLM.chat over the same files.
@@ -182,7 +183,7 @@ def _report_rates(side: str, result: dict[str, Any], name: str) -> str:
 def report_decode(results: dict[str, Any], title: str) -> list[str]:
     ours, peers = results[OURS], [side for side in (TRANSFORMERS, VLLM) if side in results]
     bandwidth = ours["read_bytes_per_second"]
-    lines = [f"{title}: {bandwidth / 1e9:.0f} GB/s read; {ours['graphs']}",
+    lines = [f"{title}: {bandwidth / 1e9:.0f} GB/s read ({ours['read_by']}); {ours['graphs']}",
              f"    {'batch':>5}{'ms/step':>9}{'min-max':>16}{'GB moved':>10}{'of bandwidth':>14}  host ms: " +
              " ".join(f"{name:>8}" for name in next(iter(ours["batches"].values()))["parts"]) +
              "  device ms" + "".join(f"{side + ' ms':>18}" for side in peers) + "  device idle"]

@@ -83,16 +83,21 @@ def kernel_spans(file: Path) -> list[Span]:
 
 def idle_share(spans_ns: Iterable[Span], window_seconds: float) -> float:
     """Share of the last `window_seconds` before the last span's end that no span covers."""
-    ordered = sorted(spans_ns)
-    end = max(last for _, last in ordered)
+    spans_ns = list(spans_ns)
+    end = max(last for _, last in spans_ns)
     start = end - int(window_seconds * 1e9)
+    return 1 - busy_ns(spans_ns, start) / (end - start)
+
+
+def busy_ns(spans_ns: Iterable[Span], start: int = 0) -> int:
+    """Nanoseconds from `start` on that some span covers."""
     busy, reached = 0, start
-    for first, last in ordered:
+    for first, last in sorted(spans_ns):
         first = max(first, reached)
         if last > first:
             busy += last - first
             reached = last
-    return 1 - busy / (end - start)
+    return busy
 
 
 def describe_idle(result: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from bench_common import measure_head_start
+from bench_device_bandwidth import measure_read_bandwidth
 from bench_device_bytes import RouterRecord, bytes_per_step
 from bench_device_idle import device_profile
 from bench_device_shapes import make_text_model, make_vision_model
@@ -74,8 +75,8 @@ def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int, *, is_p
                 batches[str(size)] = {**batch, "bytes": moved}
             device = torch.device("cpu" if settings["platform"] == "cpu" else settings["platform"])
             graphs = llm.engine.info.graphs
-    return {"batches": batches, "graphs": graphs,
-            "read_bytes_per_second": measure_read_bandwidth(device, sizes.bandwidth_bytes)}
+    bandwidth, reader = measure_read_bandwidth(device, sizes.bandwidth_bytes)
+    return {"batches": batches, "graphs": graphs, "read_bytes_per_second": bandwidth, "read_by": reader}
 
 
 def measure_pictures(sizes: Sizes, settings: dict[str, Any], *, is_mixed: bool,
@@ -109,20 +110,6 @@ def measure_pictures(sizes: Sizes, settings: dict[str, Any], *, is_mixed: bool,
     return {**idle, "pictures_per_second": sizes.num_pictures / seconds,
             "output_tokens_per_second": summary["tokens"]["completion"] / seconds,
             "seconds": {**summary["seconds"], "head_start": head_start}}
-
-
-def measure_read_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes per second of the best of ten sums over `num_bytes` (at most 64 MiB on a CPU)."""
-    num_bytes = num_bytes if device.type != "cpu" else min(num_bytes, 64 << 20)
-    values = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    best = float("inf")
-    for _ in range(11):  # the first one warms up
-        _synchronize(device)
-        started = time.perf_counter()
-        values.sum()
-        _synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return num_bytes / best
 
 
 def _decode_steps(llm: LLM, batch_size: int, sizes: Sizes, repeats: int) -> dict[str, Any]:
@@ -187,8 +174,3 @@ def _parts(before: dict[str, Any], after: dict[str, Any], seconds: float, count:
 def _runner(llm: LLM) -> Any:
     """The ModelRunner in this process."""
     return llm.engine._executor._runner  # type: ignore[attr-defined]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
