@@ -15,7 +15,7 @@ _NUM_INPUTS = 2048
 
 
 def measure_read_bandwidth(device: torch.device, num_bytes: int) -> tuple[float, str]:
-    """(bytes per second, which kernel read them) over `num_bytes`, at most 64 MiB of them on a CPU."""
+    """(bytes per second, which kernel read them) over `num_bytes`, a multiple of 64 KiB, at most 64 MiB on a CPU."""
     values = torch.ones(min(num_bytes, _MOST_ON_CPU) if device.type == "cpu" else num_bytes, dtype=torch.uint8,
                         device=device)
     rates = {name: values.numel() / _best_seconds(read, device) for name, read in _readers(values).items()}
@@ -25,11 +25,11 @@ def measure_read_bandwidth(device: torch.device, num_bytes: int) -> tuple[float,
 
 def _readers(values: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Kernels that read all of `values` (bytes), by what they are."""
-    weight_OI = values.view(torch.bfloat16)[: values.numel() // 2 // _NUM_INPUTS * _NUM_INPUTS].view(-1, _NUM_INPUTS)
+    weight_OI = values.view(torch.bfloat16).view(-1, _NUM_INPUTS)
     readers: dict[str, Callable[[], object]] = {"sum": values.view(torch.float32).sum}
     for num_rows in (1, 8):
         x_NI = torch.ones(num_rows, _NUM_INPUTS, dtype=torch.bfloat16, device=values.device)
-        readers[f"product of {num_rows} rows"] = partial(F.linear, x_NI, weight_OI)
+        readers[f"product, batch {num_rows}"] = partial(F.linear, x_NI, weight_OI)
     if values.device.type == "cuda":
         import bench_cuda_reads
 
@@ -41,15 +41,15 @@ def _best_seconds(read: Callable[[], object], device: torch.device) -> float:
     """Of one call, several handed out at once; the first round warms up."""
     seconds = []
     for _ in range(_ROUNDS):
-        synchronize(device)
+        _synchronize(device)
         started = time.perf_counter()
         for _ in range(_CALLS):
             read()
-        synchronize(device)
+        _synchronize(device)
         seconds.append((time.perf_counter() - started) / _CALLS)
     return min(seconds[1:])
 
 
-def synchronize(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()

@@ -30,6 +30,7 @@ def test_every_part_of_ours_at_tiny_sizes() -> None:
     # A tied head: every weight is read. Hidden size 64, 2 layers, 2 kv heads of 16, 2,048 tokens, MLP width 96.
     layer = 64 * (4 * 16 + 2 * 2 * 16) + 4 * 16 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16
     weights = 4 * (2048 * 64 + 2 * layer + 64)
+    assert decode["read_by"] in ("sum", "product, batch 1", "product, batch 8")
     for size in (1, 3):
         batch = decode["batches"][str(size)]
         assert batch["bytes"] == {"weight_bytes": weights, "expert_bytes": 0,
