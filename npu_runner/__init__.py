@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from npu_runner.config import RunnerConfig
     from npu_runner.llm import LLM
-    from npu_runner.pooling_params import PoolingParams
-    from npu_runner.sampling_params import SamplingParams
-    from npu_runner.structured_outputs import StructuredOutputsParams
+    from npu_runner.request.pooling_params import PoolingParams
+    from npu_runner.request.sampling_params import SamplingParams
+    from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "PoolingParams", "RunnerConfig", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
-_HOMES = {"LLM": "npu_runner.llm", "PoolingParams": "npu_runner.pooling_params", "RunnerConfig": "npu_runner.config",
-          "SamplingParams": "npu_runner.sampling_params", "StructuredOutputsParams": "npu_runner.structured_outputs"}
+_HOMES = {
+    "LLM": "npu_runner.llm",
+    "PoolingParams": "npu_runner.request.pooling_params",
+    "RunnerConfig": "npu_runner.config",
+    "SamplingParams": "npu_runner.request.sampling_params",
+    "StructuredOutputsParams": "npu_runner.request.structured_outputs",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.errors import ConfigError
-from npu_runner.limits import LIMITS
+from npu_runner.request.limits import LIMITS
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -21,25 +21,26 @@ from npu_runner.config import RunnerConfig
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.engine.waiting import WaitingRoom, max_waiting_requests
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
-from npu_runner.limits import plain_template_kwargs
-from npu_runner.multimodal.effort import kwargs_with_effort
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.multimodal.media import MediaRules
-from npu_runner.multimodal.prompt_forms import raw_prompt
-from npu_runner.multimodal.tools import parse_tools
-from npu_runner.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
-from npu_runner.pooling_params import PoolingParams
-from npu_runner.prompt_feed import PromptFeed, Request
-from npu_runner.prompt_replicas.answers import PromptReplicas
-from npu_runner.replicas.options import ReplicaOptions
-from npu_runner.sampling_params import SamplingParams
-from npu_runner.workers.options import PreprocessingOptions
-from npu_runner.workers.prompts import PromptTask, PromptWorkers, chat_task, text_task
+from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.prompt_forms import plain_number, raw_prompt
+from npu_runner.prompts.text.effort import kwargs_with_effort
+from npu_runner.prompts.text.tools import parse_tools
+from npu_runner.request.limits import plain_template_kwargs, shown
+from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
+from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.serving.prompt_feed import PromptFeed, Request
+from npu_runner.serving.prompt_replicas.answers import PromptReplicas
+from npu_runner.serving.replicas.options import ReplicaOptions
+from npu_runner.serving.workers.options import PreprocessingOptions
+from npu_runner.serving.workers.prompts import PromptTask, PromptWorkers, chat_task, text_task
+from strategies.opened import open_checkpoint
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
-"""Text, token ids, {"prompt": text or ids, "images": [PIL image or bytes, ...], "videos": [bytes, ...]}, vLLM's
-{"prompt" or "prompt_token_ids", "multi_modal_data": {"image": ..., "video": ...}}, each with "mm_processor_kwargs" if
-it likes, or an already prepared prompt."""
+"""Text, token ids (a list, an array or a tensor), {"prompt": text or ids, "images": [PIL image or bytes, ...],
+"videos": [bytes, ...]}, vLLM's {"prompt" or "prompt_token_ids", "multi_modal_data": {"image": ..., "video": ...}}, each
+with "mm_processor_kwargs" if it likes, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; film
 parts {"type": "video", "video": bytes} or vLLM's video_url."""
@@ -53,6 +54,7 @@ _AnyParams = SamplingParams | PoolingParams
 _Answers = Iterator[tuple[int, str, RequestOutput | RequestError]]
 """(index in the call, request_id, answer)"""
 _Parse = Callable[[Any], PromptTask | PromptInputs]
+_NO_MORE = object()
 _IDLE_SECONDS = 0.2
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
 _READ_SECONDS = 0.05
@@ -68,7 +70,7 @@ class LLM:
 
     Pictures and long texts are prepared in worker processes, ahead of the model. These start with the first of them and
     end with `close`. With `data_parallel_size` there are several of it, each in a process of its own with devices and
-    workers of its own; answers are those of one. Not thread-safe.
+    workers of its own; answers are those of one, to rounding. Not thread-safe.
     """
 
     def __init__(self, model: str | Path, **settings: Any):
@@ -77,7 +79,7 @@ class LLM:
         self._engine: LLMEngine | None = None
         source: LLMEngine | PromptReplicas
         if several.data_parallel_size == 1:
-            source = self._engine = LLMEngine(config)
+            source = self._engine = LLMEngine(open_checkpoint(config))
             self._max_ready = max_waiting_requests(self.engine.max_num_seqs)
             self._workers = PromptWorkers(self.engine.processor, self.options, max_ready=self._max_ready)
         else:
@@ -230,6 +232,7 @@ class LLM:
         total = len(items) if isinstance(items, Sized) else None
         params = self._params(sampling_params, total)
         if isinstance(items, Sequence) and not return_errors:
+            self.processor.check_rules(params if isinstance(params, Sequence) else ())
             for index, request in enumerate(self._requests(items, params, parse)):
                 if isinstance(request.prompt, RequestError):
                     raise _with_index(index, request.prompt)
@@ -247,6 +250,8 @@ class LLM:
                 count: int | None) -> _AnyParams | Iterable[_AnyParams]:
         if given is None:
             return SamplingParams(**self.generation_defaults)
+        if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, (SamplingParams, PoolingParams, Iterable)):
+            raise _no_params(given)
         if count is not None and isinstance(given, Sized) and len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
         if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
@@ -259,16 +264,18 @@ class LLM:
         wanted = repeat(params) if isinstance(params, (SamplingParams, PoolingParams)) else iter(params)
         last = resolved = None
         for index, item in enumerate(items):
-            one = next(wanted, None)
-            if one is None:
+            one: Any = next(wanted, _NO_MORE)
+            if one is _NO_MORE:
                 raise RequestError(f"{index} sampling_params for more prompts; pass one, or one for each")
             try:
+                if not isinstance(one, (SamplingParams, PoolingParams)):
+                    raise _no_params(one)
                 if one is not last or resolved is None:
                     last, resolved = one, self.processor.resolve_params(one)
                 prompt: PromptTask | PromptInputs | RequestError = parse(item)
             except RequestError as error:
                 prompt = error
-            yield Request(resolved or one, prompt)
+            yield Request(resolved or SamplingParams(), prompt)
 
     def _feed(self, requests: Iterator[Request], read_seconds: float) -> PromptFeed:
         return PromptFeed(
@@ -374,15 +381,25 @@ def _split_settings(
 
 def _is_one_prompt(prompts: Any) -> bool:
     """A list is a list of prompts, unless it is one prompt's token ids."""
-    if isinstance(prompts, (str, bytes, Mapping, PromptInputs)):
+    num_dims = getattr(prompts, "ndim", None)  # an array's
+    if isinstance(prompts, (str, bytes, Mapping, PromptInputs)) or num_dims == 0:
         return True
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
+    if not isinstance(prompts, Sequence) and num_dims is None:
+        return False
+    return isinstance(plain_number(next(iter(prompts), None)), int)
 
 
 def _is_one_conversation(conversations: Any) -> bool:
     if isinstance(conversations, (str, bytes, Mapping)):
         return True  # which is said to be none
     return isinstance(conversations, Sequence) and len(conversations) > 0 and isinstance(conversations[0], Mapping)
+
+
+def _no_params(given: Any) -> RequestError:
+    return RequestError(
+        f"sampling_params: {type(given).__name__} {shown(given)} is not SamplingParams (for embed: PoolingParams), nor "
+        "a list of them; write SamplingParams(max_tokens=3), or SamplingParams(**fields)", "invalid_type",
+        "sampling_params")
 
 
 def _text_task(item: Any) -> PromptTask | PromptInputs:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
-from npu_runner.limits import shown
-from npu_runner.outputs import RequestOutput
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.limits import shown
+from npu_runner.request.outputs import RequestOutput
+from npu_runner.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from npu_runner.llm import LLM

@@ -41,8 +41,8 @@ def measure_head_start(config: RunnerConfig, requests: Path) -> float:
     from npu_runner.batch.files.input_file import InputFile
     from npu_runner.batch.job.model_side import CheckpointSide
     from npu_runner.batch.rows.preprocessing import RowPreprocessor
-    from npu_runner.multimodal.media import MediaRules
-    from npu_runner.workers.pool import PoolLimits
+    from npu_runner.prompts.media.media import MediaRules
+    from npu_runner.serving.workers.pool import PoolLimits
 
     with InputFile(str(requests), requests.parent) as file:
         media = MediaRules(allowed_dir=requests.parent)

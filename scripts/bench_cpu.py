@@ -88,7 +88,7 @@ def busy(count: int) -> Iterator[None]:
 
 def write_requests(folder: Path, questions: str, count: int) -> None:
     """Pictures as files, and one OpenAI batch row for each example."""
-    from npu_runner.assets.drawing import DEMO_SEEDS, Example, draw_example, text_question
+    from shapes.drawing import DEMO_SEEDS, Example, draw_example, text_question
 
     if questions == "text":
         asked = (text_question(random.Random(seed)) for seed in DEMO_SEEDS)

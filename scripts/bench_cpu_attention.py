@@ -19,7 +19,7 @@ from bench_common import ROOT, commit, versions
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.request.prompt_inputs import PromptInputs
 
 STEPS = 32
 

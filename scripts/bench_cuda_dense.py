@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from bench_cuda_cases import CALLS, DEVICE, Case
 from torch import Tensor
 
-from npu_runner.layers import sampling_ops
 from npu_runner.platforms.base import AttentionBackend
 from npu_runner.platforms.cuda.attention import TritonAttention
 from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.cuda.ops import TritonOps
 from npu_runner.platforms.cuda.products import Tile, few_rows
 from npu_runner.platforms.ops import HeadNorms
+from npu_runner.sampling import sampling_ops
 
 _VOCABULARY = 151_936
 # (query heads, kv heads, head dim, dims that turn, a gate beside each query) of Qwen3-0.6B, Qwen3-8B, Qwen3.5-35B-A3B

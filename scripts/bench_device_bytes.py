@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import GatedDeltaNetConfig
 from npu_runner.layers.expert_weights import ExpertWeights
-from npu_runner.model_config import GatedDeltaNetConfig
 from npu_runner.platforms import pick_platform
 
 _MOST_LAYERS = 1024

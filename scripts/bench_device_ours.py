@@ -18,7 +18,7 @@ from bench_device_shapes import make_text_model, make_vision_model
 from bench_device_work import Sizes, decode_prompts, longest_side, text_requests, write_pictures
 
 from npu_runner import LLM, RunnerConfig, SamplingParams
-from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.request.prompt_inputs import PromptInputs
 
 _WARM_UP_STEPS = 8
 _PHASES = ("prepare", "launch", "sample", "wait")

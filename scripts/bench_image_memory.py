@@ -73,7 +73,7 @@ def _measure(name: str, side: int) -> None:
     """Makes the file in a child, so that this process's own peak is that of opening it."""
     made = subprocess.run([sys.executable, __file__, "--make", name, "--side", str(side)], stdout=subprocess.PIPE,
                           check=True).stdout  # fmt: skip
-    from npu_runner.multimodal.images import open_image
+    from npu_runner.prompts.media.images import open_image
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     open_image(made)

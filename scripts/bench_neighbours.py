@@ -27,9 +27,9 @@ import torch
 from bench_common import ROOT, commit, versions
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.layers.sampler import Sampler
-from npu_runner.limits import LIMITS
-from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.request.limits import LIMITS
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.sampling.sampler import Sampler
 
 NUM_SEQS = 256
 NUM_TOKENS = 64
@@ -45,7 +45,7 @@ def words(count: int, length: int = 3) -> list[str]:
     return list(found)
 
 
-# As much as npu_runner/limits.py lets one request ask for.
+# As much as npu_runner/request/limits.py lets one request ask for.
 BAD_WORDS = [*words(LIMITS.max_bad_words - 1), "".join(words(99, 3))[: LIMITS.max_bad_word_chars]]
 BIASES = {token: 0.25 for token in range(500)}  # the embedded model has few more tokens
 THAT_COME: list[str] = []  # measure_engine fills it in

@@ -36,8 +36,8 @@ from bench_common import commit, versions
 
 import npu_runner
 from npu_runner.batch.files.answer_writer import AnswerWriter
+from npu_runner.batch.files.carried_rows import CarriedRows, SharedFile
 from npu_runner.batch.files.destination import Writers
-from npu_runner.batch.files.elsewhere import CarriedRows, SharedFile
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
@@ -46,7 +46,7 @@ from npu_runner.batch.job.driver import Driver, hooks_for
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.tally import Outcome, Tally
 from npu_runner.batch.rows.input_row import InputRow, RowSource
-from npu_runner.replicas.base import (
+from npu_runner.serving.replicas.base import (
     Begun,
     Event,
     Finished,
@@ -59,10 +59,10 @@ from npu_runner.replicas.base import (
     Returned,
     RowRun,
 )
-from npu_runner.replicas.fleet import Fleet
-from npu_runner.replicas.placement import Placement
-from npu_runner.replicas.process import ProcessReplica
-from npu_runner.replicas.row_queue import RowQueue
+from npu_runner.serving.replicas.fleet import Fleet
+from npu_runner.serving.replicas.placement import Placement
+from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.row_queue import RowQueue
 
 MAX_ROWS = 512
 ROWS_A_STEP = 64
@@ -165,8 +165,8 @@ def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray:
         placement, make = Placement(platform="cpu", description="cpu"), functools.partial(EchoReplica, file.source)
         return [functools.partial(ProcessReplica, name, make, placement, num_rows_ahead=MAX_ROWS,
                                   inherited=(file.source.descriptor,)) for name in names]  # fmt: skip
-    from npu_runner.replicas.ray_cluster import Demand
-    from npu_runner.replicas.ray_replica import RayReplica
+    from npu_runner.serving.replicas.ray_cluster import Demand
+    from npu_runner.serving.replicas.ray_replica import RayReplica
 
     make = functools.partial(EchoReplica, CarriedRows(file.name) if is_carried else SharedFile(file.name))
     demand = Demand(platform="cpu", resource="CPU", amount=1)

@@ -5,6 +5,7 @@ turns in one process; a figure is the median over the steps in which every seque
 one JSON line.
 
     python scripts/bench_structured.py                        # one GPU, or --platform npu
+    python scripts/bench_structured.py --neighbours           # 8 rows beside a rule with a long forced text
     python scripts/bench_structured.py --model tiny --platform cpu --batch-size 4    # shows that it works
 """
 
@@ -25,7 +26,7 @@ from bench_device_work import decode_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.request.prompt_inputs import PromptInputs
 
 _WARM_UP_STEPS, _MARGIN = 8, 40
 
@@ -39,14 +40,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--neighbours", action="store_true",
+                        help="seconds of 8 rows of 100 tokens beside a rule with a forced text against a small schema")
+    parser.add_argument("--forced", type=int, default=60_000, help="characters of that text")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         path = make_text_model(Path(name), arguments.model)
         write_vocabulary(path, TEXT[arguments.model])
         settings = {"platform": arguments.platform, "async_scheduling": arguments.async_scheduling}
-        with LLM(path, load_format="dummy", max_model_len=arguments.context + 2 * arguments.steps + 2 * _MARGIN,
-                 max_num_seqs=arguments.batch_size, **settings) as llm:
-            result = measure(llm, arguments)
+        length = arguments.context + 2 * arguments.steps + 2 * _MARGIN + 3 * arguments.neighbours * arguments.forced
+        reach(path, length)
+        with LLM(path, load_format="dummy", max_model_len=length, max_num_seqs=arguments.batch_size, **settings) as llm:
+            result = (measure_neighbours if arguments.neighbours else measure)(llm, arguments)
     print(json.dumps({"bench": "bench_structured", "commit": commit(), "platform": arguments.platform,
                       "model": arguments.model, "batch_size": arguments.batch_size,
                       "versions": versions("torch", "triton", "llguidance"), **result}))
@@ -68,6 +73,42 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"milliseconds": milliseconds, "ratio": ratio, "first_batch_seconds": first_seconds}
 
 
+def measure_neighbours(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of 8 rows without a rule, from the first step to the last of theirs, beside each kind of row in turn."""
+    text = "".join(f"{number:05}" for number in range(arguments.forced // 5))
+    words = " ".join(f'"1_{number}"' for number in range(arguments.forced // 3))
+    rules: dict[str, Any] = {"small": {"json": schema(0)}, "const": {"json": {"const": text}},
+                             "choice": {"choice": [text]}, "grammar": {"grammar": f"start: {words}"}}
+    seconds: dict[str, list[float]] = {kind: [] for kind in rules}
+    for repeat, kind in itertools.product(range(arguments.repeats + 1), rules):
+        spent = seconds_beside(llm, f"{kind}-{repeat}", rules[kind])
+        if repeat:  # the first of each builds
+            seconds[kind].append(spent)
+    ratios = {kind: statistics.median(one / small for one, small in zip(seconds[kind], seconds["small"], strict=True))
+              for kind in rules}
+    for kind, values in seconds.items():
+        print(f"beside {kind:<7} {statistics.median(values):.3f} s ({min(values):.3f} to {max(values):.3f}), "
+              f"{ratios[kind]:.3f} times as long")
+    return {"neighbour_seconds": seconds, "neighbour_ratios": ratios}
+
+
+def seconds_beside(llm: LLM, name: str, rule: dict[str, Any]) -> float:
+    engine = llm.engine
+    prompts = decode_prompts(9, 32, engine.model_config.vocab_size)
+    free = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    ruled = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=rule)
+    engine.add_request(f"{name}-ruled", PromptInputs(prompts[8]), ruled)
+    for index in range(8):
+        engine.add_request(f"{name}-{index}", PromptInputs(prompts[index]), free)
+    started, left = time.perf_counter(), 8
+    while left:
+        left -= sum(not output.request_id.endswith("ruled") for output in engine.step())
+    spent = time.perf_counter() - started
+    while engine.has_unfinished_requests():
+        engine.step()
+    return spent
+
+
 def steps_of(llm: LLM, arguments: argparse.Namespace, name: str, *, has_schema: bool, count: int) -> list[float]:
     """Seconds of each of `count` steps in which the whole batch decodes."""
     engine, size = llm.engine, arguments.batch_size
@@ -77,7 +118,7 @@ def steps_of(llm: LLM, arguments: argparse.Namespace, name: str, *, has_schema: 
         params = SamplingParams(temperature=0.6, seed=index, ignore_eos=not has_schema,
                                 max_tokens=_WARM_UP_STEPS + count + _MARGIN, **rules)
         engine.add_request(f"{name}-{index}", PromptInputs(prompt), params)
-    while engine.scheduler.waiting:
+    while engine.stats().num_waiting:
         engine.step()
     for _ in range(_WARM_UP_STEPS):
         engine.step()
@@ -99,6 +140,13 @@ def schema(index: int) -> dict[str, Any]:
         ("amount", {"type": "number"}), ("is_new", {"type": "boolean"}))}
     row = {"type": "object", "properties": columns, "required": list(columns), "additionalProperties": False}
     return {"type": "array", "items": row, "minItems": 1000}
+
+
+def reach(folder: Path, length: int) -> None:
+    """The checkpoint has positions for it; its weights are made up, and nothing else depends on their number."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"max_position_embeddings": max(length, config["max_position_embeddings"])}))
 
 
 def write_vocabulary(folder: Path, config: dict[str, Any]) -> None:

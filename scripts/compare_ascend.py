@@ -106,7 +106,7 @@ SIZES = {"real": Size(model="qwen3-8b", batch_size=32, prompt_len=2048, num_toke
 def measure_decode(settings: dict[str, Any], size: Size) -> dict[str, Any]:
     """Seconds to start, milliseconds a decode step, and of those the host's; a hash of the tokens."""
     from npu_runner import LLM, SamplingParams
-    from npu_runner.multimodal.inputs import PromptInputs
+    from npu_runner.request.prompt_inputs import PromptInputs
 
     started = time.perf_counter()
     settings |= {"max_num_seqs": size.batch_size, "max_model_len": size.prompt_len + size.num_tokens}
@@ -201,6 +201,7 @@ def as_rows(name: str, comparison: Comparison, medians: Mapping[str, Mapping[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=COMPARISONS, action="append", help="may be repeated; default: all of them")
+    parser.add_argument("--skip", choices=COMPARISONS, action="append", default=[], help="may be repeated")
     parser.add_argument("--model", help="a checkpoint; default: real shapes with random weights")
     parser.add_argument("--size", choices=SIZES, default="real")
     parser.add_argument("--platform", default="npu")
@@ -215,7 +216,7 @@ def main() -> int:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         random = {"model": str(make_text_model(Path(folder), SIZES[arguments.size].model)), "load_format": "dummy"}
-        for name in arguments.only or COMPARISONS:
+        for name in [name for name in arguments.only or COMPARISONS if name not in arguments.skip]:
             comparison = COMPARISONS[name]
             if comparison.num_devices > arguments.num_devices:
                 print(f"\n{name}: skipped, it wants --num-devices {comparison.num_devices}")

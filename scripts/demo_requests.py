@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from npu_runner.assets.drawing import DEMO_SEEDS, Example, draw_example, draw_json_example
+from shapes.drawing import DEMO_SEEDS, Example, draw_example, draw_json_example
 
 
 def main() -> None:

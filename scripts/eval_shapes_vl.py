@@ -24,8 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from shapes.drawing import EVAL_SEEDS, Example, draw_example, draw_json_example
+
 from npu_runner.assets import SHAPES_VL
-from npu_runner.assets.drawing import EVAL_SEEDS, Example, draw_example, draw_json_example
 
 MAX_NEW_TOKENS = 96
 

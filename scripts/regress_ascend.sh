@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The regression suite on real hardware: what this host is, the doctor, the tests of the npu platform, a small batch job,
-# and what can be done in two ways, measured both ways (scripts/compare_ascend.py).
+# The regression suite on real hardware: what this host is, the doctor, whether compiled graphs may be replayed without
+# waiting for the last replay (the first measurement: docs/ascend.md says why), the tests of the npu platform, a small
+# batch job, and what else can be done in two ways, measured both ways (scripts/compare_ascend.py).
 # Writes a folder and, beside it, a .tar.gz that you can attach to an issue. It holds versions, variables and results, no
 # checkpoint and no pictures of yours.
 # usage: regress_ascend.sh [--out FOLDER] [--rows N] [--quick] [--bench] [-- PYTEST ARGUMENTS]
-#   --quick   minutes instead of hours: the doctor does not generate, the job runs eagerly, two sides of a tiny model
+#   --quick   minutes instead of hours: the doctor does not generate, the job runs eagerly, two sides, twice, of a tiny model
 #   --bench   also scripts/bench_device.py on this NPU, with vllm-ascend beside it where that is installed; with --quick
 #             at tiny sizes, whose figures mean nothing
 # Exit status 1: something failed; report.txt says what.
@@ -60,20 +61,23 @@ step() {
     "$python" --version
     "$python" -m pip list 2>/dev/null | grep -iE '^(torch|torch[-_]npu|numpy|transformers|safetensors|tokenizers|pillow|triton) '
     echo "# environment"
-    scripts/run_ascend.sh --exec env | grep -E '^(ASCEND|HCCL|PYTORCH_NPU|TASK_QUEUE|CPU_AFFINITY|OMP|LD_LIBRARY|ATB)' | sort
+    scripts/run_ascend.sh --exec env | grep -E '^(ASCEND|HCCL|PYTORCH_NPU|PYTORCH_ALLOC|TASK_QUEUE|CPU_AFFINITY|OMP|LD_LIBRARY|ATB)' | sort
 } >"$out/host.txt" 2>&1
 
 doctor=(doctor --platform npu)
 job=(--max-num-seqs 16)
 figures=(--platform npu)
-compare=(--num-devices "$(find /dev -maxdepth 1 -name 'davinci[0-9]*' | wc -l)")
+replay=(--repeats 10)
+compare=(--num-devices "$(find /dev -maxdepth 1 -name 'davinci[0-9]*' | wc -l)" --skip replay)
 if [ -n "$quick" ]; then
     doctor+=(--skip-generation)
     job+=(--enforce-eager)
+    replay=(--size tiny --repeats 1)
     compare=(--size tiny --repeats 1 --only decode_attention)
     figures+=(--sizes tiny --graph-mode eager --part decode --repeats 1 --no-peer)
 fi
 step doctor doctor.txt "$python" -m npu_runner "${doctor[@]}"
+step replay replay.txt "$python" scripts/compare_ascend.py --only replay "${replay[@]}"
 step tests tests.txt "$python" -m pytest --junitxml "$out/tests.xml" "${tests[@]}"
 step pictures pictures.txt "$python" scripts/demo_requests.py "$out/job" --num-rows "$rows"
 step batch batch.txt "$python" -m npu_runner batch --platform npu "${job[@]}" \
@@ -89,7 +93,7 @@ step compare compare.txt "$python" scripts/compare_ascend.py "${compare[@]}"
     cat "$out/summary.json" 2>&1
     echo
     echo "both ways:"
-    grep -v '^{' "$out/compare.txt"
+    cat "$out/replay.txt" "$out/compare.txt" | grep -v '^{'
     echo
     if [ -n "$bench" ]; then
         echo "figures (bench.txt has them as JSON, too):"

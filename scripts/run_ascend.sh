@@ -78,7 +78,11 @@ if [ "${1:-}" = --exec ]; then
 elif command -v npu-runner >/dev/null; then
     command=(npu-runner "$@")
 else
-    command=(python3 -m npu_runner "$@")
+    # Not installed: from this script's own checkout, and not from whatever folder this is run in, as -m would.
+    command=(python3 -c 'import sys
+sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]
+from npu_runner.cli.main import main
+sys.exit(main())' "$(cd "$(dirname "$0")/.." && pwd)" "$@")
 fi
 say "${command[*]}"
 [ -z "$is_dry" ] || exit 0

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes.drawing import TRAIN_SEEDS, VALIDATION_SEEDS
 from shapes_vl_batches import Batches
 from shapes_vl_checkpoint import TEMPORAL_PATCH, build_tokenizer, save_checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast, set_seed
-
-from npu_runner.assets.drawing import TRAIN_SEEDS, VALIDATION_SEEDS
 
 COMPILING_STEPS = 30
 """While these run, layers are compiled: their time is not the learning rate's."""

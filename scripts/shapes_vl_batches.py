@@ -15,13 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from shapes_vl_checkpoint import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH
-from tokenizers import Tokenizer
-from torch.utils.data import Dataset
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
-
-from npu_runner.assets.drawing import (
+from shapes.drawing import (
     draw_group,
     draw_scene,
     group_questions,
@@ -29,7 +23,12 @@ from npu_runner.assets.drawing import (
     questions,
     text_question,
 )
-from npu_runner.assets.questions import SYSTEM_PROMPTS, Question
+from shapes.questions import SYSTEM_PROMPTS, Question
+from shapes_vl_checkpoint import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH
+from tokenizers import Tokenizer
+from torch.utils.data import Dataset
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 PART_TEXT_ONLY, PART_WITH_SEVERAL_PICTURES = 0.02, 0.4
 PART_QUESTION_FIRST, PART_SECOND_TURN, PART_WITH_SYSTEM = 0.25, 0.1, 0.3

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from npu_runner.checkpoint_files import require_json
+from npu_runner.checkpoint.files import require_json
 from npu_runner.errors import ModelError
 from strategies import transformers_model
 from strategies.base import LoadStrategy, StagedImages, VisionEmbeddings

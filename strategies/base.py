@@ -11,14 +11,14 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig
+from npu_runner.checkpoint.pooling_config import read_pooling
+from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.config import RunnerConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import ModelConfig, PoolingConfig
-from npu_runner.multimodal.inputs import ImageInput
-from npu_runner.multimodal.processor import ChatProcessor
-from npu_runner.multimodal.processor_settings import ProcessorSettings
-from npu_runner.pooling_config import read_pooling
-from npu_runner.weights.reader import CheckpointReader
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.request.prompt_inputs import ImageInput
 
 # P patches, X values of a patch, M picture tokens, D hidden size of the decoder
 
@@ -78,7 +78,7 @@ class LoadStrategy(ABC):
     def __init__(self, path: Path):
         self.path = path
 
-    def settle(self, config: RunnerConfig) -> RunnerConfig:
+    def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         """`config` as this family serves it. Raises ConfigError for a setting that it does not serve."""
         return config
 

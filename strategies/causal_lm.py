@@ -11,12 +11,12 @@ from typing import ClassVar
 
 from torch import nn
 
-from npu_runner.config_reading import RawConfig, reading_config
+from npu_runner.checkpoint.config_reading import RawConfig, reading_config
+from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import ModelConfig
+from npu_runner.layers.weights_loader import load_weights
 from npu_runner.models.decoder import CausalLM
-from npu_runner.weights.loader import load_weights
-from npu_runner.weights.reader import CheckpointReader
 from strategies.base import LoadStrategy
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from npu_runner.config_reading import RawConfig, decoder_config, read_rope
-from npu_runner.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
+from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
+from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
 from strategies.causal_lm import CausalLMStrategy
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from npu_runner.config_reading import RawConfig
+from npu_runner.checkpoint.config_reading import RawConfig
+from npu_runner.checkpoint.model_config import MoEConfig
 from npu_runner.errors import ModelError
-from npu_runner.model_config import MoEConfig
 
 
 def read_moe(config: RawConfig, *, renormalise: bool, has_shared: bool = False) -> MoEConfig:

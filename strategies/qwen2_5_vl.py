@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from npu_runner.config_reading import RawConfig, decoder_config, read_rope
+from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
+from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import ModelConfig, VisionConfig
 from npu_runner.models.vision.qwen2_5_vl import WindowedVisionTower
 from strategies.qwen2 import qwen2_layers
 from strategies.qwen3_vl import Qwen3VLStrategy

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from npu_runner.config_reading import WINDOW, RawConfig, decoder_config, layer_windows, read_rope, window_length
-from npu_runner.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
+from npu_runner.checkpoint.config_reading import (
+    WINDOW,
+    RawConfig,
+    decoder_config,
+    layer_windows,
+    read_rope,
+    window_length,
+)
+from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
 from strategies.causal_lm import CausalLMStrategy
 from strategies.moe_reading import is_sparse_layer, read_moe
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from npu_runner.config_reading import RawConfig, check_layer_types, decoder_config, read_rope
-from npu_runner.errors import ModelError
-from npu_runner.model_config import (
+from npu_runner.checkpoint.config_reading import RawConfig, check_layer_types, decoder_config, read_rope
+from npu_runner.checkpoint.model_config import (
     AttentionConfig,
     GatedDeltaNetConfig,
     LayerConfig,
@@ -17,6 +16,7 @@ from npu_runner.model_config import (
     ModelConfig,
     RopeConfig,
 )
+from npu_runner.errors import ModelError
 from strategies.causal_lm import CausalLMStrategy
 from strategies.moe_reading import read_moe
 from strategies.qwen3_vl import Qwen3VLStrategy, read_vision

@@ -11,17 +11,17 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from npu_runner.checkpoint_files import require_json
-from npu_runner.config_reading import RawConfig, decoder_config, read_rope
+from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
+from npu_runner.checkpoint.files import require_json
+from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import ModelConfig, VisionConfig
 from npu_runner.models.vision.patches import cut_patches
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.models.vision_language import VisionLanguageModel
-from npu_runner.multimodal.image_settings import ImageSettings, read_image_settings
-from npu_runner.multimodal.inputs import ImageInput
-from npu_runner.multimodal.video_settings import read_video_settings
+from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
+from npu_runner.prompts.media.video_settings import read_video_settings
+from npu_runner.request.prompt_inputs import ImageInput
 from strategies.base import StagedImages, TowerInputs, VisionEmbeddings
 from strategies.causal_lm import CausalLMStrategy
 from strategies.moe_reading import read_moe

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_runner.checkpoint_files import require_json
+from npu_runner.checkpoint.config_reading import RawConfig, read_dtype, read_eos, reading_config
+from npu_runner.checkpoint.files import require_json
+from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
+from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.config import RunnerConfig
-from npu_runner.config_reading import RawConfig, read_dtype, read_eos, reading_config
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
 from npu_runner.models.transformers_model import TransformersModel, attend, check_tokens_stand_alone
 from npu_runner.models.transformers_probe import Observed, claim_mask, observe
-from npu_runner.weights.reader import CheckpointReader
 from strategies.base import LoadStrategy
 from strategies.transformers_refusals import growing_rope, refuse, without_growth
 
@@ -50,7 +50,7 @@ def knows(model_type: str | None) -> bool:
 class TransformersStrategy(LoadStrategy):
     """One checkpoint folder, served by the class that transformers has for its model_type; never by code of its own."""
 
-    def settle(self, config: RunnerConfig) -> RunnerConfig:
+    def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
         if config.tensor_parallel_size > 1:
             raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size}: {served}, on one device; set it to "

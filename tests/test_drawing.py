@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoTokenizer
 
-from npu_runner.assets import EMBEDDED, SHAPES_VL, drawing
-from npu_runner.assets.drawing import (
+from npu_runner.assets import EMBEDDED, SHAPES_VL
+from scripts.shapes import drawing
+from scripts.shapes.drawing import (
     COLOURS,
     SHAPES,
     TEST_SEEDS,
@@ -39,7 +40,7 @@ SCENES = [draw_scene(random.Random(seed)) for seed in TEST_SEEDS[:150]]
 
 FINGERPRINT = """
 import hashlib, sys
-from npu_runner.assets.drawing import draw_example
+from scripts.shapes.drawing import draw_example
 
 digest = hashlib.sha256()
 for seed in range(int(sys.argv[1]), int(sys.argv[1]) + 40):
@@ -69,7 +70,7 @@ def test_a_seed_draws_the_same_in_every_process() -> None:
 
 
 def test_drawing_imports_no_torch() -> None:
-    program = "import sys, npu_runner.assets.drawing; sys.exit('torch' in sys.modules)"
+    program = "import sys, scripts.shapes.drawing; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 

@@ -29,10 +29,10 @@ PROMPT, NUM_NEW = [5, 9, 300, 41, 7], 12
 PLUGIN = '''
 """A family that npu_runner does not know: a config with names of its own, and a network that is none of ours."""
 
-from npu_runner.checkpoint_files import require_json
+from npu_runner.checkpoint.files import require_json
 from npu_runner.layers.attention import PagedAttention
-from npu_runner.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
-from npu_runner.weights.loader import load_weights
+from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
+from npu_runner.layers.weights_loader import load_weights
 from strategies import LoadStrategy
 from torch import nn
 
@@ -85,9 +85,12 @@ import npu_runner
 from npu_runner import LLM, SamplingParams
 
 model, prompt, count = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-with LLM(model, platform="cpu", kv_cache_bytes=1 << 20, max_num_seqs=4) as llm:
-    (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
-print(json.dumps({"file": npu_runner.__file__, "token_ids": list(result.token_ids)}))
+found = []
+for num_replicas in (1, 2):  # two are processes of their own
+    with LLM(model, platform="cpu", kv_cache_bytes=1 << 20, max_num_seqs=4, data_parallel_size=num_replicas) as llm:
+        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    found.append(list(result.token_ids))
+print(json.dumps({"file": npu_runner.__file__, "token_ids": found}))
 """
 
 
@@ -140,7 +143,8 @@ def test_the_wheel_holds_what_is_no_python_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     kept = [path for path in (ROOT / "npu_runner").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {str(path.relative_to(ROOT)) for path in kept} <= names
-    assert {"npu_runner/py.typed", "npu_runner/assets/shapes-vl/model.safetensors", "strategies/base.py"} <= names
+    assert {"npu_runner/py.typed", "npu_runner/assets/shapes-vl/model.safetensors", "strategies/base.py",
+            "npu_runner/assets/doctor/questions.json", "npu_runner/assets/doctor/5.png"} <= names
 
 
 @pytest.mark.slow
@@ -158,7 +162,7 @@ def test_a_package_with_public_names_alone_serves_a_family_of_its_own(environmen
                       tmp_path)
     result = json.loads(printed.splitlines()[-1])
     assert Path(result["file"]).is_relative_to(environment.parents[1])
-    assert result["token_ids"] == reference(weights)
+    assert result["token_ids"] == [reference(weights)] * 2
 
 
 def make_checkpoint(folder: Path) -> dict[str, Tensor]:

@@ -1,8 +1,11 @@
-"""What travels with the package: embedded models' folders and the drawings they were trained on. Imports no torch."""
+"""What travels with the package: embedded models' folders, and what the doctor asks them. Imports no torch."""
 
 from pathlib import Path
 
-SHAPES_VL = Path(__file__).parent / "shapes-vl"
+_HERE = Path(__file__).parent
+SHAPES_VL = _HERE / "shapes-vl"
+DOCTOR = _HERE / "doctor"
+"""questions.json, and the images that it names."""
 
-EMBEDDED = {path.parent.name: path.parent for path in sorted(Path(__file__).parent.glob("*/config.json"))}
+EMBEDDED = {path.parent.name: path.parent for path in sorted(_HERE.glob("*/config.json"))}
 """Folders by the names under which they can be asked for."""

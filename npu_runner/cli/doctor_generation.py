@@ -10,18 +10,39 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from npu_runner.assets import EMBEDDED
-from npu_runner.assets.drawing import DEMO_SEEDS, draw_example
+from PIL import Image
+
+from npu_runner.assets import DOCTOR, EMBEDDED
 from npu_runner.platforms.npu.preflight.errors import explain
 from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome, run_program
 
-# Pictures about which both models are sure (every token's log probability leads by 10 and more), so that a wrong answer
-# is a fault and not rounding: a colour in the second of two pictures, a colour, a count, a list of several tokens.
-_SEEDS = [DEMO_SEEDS[index] for index in (31, 118, 75, 88)]
 _IF_SLOW = "give a longer --timeout; else a device hangs (npu-smi info), or one rank waits for another"
 _IF_UNKNOWN = "see the failed checks above; docs/running-on-ascend.md has a table of error codes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One about an image or two, of assets/doctor. Both models are sure of its answer (every token's log probability
+    leads by 10 and more), so a wrong one is a fault and not rounding."""
+
+    images: list[str]
+    question: str
+    answer: str
+    system: str | None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """As OpenAI writes it, with PIL images."""
+        images = [{"type": "image", "image": Image.open(DOCTOR / name)} for name in self.images]
+        user = {"role": "user", "content": [*images, {"type": "text", "text": self.question}]}
+        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+
+
+def read_questions() -> list[Question]:
+    """A colour in the second of two images, a colour, a count, a list of several tokens."""
+    return [Question(**fields) for fields in json.loads((DOCTOR / "questions.json").read_text())]
 
 
 def check_generation(host: Host, platform: str, graph_mode: str, num_ranks: int,
@@ -29,9 +50,9 @@ def check_generation(host: Host, platform: str, graph_mode: str, num_ranks: int,
     """One check of each embedded model."""
     ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
     for model in reversed(EMBEDDED):  # the dense one first: what it cannot do a hybrid cannot either
-        program = ["-m", "npu_runner.cli.doctor_generation", model, platform, graph_mode, str(num_ranks)]
+        arguments = [model, platform, graph_mode, str(num_ranks)]
         name = f"{model} ({platform}, {graph_mode}{ranks})"
-        yield judge(name, graph_mode, run_program(host, program, timeout_seconds))
+        yield judge(name, graph_mode, run_program(host, __name__, arguments, timeout_seconds))
 
 
 def judge(name: str, graph_mode: str, outcome: Outcome) -> Check:
@@ -40,8 +61,8 @@ def judge(name: str, graph_mode: str, outcome: Outcome) -> Check:
         remedy = explain(outcome.output) or (_IF_SLOW if outcome.is_timeout else _IF_UNKNOWN)
         return Check(name, "failed", outcome.error or "ended without an answer", remedy)
     answers, graphs = outcome.reports[-1]["answers"], outcome.reports[-1]["graphs"]
-    wrong = [f"{example.question!r}: {answer!r} instead of {example.answer!r}"
-             for example, answer in zip(map(draw_example, _SEEDS), answers, strict=True) if answer != example.answer]
+    wrong = [f"{asked.question!r}: {answer!r} instead of {asked.answer!r}"
+             for asked, answer in zip(read_questions(), answers, strict=True) if answer != asked.answer]
     if wrong:
         return Check(name, "failed", f"{len(wrong)} of {len(answers)} answers are wrong: {'; '.join(wrong)}",
                      "compare torch, torch_npu and CANN with the version table; report it with this output")
@@ -53,24 +74,26 @@ def judge(name: str, graph_mode: str, outcome: Outcome) -> Check:
 
 
 def answer(model: str, platform: str, graph_mode: str, num_ranks: int) -> dict[str, Any]:
-    """Answers about the pictures of _SEEDS, with settings that fit beside another job on the device."""
+    """Answers to the questions, with settings that fit beside another job on the device."""
     from npu_runner import LLM, SamplingParams
 
+    asked = read_questions()
     settings: dict[str, Any] = {"platform": platform, "graph_mode": graph_mode, "tensor_parallel_size": num_ranks}
     if graph_mode != "eager":
-        settings |= {"graph_batch_sizes": (len(_SEEDS),), "use_graph_cache": False}
-    with LLM(EMBEDDED[model], max_model_len=1024, max_num_seqs=len(_SEEDS), kv_cache_bytes=32 << 20,
+        settings |= {"graph_batch_sizes": (len(asked),), "use_graph_cache": False}
+    with LLM(EMBEDDED[model], max_model_len=1024, max_num_seqs=len(asked), kv_cache_bytes=32 << 20,
              vision_cache_bytes=16 << 20, **settings) as llm:
-        results = llm.chat([draw_example(seed).conversation() for seed in _SEEDS],
+        results = llm.chat([question.conversation() for question in asked],
                            SamplingParams(temperature=0, max_tokens=32))
         return {"answers": [result.text for result in results], "graphs": llm.engine.info.graphs}
 
 
-def main(model: str, platform: str, graph_mode: str, num_ranks: str, reports: str) -> None:
+def main(arguments: list[str]) -> None:
+    model, platform, graph_mode, num_ranks, reports = arguments
     found = answer(model, platform, graph_mode, int(num_ranks))
     with open(reports, "a") as file:
         file.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

@@ -24,7 +24,7 @@ _IF_UNKNOWN = "see the failed checks above; docs/running-on-ascend.md has a tabl
 
 
 def check_layers(host: Host, platform: str, timeout_seconds: float) -> list[Check]:
-    outcome = run_program(host, ["-m", "npu_runner.cli.doctor_layers", platform], timeout_seconds)
+    outcome = run_program(host, __name__, [platform], timeout_seconds)
     return judge(outcome)
 
 
@@ -45,8 +45,9 @@ def _judge_layer(name: str, dtype: str, error: float, form: str = "") -> Check:
     return Check(f"{name} ({dtype})", "ok" if is_close else "failed", found, "" if is_close else _IF_WRONG)
 
 
-def main(platform: str, reports: str) -> None:
+def main(arguments: list[str]) -> None:
     """Write one line for each layer and dtype."""
+    platform, reports = arguments
     import torch
 
     from npu_runner.cli.layer_probe import Probe
@@ -59,4 +60,4 @@ def main(platform: str, reports: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

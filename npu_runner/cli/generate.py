@@ -11,7 +11,7 @@ from typing import Any
 
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, GenerationError
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams
 
 
 def answer_question(

@@ -16,10 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from npu_runner.layers.attention import bind_kv_cache
-from npu_runner.layers.gated_delta import bind_states, gated_delta_shape
-from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.model_config import (
+from npu_runner.checkpoint.model_config import (
     AttentionConfig,
     GatedDeltaNetConfig,
     LayerConfig,
@@ -29,6 +26,11 @@ from npu_runner.model_config import (
     RopeConfig,
     VisionConfig,
 )
+from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.layers.attention import bind_kv_cache
+from npu_runner.layers.gated_delta import bind_states, gated_delta_shape
+from npu_runner.layers.parallel import LayerContext, TensorParallel
+from npu_runner.layers.weights_loader import expected_tensors, load_weights
 from npu_runner.models.decoder import Decoder
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.platforms import pick_platform
@@ -36,8 +38,6 @@ from npu_runner.platforms.base import Platform
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.upload import upload_together
-from npu_runner.weights.loader import expected_tensors, load_weights
-from npu_runner.weights.reader import CheckpointReader
 
 _SEED = 20
 _BLOCK_SIZE = 128

@@ -19,6 +19,7 @@ from npu_runner.cli.generate import answer_question
 from npu_runner.cli.options import add_options, given
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
+from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
 from npu_runner.threads import wait_briefly
 
 _EXIT_STATUSES = """\
@@ -32,8 +33,14 @@ exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status; argparse itself exits with 2."""
-    parsed = _parser().parse_args(arguments)
-    wait_briefly()
+    hold_standard_descriptors()
+    with patient_stderr():
+        parsed = _parser().parse_args(arguments)
+        wait_briefly()
+        return _run(parsed)
+
+
+def _run(parsed: argparse.Namespace) -> int:
     try:
         return int(parsed.run(parsed))
     except (ConfigError, RequestError) as error:

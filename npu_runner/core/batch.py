@@ -10,10 +10,10 @@ from itertools import repeat
 import numpy as np
 
 from npu_runner.core.sequence import Sequence
-from npu_runner.multimodal.inputs import ImageInput
-from npu_runner.multimodal.reasoning import Thinking
-from npu_runner.pooling_params import PoolingParams
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.prompt_inputs import ImageInput
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.thinking import Thinking
 
 # B sequences in the step, T tokens in the step, N entries that are new in block tables
 
@@ -94,6 +94,8 @@ class ScheduledBatch:
     """(snapshot slot, slot) of the state pool: copied before the step's forward."""
     state_saves: list[tuple[int, int, int]] = field(default_factory=list)
     """(row, tokens, snapshot slot): the state after that many tokens of the row is to be kept in that slot as well."""
+    new_rules: list[tuple[int, str]] = field(default_factory=list)
+    """(number, grammar) of what is to be built from now on, for sequences that are in no step before it is."""
 
     @property
     def batch_size(self) -> int:

@@ -13,6 +13,7 @@ reads may be freed for them; only when a step is abandoned is there anything to 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class BlockManager:
         self._hash_of_block: dict[int, bytes] = {}
         self._offered: list[int] = []
         self._under_way: deque[list[int]] = deque()
+        self.num_given_back = 0
+        """Blocks that became free, in all."""
         if self.snapshots is not None:
             self.snapshots.reset()
 
@@ -83,7 +86,18 @@ class BlockManager:
 
     def num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks `seq` still needs to hold its first `num_tokens` tokens."""
-        return max(0, -(-num_tokens // self.block_size) - len(seq.block_table))
+        return max(0, self.num_blocks_for(num_tokens) - len(seq.block_table))
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_findable_tokens(self, seq: Sequence) -> int:
+        """About how many tokens `seq`, which waits, would find in the prefix cache: an estimate from a few look-ups,
+        since blocks leave the cache from the end of a prefix on. Snapshots and windows are not looked at."""
+        if not self._may_share(seq):
+            return 0
+        full = range((seq.num_tokens - 1) // self.block_size)
+        return self.block_size * bisect_left(full, True, key=lambda i: self._hash(seq, i) not in self._block_of_hash)
 
     def match_prefix(self, seq: Sequence) -> None:
         """Give `seq`, which holds no block, the cached blocks its tokens start with.
@@ -92,7 +106,7 @@ class BlockManager:
         """
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         seq.num_computed_tokens = seq.num_cached_tokens = 0
-        if not self.enable_prefix_caching or seq.scores_prompt:
+        if not self._may_share(seq):
             seq.state_source, seq.snapshot_positions = None, ()
             return
         blocks = self._cached_blocks(seq)
@@ -105,6 +119,9 @@ class BlockManager:
         seq.num_computed_tokens = seq.num_cached_tokens = len(seq.block_table) * self.block_size
         seq.num_committed_blocks = len(seq.block_table)
         self._note_peak()
+
+    def _may_share(self, seq: Sequence) -> bool:
+        return self.enable_prefix_caching and not (seq.scores_prompt or seq.is_apart)
 
     def _cached_blocks(self, seq: Sequence) -> list[int]:
         """Those that `seq` starts with; null behind the sliding window of what comes after them."""
@@ -199,6 +216,15 @@ class BlockManager:
         self._note_peak()
         return True
 
+    def withdraw(self, seq: Sequence, num_tokens: int = 0) -> None:
+        """No prompt finds any more what is known of `seq` behind its first `num_tokens` tokens, whoever computed it;
+        what `seq` has not offered yet never is."""
+        for key in seq.block_hashes[num_tokens // self.block_size :]:
+            block = self._block_of_hash.get(key)
+            if block is not None:
+                self._withdraw(block)
+        seq.num_committed_blocks = len(seq.block_table)
+
     def _withdraw(self, block: int) -> None:
         """Nobody finds what `block` holds any more."""
         stale = self._hash_of_block.pop(block, None)
@@ -207,9 +233,10 @@ class BlockManager:
             if self.snapshots is not None:
                 self.snapshots.forget(stale)
 
-    def commit(self, seq: Sequence) -> None:
-        """Offer the blocks that `seq` has computed in full to other sequences, as far as their tokens are known."""
-        num_full = min(seq.num_computed_tokens, seq.num_known_tokens) // self.block_size
+    def commit(self, seq: Sequence, num_tokens: int = 0) -> None:
+        """Offer the blocks that `seq` has computed in full to other sequences, as far as their tokens are known; with
+        the next `num_tokens`, which the step that is being put together computes."""
+        num_full = min(seq.num_computed_tokens + num_tokens, seq.num_known_tokens) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_committed_blocks:
             return
         # What was given up behind the window before its tokens had arrived is somebody else's.
@@ -259,6 +286,7 @@ class BlockManager:
             assert self._ref_counts[block] >= 0, f"block {block} freed twice"
             if self._ref_counts[block] == 0:
                 self._free[block] = None
+                self.num_given_back += 1
 
     def _take(self, block: int) -> None:
         if self._ref_counts[block] == 0:

@@ -2,8 +2,10 @@
 
 A step is either a prefill of one or more prompts (or a chunk of one), or one token for every running sequence. First
 come, first served: only the head of the queue may be cut into chunks, and the latest arrival is preempted first, by
-recompute. Prefills are gathered: while sequences decode, new ones wait until several can join together, since a
-prefill of one costs nearly as much as a prefill of many.
+recompute. Prefills are gathered (joining.py).
+
+Rows of one prefill step share what that step computes: each row's full blocks are offered before the next row is
+chosen. A step writes the keys and values of all its rows, layer by layer, before any row reads them.
 
 Steps are planned from counts alone: while one is under way, its tokens are expected and not known. Several steps may be
 under way; one that cannot be planned before their tokens have arrived is not planned.
@@ -24,14 +26,10 @@ from itertools import chain
 from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, prefill_batch
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.chunks import chunk_length
+from npu_runner.core.joining import Joining
 from npu_runner.core.sequence import Sequence, SequenceStatus
 from npu_runner.core.steps_under_way import StepsUnderWay
-from npu_runner.outputs import FinishReason
-
-# With sequences decoding, this share of max_num_seqs must be able to join before a prefill interrupts them ...
-_JOIN_SHARE = 8
-# ... or this many decode steps must have passed since the last prefill.
-_MAX_WAIT_STEPS = 16
+from npu_runner.request.outputs import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +67,20 @@ class Scheduler:
         self._block_size = block_manager.block_size
         self._table = RunningTable(limits.max_num_seqs, self._block_size,
                                    loses_blocks=block_manager.sliding_window is not None)
-        self._steps_since_prefill = 0
+        self._joining = Joining(block_manager)
         self.under_way = StepsUnderWay()
         self._behind: list[Sequence] = []
         """Sequences that a step gave several tokens."""
         self._ending: list[Sequence] = []
         """Sequences of which no more steps are made, and whose last tokens have not arrived."""
         self._unoffered: list[Sequence] = []
+        self._deferred: list[Sequence] = []
+        """Sequences that the last step left out, since it takes a snapshot of the state that they can use."""
         self._alone: frozenset[int] | None = None
         self._held: list[Sequence] = []
 
     def add(self, seq: Sequence) -> None:
+        self._joining.note_arrival()
         if self._may_run(seq):
             self.waiting.append(seq)
         else:
@@ -101,8 +102,28 @@ class Scheduler:
         for queue in (self.waiting, self._held) if is_waiting else (self.running, self._ending):
             if seq in queue:
                 queue.remove(seq)
+        if reason == "error":
+            self.block_manager.withdraw(seq, seq.num_cached_tokens)
         self._release(seq)
         seq.finish(reason)
+
+    def compute_apart(self, seq: Sequence) -> bool:
+        """Have `seq`, whose step brought what is no number, begin anew with nothing of what others computed, which is
+        withdrawn: a row that fails may leave NaN in blocks before its own tokens. False if it had nothing of others."""
+        if seq.is_apart or not seq.num_cached_tokens:
+            return False
+        seq.is_apart = True
+        self.block_manager.withdraw(seq)
+        for queue in (self.running, self._ending):
+            if seq in queue:
+                queue.remove(seq)
+        self._release(seq)
+        seq.forget_expected()
+        seq.status = SequenceStatus.WAITING
+        if self.waiting and self.waiting[0].slot is not None and self.waiting[0].arrival > seq.arrival:
+            self._preempt(self.waiting[0])
+        self._requeue(seq)
+        return True
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, which is under way from now on.
@@ -125,7 +146,7 @@ class Scheduler:
             can_go_on = batch is not None or bool(self.under_way) or not self.has_unfinished()
             assert can_go_on, "unfinished sequences, and none can run"
             return batch
-        self._steps_since_prefill += 1
+        self._joining.note_step(is_prefill=False)
         batch = decode_batch(running, self._table)
         self._launch_decode(running, batch.rows_with_full_blocks(self._block_size))
         return batch
@@ -133,8 +154,9 @@ class Scheduler:
     def _prefill(self) -> ScheduledBatch | None:
         chunks, state_saves = self._choose_prefill()
         if not chunks:
+            self._joining.note_refusal(len(self.running))
             return None
-        self._steps_since_prefill = 0
+        self._joining.note_step(is_prefill=True)
         batch = prefill_batch(chunks, self._table, state_saves, uses_mrope=self.limits.uses_mrope)
         self._launch_prefill(chunks)
         return batch
@@ -244,8 +266,9 @@ class Scheduler:
             seq.status = SequenceStatus.WAITING
         self.running, self._ending, self._unoffered, self._behind = [], [], [], []
         self.waiting = deque(sorted(everybody.values(), key=lambda seq: seq.arrival))
+        self._deferred = []
         self._table.reset()
-        self._steps_since_prefill = 0
+        self._joining.reset()
         return steps[0] if steps else []
 
     def run_alone(self, group: Iterable[Sequence] | None) -> None:
@@ -261,8 +284,9 @@ class Scheduler:
         self.waiting.clear()
         self.running, self._ending, self._unoffered, self._behind = [], [], [], []
         self._held, self._alone = [], None
+        self._deferred = []
         self.under_way.abandon()
-        self._steps_since_prefill = 0
+        self._joining.reset()
         self._table.reset()
         self.block_manager.reset()
 
@@ -280,14 +304,11 @@ class Scheduler:
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     def _prefill_is_due(self) -> bool:
-        if not self.waiting:
-            return False
-        head_is_underway = bool(self.waiting[0].block_table)
-        if not self.running or head_is_underway or self._steps_since_prefill >= _MAX_WAIT_STEPS:
+        if self._deferred and self.waiting:
             return True
-        free_slots = min(self._table.num_free_slots, self.limits.max_num_seqs - len(self.running))
-        can_join = min(len(self.waiting), free_slots)
-        return can_join > 0 and can_join * _JOIN_SHARE >= self.limits.max_num_seqs
+        num_slots = min(self._table.num_free_slots, self.limits.max_num_seqs - len(self.running))
+        return self._joining.is_due(self.waiting, len(self.running), num_slots, max_num_seqs=self.limits.max_num_seqs,
+                                    max_num_tokens=self.limits.max_num_batched_tokens)
 
     def _choose_prefill(self) -> tuple[list[tuple[Sequence, int]], list[tuple[int, int, int]]]:
         """(sequence, number of tokens) of each row, and the states to keep: (row, tokens, snapshot slot)."""
@@ -295,38 +316,51 @@ class Scheduler:
         state_saves: list[tuple[int, int, int]] = []
         budget = self.limits.max_num_batched_tokens
         seen_images: dict[bytes, int] = {}
+        deferred: list[Sequence] = []
         while self.waiting and budget > 0:
             seq = self.waiting[0]
-            if not self._admit(seq):
+            if not self._admit(seq, len(self.running) + len(deferred)):
                 break
-            num = self._chunk_length(seq, budget, seen_images)
-            if num == 0 or not self._allocate_prefill(seq, num):
+            if self._waits_for_a_snapshot(seq):
+                self._release(seq)
+                deferred.append(self.waiting.popleft())
+                continue
+            num = chunk_length(seq, budget, seen_images, max_image_tokens=self.limits.max_image_tokens,
+                               alignment=self.limits.state_alignment)
+            is_cut = num < seq.num_uncomputed_tokens
+            # Only the head of the queue may be cut, and those that were left out stand before this one.
+            if num == 0 or (is_cut and deferred) or not self._allocate_prefill(seq, num):
                 if not seq.block_table or seq.is_at_its_start:
                     self._release(seq)  # never started: it may not sit on blocks that others wait for
                 break
-            if seq.is_at_its_start:
-                self.block_manager.count_prefix_use(seq)
+            self._begin_chunk(seq, num)
             state_saves += [(len(chunks), *save) for save in self.block_manager.save_states(seq, num)]
             chunks.append((seq, num))
             budget -= num
-            if num < seq.num_uncomputed_tokens:
+            if is_cut:
                 break
             self.waiting.popleft()
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
+        self.waiting.extendleft(reversed(deferred))
+        self._deferred = deferred
         return chunks, state_saves
 
-    def _chunk_length(self, seq: Sequence, budget: int, seen_images: dict[bytes, int]) -> int:
-        if seq.num_uncomputed_tokens > budget and seq.is_at_its_start and self.block_manager.is_saving_for(seq):
-            return 0  # it would be cut anyway: with the next step it goes on from the snapshot that this one takes
-        return chunk_length(seq, budget, seen_images, max_image_tokens=self.limits.max_image_tokens,
-                            alignment=self.limits.state_alignment)
+    def _begin_chunk(self, seq: Sequence, num: int) -> None:
+        """`seq` computes `num` tokens in the step that is being put together; the rows behind it find its blocks."""
+        if seq.is_at_its_start:
+            self.block_manager.count_prefix_use(seq)
+        self.block_manager.commit(seq, num)
 
-    def _admit(self, seq: Sequence) -> bool:
-        """A slot, and what the prefix cache has, for a sequence that starts or restarts."""
+    def _waits_for_a_snapshot(self, seq: Sequence) -> bool:
+        """Whether `seq` starts with the next step, from a snapshot that this one takes. It waits for one step only."""
+        return seq.is_at_its_start and seq not in self._deferred and self.block_manager.is_saving_for(seq)
+
+    def _admit(self, seq: Sequence, num_before: int) -> bool:
+        """A slot, and what the prefix cache has, for a sequence that starts or restarts behind `num_before` others."""
         if seq.slot is not None:
             return True
-        if self._table.num_free_slots == 0 or len(self.running) >= self.limits.max_num_seqs:
+        if self._table.num_free_slots == 0 or num_before >= self.limits.max_num_seqs:
             return False
         self._table.enter(seq)
         self.block_manager.match_prefix(seq)

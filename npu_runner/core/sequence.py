@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.outputs import FinishReason
-from npu_runner.pooling_params import PoolingParams
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.outputs import FinishReason
+from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 
 
 class SequenceStatus(enum.Enum):
@@ -37,6 +37,8 @@ class Sequence:
     """The prompt is for a vector, which comes in the place of its first token."""
     scores_prompt: bool = False
     """The log probabilities of its prompt are wanted and have not all arrived: the prompt is computed whole."""
+    is_apart: bool = False
+    """It takes nothing from the prefix cache: with that it brought what is no number."""
     max_num_tokens: int | None = None
     """Of prompt and output: no step is made for a sequence that will have so many. None: whoever ends it says so."""
     status: SequenceStatus = SequenceStatus.WAITING

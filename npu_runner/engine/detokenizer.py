@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from npu_runner.engine.stop_strings import StopSearch
 from npu_runner.engine.token_bytes import byte_of_token, special_token_ids, token_text
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams
 
 __all__ = ["IncrementalDetokenizer", "detokenizer_for", "token_text"]
 

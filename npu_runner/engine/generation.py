@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from npu_runner.core.sequence import Sequence
 from npu_runner.engine.detokenizer import detokenizer_for
 from npu_runner.engine.logprobs import LogprobsRecord
-from npu_runner.layers.sampler import NO_TOKEN
-from npu_runner.outputs import CompletionOutput, FinishReason
+from npu_runner.request.outputs import CompletionOutput, FinishReason
 from npu_runner.runner.base import StepLogprobs
+from npu_runner.sampling.sampler import NO_TOKEN
 
 
 class End(NamedTuple):
@@ -28,13 +28,14 @@ class End(NamedTuple):
 _LENGTH = End("length")
 _NOT_A_NUMBER = End("error", error="the model's output is not a number (NaN or infinity): the weights are broken, or "
                                    "too much for the dtype; try dtype float32")
-_NOTHING_LEFT = ("no token is left: what structured_outputs, tool_choice or max_thinking_tokens allow next is banned "
-                 "by min_tokens or bad_words, or the grammar has no way to go on")
+_NOTHING_LEFT = End("error", error="no token is left: what structured_outputs, tool_choice or max_thinking_tokens "
+                                   "allow next is banned by min_tokens or bad_words, or the grammar has no way to go "
+                                   "on", code="no_token_left")
 
 
-def nothing_left(why: str = _NOTHING_LEFT) -> End:
-    """The end of a completion for which no token may come."""
-    return End("error", error=why, code="no_token_left")
+def not_followed(why: str, code: str = "invalid_structured_outputs") -> End:
+    """The end of a completion whose rule cannot be built, or not be followed any further."""
+    return End("error", error=why, code=code)
 
 
 class Generation:
@@ -66,7 +67,7 @@ class Generation:
     def append(self, token: int, logprobs: StepLogprobs | None, row: int) -> End | None:
         """One more token, of a step's row; returns what ends the completion with it."""
         if token < 0:
-            return _NOT_A_NUMBER if token == NO_TOKEN else nothing_left()
+            return _NOT_A_NUMBER if token == NO_TOKEN else _NOTHING_LEFT
         sequence = self.sequence
         sequence.append(token)
         if self.logprobs is not None and logprobs is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,64 +19,32 @@ from typing import overload
 
 import numpy as np
 
-from npu_runner.checkpoint import resolve_checkpoint
-from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.core.block_manager import BlockManager
-from npu_runner.core.scheduler import Scheduler, SchedulerLimits
+from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
-from npu_runner.core.state_snapshots import SnapshotCounters, StateSnapshots, state_alignment
+from npu_runner.core.state_snapshots import SnapshotCounters
 from npu_runner.engine.culprit_search import CulpritSearch
 from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
-from npu_runner.engine.generation import End, Generation, nothing_left
+from npu_runner.engine.generation import End, Generation, not_followed
 from npu_runner.engine.logprobs import PromptLogprobsRecord
+from npu_runner.engine.parts import make_block_manager, scheduler_limits, warn_of_what_is_not_done
 from npu_runner.engine.plain_rows import PlainRows
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.engine.request_checks import check_prompt, check_token_ids
+from npu_runner.engine.rule_room import RuleRoom
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
-from npu_runner.model_config import ModelConfig
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.multimodal.processor import ChatProcessor
-from npu_runner.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
-from npu_runner.pooling_params import PoolingParams
-from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
-from npu_runner.sampling_params import SamplingParams
-from strategies import pick_strategy
+from npu_runner.request.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
+from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.runner.base import ModelRunnerOutput
+from npu_runner.sampling.sampler import NO_TOKEN
+from strategies.opened import OpenedCheckpoint
 
-logger = logging.getLogger(__name__)
-
-
-def _make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> BlockManager:
-    snapshots = None
-    if info.state is not None and enable_prefix_caching:
-        if info.state.num_snapshots:
-            snapshots = StateSnapshots(info.state.num_snapshots, info.state.first_snapshot,
-                                       state_alignment(info.block_size))
-        else:
-            logger.warning("no snapshot of states is kept, so there is no prefix cache: prompts that begin alike are "
-                           "computed anew; max_state_snapshots and the memory ledger say why")
-            enable_prefix_caching = False
-    return BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=enable_prefix_caching,
-                        snapshots=snapshots, sliding_window=info.sliding_window)
-
-
-def _scheduler_limits(info: RunnerInfo) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
-        max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
-        state_alignment=None if info.state is None else state_alignment(info.block_size),
-    )
-
-
-def _warn_of_what_is_not_done(model_config: ModelConfig) -> None:
-    """What the checkpoint's own files ask for beside the model."""
-    if model_config.pooling is not None and model_config.pooling.default_prompt is not None:
-        logger.warning("the checkpoint's config_sentence_transformers.json puts its prompt %r before every text, which "
-                       "is not done here: write it into the texts that need it", model_config.pooling.default_prompt)
-    if model_config.generation_not_served:
-        logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
-                       "from those it was made for: %s", model_config.generation_not_served)
+# Where nothing runs a rule that is being built is waited for so long at a time: an interrupt comes through, and rows
+# whose rules are built together begin together.
+_PATIENCE_SECONDS = 0.05
 
 
 @dataclass(eq=False)
@@ -92,23 +59,17 @@ class _Request:
 class LLMEngine:
     """Continuous batching over one model. Not thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, config: RunnerConfig, *, processor: ChatProcessor | None = None,
-                 wants_grammars: Callable[[], bool] = lambda: False):
-        """`processor`: the one that the checkpoint's strategy makes for `config`, if the caller has it already.
-        `wants_grammars`: asked while the model loads, whether a request that will come brings a grammar."""
-        self.model_path = resolve_checkpoint(config.model, config.revision)
-        strategy = pick_strategy(self.model_path)
-        self.config = config = strategy.settle(config)
-        self.model_config = strategy.model_config_for(config)
-        self.processor = processor or strategy.processor(config)
-        self._eos_token_ids = self.processor.end_token_ids(self.model_config)
-        self.generation_defaults = dict(self.model_config.generation_defaults)
-        _warn_of_what_is_not_done(self.model_config)
-        self._executor = make_executor(config, self.model_path, self.processor, wants_grammars)
+    def __init__(self, checkpoint: OpenedCheckpoint, *, wants_grammars: Callable[[], bool] = lambda: False):
+        """`wants_grammars`: asked while the model loads, whether a request that will come brings a grammar."""
+        self.config, self.model_config = checkpoint.config, checkpoint.model_config
+        self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
+        self._eos_token_ids = checkpoint.end_token_ids
+        warn_of_what_is_not_done(self.model_config)
+        self._executor = make_executor(checkpoint, wants_grammars)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
-        self.block_manager = _make_block_manager(info, enable_prefix_caching=config.enable_prefix_caching)
-        self.scheduler = Scheduler(_scheduler_limits(info), self.block_manager)
+        self.block_manager = make_block_manager(info, enable_prefix_caching=self.config.enable_prefix_caching)
+        self.scheduler = Scheduler(scheduler_limits(info), self.block_manager)
         self._under_way: deque[ScheduledBatch] = deque()
         self._last_end = 0.0
         """When the last step was collected, or the first of those under way was planned."""
@@ -117,6 +78,7 @@ class LLMEngine:
         self._requests: dict[str, _Request] = {}
         self._generation_of: dict[int, Generation] = {}
         self._rows = PlainRows(info.max_num_seqs)
+        self._rules = RuleRoom()
         self._next_seq_id = 0
         self._ready: list[RequestOutput] = []
         self._stats = EngineStats(kv_blocks_total=self.block_manager.num_usable)
@@ -169,7 +131,14 @@ class LLMEngine:
         self._next_seq_id += 1
         request.generations.append(generation)
         self._generation_of[generation.sequence.seq_id] = generation
-        self.scheduler.add(generation.sequence)
+        self._enqueue(generation.sequence)
+        if self._rules.is_building and self._executor.builds_here:  # while the caller prepares its next requests
+            self._rules.note(self._executor.build_rules(self._rules.to_ask(), 0.0))
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """For the scheduler, once its rule is built: no step waits for that."""
+        if not self._rules.holds(sequence):
+            self.scheduler.add(sequence)
 
     def abort_request(self, request_id: str) -> None:
         """End a request now; its unfinished completions get finish_reason `abort` in the next step's outputs.
@@ -210,12 +179,27 @@ class LLMEngine:
         return ready
 
     def _submit(self) -> None:
-        """Plan and hand over steps. While a culprit is looked for there is one at a time."""
+        """Plan and hand over steps. Where nothing runs, wait a moment for rules that are being built."""
+        self._admit_what_is_built()
+        if self._rules.is_building and not (self._under_way or self.scheduler.running):
+            self._rules.note(self._executor.build_rules(self._rules.to_ask(), _PATIENCE_SECONDS))
+            self._admit_what_is_built()
+        self._launch()
+
+    def _admit_what_is_built(self) -> None:
+        for sequence in self._rules.take_ready():
+            self.scheduler.add(sequence)
+        for sequence, error in self._rules.take_failed():
+            self._finish(self._generation_of[sequence.seq_id], not_followed(error.message, error.code))
+
+    def _launch(self) -> None:
+        """While a culprit is looked for there is one step at a time."""
         most = 1 if self._search.is_on else self.info.num_steps_under_way
         while len(self._under_way) < most and (batch := self.scheduler.schedule()) is not None:
             if not self._under_way:
                 self._last_end = time.perf_counter()
             self._under_way.append(batch)
+            batch.new_rules = self._rules.to_ask()
             self._executor.submit(batch)
 
     def _collect(self) -> None:
@@ -226,10 +210,12 @@ class LLMEngine:
         except (RequestError, OutOfMemoryError, StepError) as error:
             culprit = self._search.step_failed(batch, error)
             self._under_way.clear()
+            self._rules.ask_again()
             if culprit is not None:
                 self._give_up(culprit.request_id, error)
             return
         self._under_way.popleft()
+        self._rules.note(output.rules)
         sequences = self.scheduler.complete()
         self._book(batch, sequences, output)
         self._search.step_ended()
@@ -253,6 +239,8 @@ class LLMEngine:
             sequence, tokens = sequences[row], output.tokens_of(row)
             if sequence is None or not tokens:
                 continue
+            if tokens[0] == NO_TOKEN and self.scheduler.compute_apart(sequence):
+                continue
             if batch.is_prefill:
                 self._note_cached_tokens(sequence)
             generation = self._generation_of[sequence.seq_id]
@@ -262,7 +250,7 @@ class LLMEngine:
             if end is None:
                 self._rows.note(int(slots[row]), generation)
             else:
-                self._finish(generation, nothing_left(output.problems[row]) if row in output.problems else end)
+                self._finish(generation, not_followed(output.problems[row]) if row in output.problems else end)
 
     def _append_more(self, generation: Generation, tokens: list[int], output: ModelRunnerOutput,
                      row: int) -> End | None:
@@ -285,8 +273,11 @@ class LLMEngine:
             sequence = sequences[row]
             if sequence is not None:
                 request, generation = self._requests[sequence.request_id], self._generation_of[sequence.seq_id]
+                end = generation.take_vector(vector_D)
+                if end.reason == "error" and self.scheduler.compute_apart(sequence):
+                    continue
                 request.num_cached_tokens = (request.num_cached_tokens or 0) + sequence.num_cached_tokens
-                self._finish(generation, generation.take_vector(vector_D))
+                self._finish(generation, end)
 
     def _give_up(self, request_id: str, error: NpuRunnerError) -> None:
         code = blame_for(error)
@@ -306,6 +297,7 @@ class LLMEngine:
 
     def _finish(self, generation: Generation, end: End) -> None:
         sequence = generation.sequence
+        self._rules.leave(sequence)
         self.scheduler.finish(sequence, end.reason)
         token_ids, record = sequence.output_token_ids, generation.logprobs
         answer = self._split(generation.finish_text(), sequence)
@@ -336,12 +328,9 @@ class LLMEngine:
         return record.finish(self._token_text) if record is not None and record.is_whole else None
 
     def _split(self, text: str, sequence: Sequence) -> SplitAnswer:
-        thinking, tokens = sequence.prompt.thinking, self.processor.reasoning_tokens
-        if thinking is None or tokens is None:
-            return SplitAnswer(None, text, 0)
         return split_answer(
-            text, sequence.output_token_ids, thinking=thinking, tokens=tokens, tokenizer=self.processor.tokenizer,
-            skip_special_tokens=sequence.params.skip_special_tokens,
+            text, sequence.output_token_ids, thinking=sequence.prompt.thinking, tokens=self.processor.reasoning_tokens,
+            tokenizer=self.processor.tokenizer, skip_special_tokens=sequence.params.skip_special_tokens,
         )
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
@@ -388,7 +377,7 @@ class LLMEngine:
             self._stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.scheduler.num_waiting + self._rules.num_waiting,
             prefix_cache_queries=prefix.queries,
             prefix_cache_hits=prefix.hits,
             state_snapshots_taken=states.taken,
@@ -426,11 +415,12 @@ class LLMEngine:
         self._under_way.clear()
         self._search.reset()
         self._rows.forget()
+        self._rules.reset()
         self.scheduler.reset()
         for _, generation in sorted(self._generation_of.items()):
             generation.rewind()
             generation.sequence.restart()
-            self.scheduler.add(generation.sequence)
+            self._enqueue(generation.sequence)
         for request in list(self._requests.values()):
             self._answer_if_whole(request)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from npu_runner.outputs import CompactLogprobs, PromptLogprobs
+from npu_runner.request.outputs import CompactLogprobs, PromptLogprobs
 from npu_runner.runner.base import StepLogprobs
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from npu_runner.core.sequence import Sequence
 from npu_runner.engine.generation import Generation
-from npu_runner.layers.sampler import ALL_BANNED, NO_TOKEN
+from npu_runner.sampling.sampler import ALL_BANNED, NO_TOKEN
 
 
 class PlainRows:

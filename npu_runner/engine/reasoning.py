@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from npu_runner.multimodal.reasoning import ReasoningTokens, Thinking, is_blank
+from npu_runner.prompts.text.reasoning import is_blank
+from npu_runner.request.thinking import ReasoningTokens, Thinking
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,17 @@ class SplitAnswer:
 
 
 def split_answer(
-    text: str, token_ids: Sequence[int], *, thinking: Thinking, tokens: ReasoningTokens, tokenizer: Tokenizer,
-    skip_special_tokens: bool = True,
+    text: str, token_ids: Sequence[int], *, thinking: Thinking | None, tokens: ReasoningTokens | None,
+    tokenizer: Tokenizer, skip_special_tokens: bool = True,
 ) -> SplitAnswer:
     """`text`: what `token_ids` decode to, with or without special tokens, or as much of it as precedes a stop string.
 
-    `thinking`: where the prompt ends. An answer that never ends its reasoning is reasoning as a whole.
+    `thinking`: where the prompt ends; with None, or no `tokens`, all is content. An answer that never ends its
+    reasoning is reasoning as a whole.
     """
-    span = _reasoning_span(token_ids, thinking, tokens, tokenizer)
+    span = None
+    if thinking is not None and tokens is not None:
+        span = _reasoning_span(token_ids, thinking, tokens, tokenizer)
     if span is None:
         return SplitAnswer(None, text, 0)
     start, end = span

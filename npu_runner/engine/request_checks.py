@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.errors import RequestError
-from npu_runner.model_config import ModelConfig
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 
 
 def check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len: int) -> None:

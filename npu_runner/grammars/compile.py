@@ -1,23 +1,70 @@
 """Turns structured_outputs into the grammar that a matcher takes, or into the error that they deserve.
 
-Runs where prompts are prepared. llguidance is imported for whoever asks for such an answer, and not before.
+Runs where prompts are prepared. llguidance is imported for whoever asks for such an answer, and not before. It is
+treated as hostile: our own bounds stand before it, and it is called with a stack of a stated size.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
 
+from npu_runner.errors import RequestError
+from npu_runner.grammars.forced_text import Text, num_tokens
+from npu_runner.grammars.lark_bounds import check_lark
+from npu_runner.grammars.parser_limits import parser_limits
 from npu_runner.grammars.place import place_of
-from npu_runner.structured_outputs import StructuredOutputsParams
+from npu_runner.grammars.rule_size import OutOfBounds
+from npu_runner.grammars.schema_bounds import check_schema, multiples_within_bounds
+from npu_runner.grammars.stack import CHECK_STACK_BYTES, NUM_THREADS, call_with_stack
+from npu_runner.request.limits import shown
+from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 # Indents are far below it, and whoever can add white space for ever does.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,40}"
 _OWN_OPTIONS = "x-guidance"
-_MOST_KNOWN = 256
-_KNOWN: dict[str, str] = {}
-"""Grammars by what was asked for, the oldest first."""
+# Text that a rule forces is sampled as any other: its mask costs no more, a control token's text is characters.
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+_MOST_KNOWN_CHARS = 1 << 24
+# What an entry counts beside its text: 16,384 small ones are kept.
+_ENTRY_CHARS = 1 << 10
+
+
+class _Known:
+    """Grammars, and bytes of the text that they force in one piece, by what was asked for. The oldest go first."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[str, int]] = {}
+        self._num_chars = 0
+        self._lock = threading.Lock()
+
+    def get(self, asked: str) -> tuple[str, int] | None:
+        return self._entries.get(asked)
+
+    def keep(self, asked: str, known: tuple[str, int]) -> None:
+        with self._lock:
+            if asked in self._entries:
+                return
+            self._entries[asked] = known
+            self._num_chars += self._size(asked)
+            while self._num_chars > _MOST_KNOWN_CHARS and len(self._entries) > 1:
+                oldest = next(iter(self._entries))
+                self._num_chars -= self._size(oldest)
+                del self._entries[oldest]
+
+    def _size(self, asked: str) -> int:
+        return _ENTRY_CHARS + len(asked) + len(self._entries[asked][0])
+
+
+_KNOWN = _Known()
 
 
 def with_grammar(params: StructuredOutputsParams) -> StructuredOutputsParams:
@@ -30,22 +77,56 @@ def with_grammar(params: StructuredOutputsParams) -> StructuredOutputsParams:
         return params
     white_space = "" if params.disable_any_whitespace else params.whitespace_pattern
     asked = json.dumps([params.kind, getattr(params, params.kind), white_space])
-    grammar = _KNOWN.get(asked)
-    if grammar is None:
-        grammar = _schema_grammar(params) if params.kind in ("json", "json_object") else _text_grammar(params)
-        if len(_KNOWN) >= _MOST_KNOWN:
-            _KNOWN.pop(next(iter(_KNOWN)), None)
-        _KNOWN[asked] = grammar
-    return params.replace(compiled=grammar)
+    known = _KNOWN.get(asked)
+    if known is None:
+        known = _checked(params)
+        _KNOWN.keep(asked, known)
+    return params.replace(compiled=known[0], forced_tokens=known[1])
+
+
+def check_side_by_side(asked: Sequence[StructuredOutputsParams]) -> None:
+    """`with_grammar` of all of them, several at once. What is wrong is said when each is asked for by itself."""
+
+    def check(params: StructuredOutputsParams) -> None:
+        with contextlib.suppress(RequestError):
+            with_grammar(params)
+
+    if len(asked) > 1:
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checks") as threads:
+            list(threads.map(check, asked))
 
 
 def followed(lark: str, origin: str) -> StructuredOutputsParams:
     """A grammar of our own making. Raises RequestError where it is more than a matcher takes."""
     params = StructuredOutputsParams(grammar=lark, origin=origin, compiled=lark)
-    reason = failure_of(lark)
-    if reason is not None:
-        raise params.error(f"{reason}")
-    return params
+    grammar, forced_tokens = _checked_lark(params, lark)
+    return params.replace(compiled=grammar, forced_tokens=forced_tokens)
+
+
+class Room(Protocol):
+    """For the tokens of an answer."""
+
+    max_model_len: int
+
+    @property
+    def longest_token(self) -> int: ...
+
+
+def with_room(
+    params: StructuredOutputsParams, encode: Callable[[str], Sequence[int]], room: Room
+) -> StructuredOutputsParams:
+    """`params`, whose grammar was made, with the number of tokens that it forces in one piece where that was not known.
+
+    Raises RequestError where that is more than the model has room for: no answer could be whole.
+    """
+    if params.forced_tokens <= room.max_model_len:
+        return params
+    text = _forced(params)
+    count = 0 if text is None else num_tokens(text, encode, room.longest_token)
+    if count > room.max_model_len:
+        raise params.error(f"the text that it forces takes {shown(count)} tokens in one piece, and the model has room "
+                           f"for {room.max_model_len}; shorten it, or raise max_model_len")  # fmt: skip
+    return params.replace(forced_tokens=count)
 
 
 def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -56,51 +137,108 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def json_grammar(schema: Any, options: Mapping[str, Any]) -> str:
-    """The grammar of JSON that fits `schema`, not checked."""
-    from llguidance import LLMatcher
-
+    """The grammar of JSON that fits `schema`, an object, not checked."""
     given = {name: value for name, value in options.items() if value is not None}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=given)  # type: ignore[arg-type]
+    return json.dumps({"grammars": [{"lark_grammar": f"{_NO_FORCING}start: @json"},
+                                    {"name": "json", "json_schema": {**schema, _OWN_OPTIONS: given}}]})  # fmt: skip
 
 
 def failure_of(grammar: str) -> str | None:
-    """What is wrong with a grammar; None: nothing."""
+    """What is wrong with a grammar, or with its first mask; None: nothing. Takes what stack it has."""
     from llguidance import LLMatcher
 
-    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    return " ".join(messages[0].split()) if is_wrong else None
+    matcher = LLMatcher(_byte_tokens(), grammar, log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error():
+        return None
+    said = " ".join(matcher.get_error().partition("\n<")[0].split())
+    return "nothing that can be written fits it" if said.startswith("NoExtension") else said or "no reason is given"
 
 
-def _schema_grammar(params: StructuredOutputsParams) -> str:
-    schema = {"type": "object"} if params.kind == "json_object" else params.json
-    if isinstance(schema, dict) and _OWN_OPTIONS in schema:
+@functools.cache
+def _byte_tokens() -> LLTokenizer:
+    """A token for each byte: whether a rule can be followed does not depend on the model's."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+def _checked(params: StructuredOutputsParams) -> tuple[str, int]:
+    if params.kind in ("json", "json_object"):
+        return _checked_schema(params)
+    return _checked_lark(params, _lark(params))
+
+
+def _forced(params: StructuredOutputsParams) -> Text | None:
+    """Of what was checked already."""
+    return check_schema(_schema(params)) if params.kind in ("json", "json_object") else check_lark(_lark(params))
+
+
+def _schema(params: StructuredOutputsParams) -> Any:
+    return {"type": "object"} if params.kind == "json_object" else params.json
+
+
+def _checked_schema(params: StructuredOutputsParams) -> tuple[str, int]:
+    schema = _schema(params)
+    if _OWN_OPTIONS in schema:
         raise params.error(f"{_OWN_OPTIONS}: unknown keyword; disable_any_whitespace and whitespace_pattern are fields")
     options = json_options(params)
 
     def failure(candidate: Any) -> str | None:
         return failure_of(json_grammar(candidate, options))
 
-    reason = failure(schema)
+    def place_and_reason() -> tuple[str, str] | None:
+        for place, numbers in multiples_within_bounds(schema).items():
+            if (reason := failure(numbers)) is not None:
+                return place, reason
+        reason = failure(schema)
+        return None if reason is None else (place_of(schema, reason, failure), reason)
+
+    try:
+        text = check_schema(schema)
+        found = call_with_stack(CHECK_STACK_BYTES, place_and_reason)
+    except OutOfBounds as error:
+        found = (error.place, str(error))
+    if found is not None:
+        raise params.error(f"the schema cannot be served at {found[0]}: {found[1]}")
+    return json_grammar(schema, options), text.run.num_bytes if text is not None else 0
+
+
+def _checked_lark(params: StructuredOutputsParams, lark: str) -> tuple[str, int]:
+    # The last word counts, and whoever writes a grammar may have had his before.
+    grammar = f"{_NO_FORCING}{lark}\n{_NO_FORCING}"
+    try:
+        text = check_lark(lark)
+    except OutOfBounds as error:
+        place = f"{error.place}: " if error.place else ""
+        raise params.error(f"{params.kind}: {place}{error}") from error
+    reason = call_with_stack(CHECK_STACK_BYTES, failure_of, grammar)
     if reason is not None:
-        raise params.error(f"the schema cannot be served at {place_of(schema, failure)}: {reason}")
-    return json_grammar(schema, options)
+        raise params.error(f"{params.kind}: {reason}")
+    return grammar, text.run.num_bytes if text is not None else 0
 
 
-def _text_grammar(params: StructuredOutputsParams) -> str:
+def _lark(params: StructuredOutputsParams) -> str:
+    if params.kind == "regex":
+        return _regex_lark(params)
+    if params.kind == "choice":
+        # A terminal: as a rule each of many would be an item of the parser's.
+        texts = (json.dumps(text).replace("\x7f", "\\u007f") for text in params.choice or ())
+        return "start: CHOICE\nCHOICE: " + " | ".join(texts)
+    return _user_lark(params)
+
+
+def _regex_lark(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
+
+    return str(json.loads(LLMatcher.grammar_from_regex(str(params.regex)))["grammars"][0]["lark_grammar"])
+
+
+def _user_lark(params: StructuredOutputsParams) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
-    kind = params.kind
-    if kind == "regex":
-        grammar = LLMatcher.grammar_from_regex(str(params.regex))
-    elif kind == "choice":
-        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice or ())))
-    else:
-        try:
-            grammar = LLMatcher.grammar_from_lark(any_to_lark(str(params.grammar)))
-        except Exception as error:  # the border to a converter that raises what it likes
-            raise params.error(f"grammar: it cannot be read ({error})") from error
-    reason = failure_of(grammar)
-    if reason is not None:
-        raise params.error(f"{kind}: {reason}")
-    return grammar
+    try:
+        return str(any_to_lark(str(params.grammar)))
+    except Exception as error:  # the border to a converter that raises what it likes
+        raise params.error(f"grammar: it cannot be read ({error})") from error

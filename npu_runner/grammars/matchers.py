@@ -1,40 +1,94 @@
-"""Builds matchers beside the sampler: one thread for each of a few at a time, kept by the grammar's text.
+"""Builds matchers beside the sampler: one thread for each of a few at a time, kept by the grammar's text and by bytes.
 
 A matcher knows which tokens may come next. They do not pickle, so they are made where tokens are sampled: on rank 0.
+The library says no sizes: a matcher counts as what the process grew by in resident memory while it was built and while
+its copies, which share its automaton, were asked for masks; and as no less than its grammar's length lets expect.
 Knows nothing of slots, steps or devices.
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from npu_runner.errors import RequestError
+from npu_runner.grammars.parser_limits import parser_limits
+from npu_runner.grammars.stack import GRAMMAR_STACK_BYTES, NUM_THREADS, thread_stacks
+from npu_runner.request.limits import LIMITS
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_MOST_KEPT = 256
-_NUM_THREADS = 2  # what compiles lets go of the interpreter's lock
+# Measured: 14 to 140 bytes a character, whatever the kind of rule, and less than 0.2 MB where there are few.
+_LEAST_BYTES, _BYTES_A_CHARACTER = 256 << 10, 160
+_CODE = "invalid_structured_outputs"
+
+Rule = tuple[int, str]
+"""A number to speak of it, and the grammar."""
+
+
+def expected_bytes(grammar: str) -> int:
+    """What a matcher is expected to take at most before anybody has followed it."""
+    return _LEAST_BYTES + _BYTES_A_CHARACTER * len(grammar)
+
+
+def unfollowed(reason: str) -> RequestError:
+    """The error of a row whose rule the library gives up."""
+    return RequestError(f"structured_outputs: the rule cannot be followed with this model's tokens ({reason}); make it "
+                        "smaller or simpler", _CODE, "structured_outputs")
+
+
+class _Built(NamedTuple):
+    matcher: LLMatcher
+    num_bytes: int
+
+
+class PreparedMatcher:
+    """One grammar's, built or being built. `num_bytes`: what it takes, as far as that is known; `num_users`: sequences
+    that follow it now."""
+
+    def __init__(self, future: Future[_Built], num_bytes: int):
+        self.future = future
+        self.num_bytes = num_bytes
+        self.num_users = 0
+        self.is_kept = True
+
+    def failure(self) -> RequestError | None:
+        """Why there is none; waits until it is built."""
+        error = self.future.exception()
+        return error if error is None or isinstance(error, RequestError) else unfollowed(_in_short(error))
+
+    def copy(self) -> LLMatcher:
+        """For one sequence, from the grammar's start; there is no failure."""
+        return self.future.result().matcher.deep_copy()
 
 
 class Matchers:
-    """For one tokenizer and model. `num_words`: of 32 bits, what one row's mask takes."""
+    """For one tokenizer and model. `num_words`: of 32 bits, what one row's mask takes. `max_bytes`: of matchers
+    that are kept; those that somebody follows are not put out."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int],
+                 max_bytes: int = LIMITS.max_matcher_bytes):
         self.num_words = -(-vocab_size // 32)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
+        self._max_bytes = max_bytes
         self._threads: ThreadPoolExecutor | None = None
         self._tokens: Future[LLTokenizer] | None = None
         self._executor: LLExecutor | None = None
-        self._kept: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._kept: OrderedDict[str, PreparedMatcher] = OrderedDict()
+        self.kept_bytes = 0
+        self._not_counted: list[PreparedMatcher] = []
+        """Nobody knows yet what building them took."""
+        self._asked: dict[int, PreparedMatcher] = {}
 
     def begin(self) -> None:
         """Begin to build what all matchers share, a table of the model's tokens. Does not wait.
@@ -43,21 +97,54 @@ class Matchers:
         more where there are 150,000 tokens. Grammars themselves are built beside everything else.
         """
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars")
+            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammars")
         if self._tokens is None:
-            self._tokens = self._threads.submit(self._make_tokens)
+            with thread_stacks(GRAMMAR_STACK_BYTES):  # a thread is started by what it is given to do
+                self._tokens = self._threads.submit(self._make_tokens)
 
-    def prepare(self, grammar: str) -> Future[LLMatcher]:
+    def prepare(self, grammar: str) -> PreparedMatcher:
         """Begin to build the matcher of `grammar`; whoever follows it takes a copy. Does not wait."""
         self.begin()
         assert self._threads is not None, "begin has made them"
         assert self._tokens is not None, "begin has made them"
         if grammar not in self._kept:
-            self._kept[grammar] = self._threads.submit(self._build, self._tokens, grammar)
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
+            with thread_stacks(GRAMMAR_STACK_BYTES):
+                future = self._threads.submit(self._build, self._tokens, grammar)
+            self._kept[grammar] = PreparedMatcher(future, 0)
+            self._count(self._kept[grammar], expected_bytes(grammar))
+            self._not_counted.append(self._kept[grammar])
         self._kept.move_to_end(grammar)
-        return self._kept[grammar]
+        prepared = self._kept[grammar]
+        self._put_out_what_is_too_much()
+        return prepared
+
+    def ask(self, rules: Sequence[Rule]) -> None:
+        """Begin to build them; `answers` will say what has become of each, once for each time that it is asked for."""
+        for number, grammar in rules:
+            self._asked[number] = self.prepare(grammar)
+
+    def answers(self, patience: float = 0.0) -> dict[int, RequestError | None]:
+        """What of the asked is done and was not told yet, by number: None, or why it cannot be followed. Waits for all
+        of them, up to `patience` seconds."""
+        if not self._asked:
+            return {}
+        if patience:
+            wait([prepared.future for prepared in self._asked.values()], patience)
+        done = {number: prepared.failure() for number, prepared in self._asked.items() if prepared.future.done()}
+        for number in done:
+            del self._asked[number]
+        return done
+
+    @contextmanager
+    def counting(self, followed: Sequence[PreparedMatcher]) -> Iterator[None]:
+        """What is done within may make the automatons of these larger."""
+        before = _resident_bytes()
+        yield
+        grown = _resident_bytes() - before
+        if grown > 0:
+            for prepared in followed:
+                self._count(prepared, grown // len(followed))
+            self._put_out_what_is_too_much()
 
     def fill(self, matchers: Sequence[tuple[LLMatcher, int]], masks_CW: np.ndarray) -> None:
         """Write the mask of each (matcher, row): a bit per token, the lowest bit first, 1 for what may come next.
@@ -78,6 +165,30 @@ class Matchers:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _count(self, prepared: PreparedMatcher, more: int) -> None:
+        prepared.num_bytes += more
+        self.kept_bytes += more if prepared.is_kept else 0
+
+    def _count_what_is_built(self) -> None:
+        waiting, self._not_counted = self._not_counted, []
+        for prepared in waiting:
+            if not prepared.future.done():
+                self._not_counted.append(prepared)
+            elif prepared.failure() is None:
+                self._count(prepared, max(0, prepared.future.result().num_bytes - prepared.num_bytes))
+
+    def _put_out_what_is_too_much(self) -> None:
+        """Those that were asked for longest ago go first. One that is being built or followed takes its memory whether
+        it is kept or not, and would only be built twice."""
+        self._count_what_is_built()
+        for grammar, prepared in list(self._kept.items()) if self.kept_bytes > self._max_bytes else ():
+            if not prepared.num_users and prepared.future.done():
+                del self._kept[grammar]
+                prepared.is_kept = False
+                self.kept_bytes -= prepared.num_bytes
+            if self.kept_bytes <= self._max_bytes:
+                return
+
     def _make_tokens(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
@@ -87,7 +198,32 @@ class Matchers:
         return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
 
     @staticmethod
-    def _build(tokens: Future[LLTokenizer], grammar: str) -> LLMatcher:
+    def _build(tokens: Future[LLTokenizer], grammar: str) -> _Built:
+        """With the first mask, by which its automaton has begun to grow: that takes longer than all others."""
         from llguidance import LLMatcher
 
-        return LLMatcher(tokens.result(), grammar, log_level=0)
+        table = tokens.result()
+        before = _resident_bytes()
+        matcher = LLMatcher(table, grammar, log_level=0, limits=parser_limits())
+        first = matcher.deep_copy()
+        if not matcher.is_error():
+            first.compute_bitmask()
+        if first.is_error():
+            raise unfollowed(first.get_error().partition("\n")[0])
+        return _Built(matcher, _resident_bytes() - before)
+
+
+def _in_short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _resident_bytes() -> int:
+    """Of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except FileNotFoundError:
+        return 0
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

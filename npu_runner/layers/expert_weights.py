@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 
+from npu_runner.checkpoint.model_config import MoEConfig
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.model_config import MoEConfig
 
 
 class ExpertWeights(nn.Module):

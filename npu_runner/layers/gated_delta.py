@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import GatedDeltaNetConfig, ModelConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.model_config import GatedDeltaNetConfig, ModelConfig
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.step_inputs import AttentionMetadata
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import ModelConfig, RopeConfig
 from npu_runner.errors import ConfigError, ModelError
-from npu_runner.model_config import ModelConfig, RopeConfig
 
 # T tokens, P positions in the table, H head dims that turn, F = H / 2 frequencies
 

@@ -10,11 +10,11 @@ from collections import Counter
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from npu_runner.layers.embedding import OutputHead, TokenEmbedding
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.rotary import RotaryTable
-from npu_runner.model_config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.mixers.experts import SparseMoE
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet

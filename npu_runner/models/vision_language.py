@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import ModelConfig
 from npu_runner.models.decoder import CausalLM, Decoder, output_head
 
 

@@ -1,18 +1,18 @@
 """Says which devices this host has, and what a process needs in its environment to see only some of them.
 
-Started as `python -m npu_runner.platforms.device_probe PLATFORM NUM_RANKS`; prints one line of JSON. Knows no vendor.
+Started by npu_runner.processes.commands with PLATFORM NUM_RANKS; prints one line of JSON. Knows no vendor.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import pick_platform
 
 
-def main(platform_name: str, num_ranks: int) -> None:
+def main(arguments: list[str]) -> None:
+    platform_name, num_ranks = arguments[0], int(arguments[1])
     try:
         platform = pick_platform(platform_name)
     except ConfigError as error:
@@ -25,7 +25,3 @@ def main(platform_name: str, num_ranks: int) -> None:
         environment = platform.device_environment(devices, num_devices)
         shares.append({"devices": ",".join(map(str, devices)), "environment": environment})
     print(json.dumps({"platform": platform.name, "num_devices": num_devices, "shares": shares}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+AllowedDraw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logits (B, V), temperatures (B, 1) float32, uniforms (B, 1) float32, words (C, W) int32, masks (B,) int32: the mask
+of each row, -1 for none) -> tokens (B, 1) int32; -1 where a row is no number, -2 where nothing is left to come."""
 
 
 class HeadNorms(NamedTuple):
@@ -115,5 +119,20 @@ class Ops(ABC):
         first whose running sum of softmax(logits / temperature) passes the uniform, never one that weighs nothing; -1
         where a row has no token: its logits hold NaN or +inf, or are all -inf. A row's token is the same whatever rows
         stand beside it.
+        """
+        return None
+
+    @abstractmethod
+    def allow_tokens(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
+        """float32 (C, V), fresh: logits of the rows `rows_C` (int64; None: all), less infinity where a mask has no bit.
+
+        words_CW: int32, a bit per token, the lowest first. NaN stays what it is and +inf without a bit becomes it, so
+        that a row which is no number still shows it.
+        """
+
+    def allowed_draw(self) -> AllowedDraw | None:
+        """What draws from the tokens that masks leave, without a copy of the logits; None: `allow_tokens` comes first.
+
+        As `softmax_draw` with `draws_greedily`, and for each row which mask is its own.
         """
         return None

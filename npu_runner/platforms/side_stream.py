@@ -11,7 +11,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Aside(Generic[T]):
+class SideResult(Generic[T]):
     """What work on a side stream makes, on its way: `result` is for whoever has called `join`."""
 
     def __init__(self, result: T, event: Any, device: Any):
@@ -40,7 +40,7 @@ class SideStream:
         self._stream = device.Stream()
         self._read: deque[Any] = deque()
 
-    def run(self, work: Callable[[], T]) -> Aside[T]:
+    def run(self, work: Callable[[], T]) -> SideResult[T]:
         """Hand out `work()` to the side stream: copies, kernels, and the memory that they take.
 
         It waits for nothing that other streams have to do, so it may read only what the host sends and what has been
@@ -55,7 +55,7 @@ class SideStream:
             result = work()
             event = self._device.Event()
             event.record()
-        return Aside(result, event, self._device)
+        return SideResult(result, event, self._device)
 
     def mark_read(self) -> None:
         """The current stream has been given all that reads what was joined last, and the host has let go of that."""

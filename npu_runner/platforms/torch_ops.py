@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,6 +51,33 @@ class TorchOps(Ops):
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return experts_one_by_one(x_TD, weights_TK, experts_TK, gate_up, down)
+
+    def allow_tokens(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
+        return self._look_up(logits_BV, rows_C, words_CW)
+
+    @functools.cached_property
+    def _look_up(self) -> TokenLookUp:
+        return TokenLookUp()
+
+
+class TokenLookUp:
+    """`Ops.allow_tokens` by a look-up for each byte. Bits are not shifted and masked apart: that is a pass over all
+    tokens for each of it, and not every device does it with all of its speed."""
+
+    def __init__(self) -> None:
+        self._masks_of_bytes: Tensor | None = None
+        """float32 (256, 8): what is added for the bits of each byte, 0 or -inf."""
+
+    def __call__(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
+        num_rows, num_words = words_CW.shape
+        if self._masks_of_bytes is None:
+            bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+            masks = torch.from_numpy(np.where(bits == 1, np.float32(0.0), np.float32(-np.inf)))
+            self._masks_of_bytes = masks.to(words_CW.device)
+        bytes_ = words_CW.view(torch.uint8).view(-1).to(torch.int32)
+        masks_CV = self._masks_of_bytes.index_select(0, bytes_).view(num_rows, 32 * num_words)
+        taken_CV = logits_BV if rows_C is None else logits_BV.index_select(0, rows_C)
+        return taken_CV + masks_CV[:, : logits_BV.shape[1]]
 
 
 def rotate_leading(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

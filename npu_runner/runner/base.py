@@ -12,6 +12,7 @@ import numpy as np
 from torch import nn
 
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,12 @@ class ModelRunnerOutput:
     problems: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """(row, place in its prompt of the first token, records) where log probabilities of prompts are wanted; records:
-    int32 (L, 2 + 2 * K), see layers/prompt_scores.py."""
+    int32 (L, 2 + 2 * K), see sampling/prompt_scores.py."""
     vectors: dict[int, np.ndarray] | None = None
     """Where vectors are pooled: those of the rows that have one, float32, in the place of tokens. NaN where the model's
     output is no number."""
+    rules: dict[int, RequestError | None] = field(default_factory=dict)
+    """What has become of `ScheduledBatch.new_rules`, by number, once it is known: None where it is built."""
 
     def tokens_of(self, row: int) -> list[int]:
         """What a row brings."""

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from npu_runner.core.batch import NO_NEW_BLOCKS, NO_TOKEN_IDS, ImageSlice, SamplingEntry, ScheduledBatch
-from npu_runner.multimodal.inputs import ImageInput
-from npu_runner.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from npu_runner.request.prompt_inputs import ImageInput
+from npu_runner.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 # What takes most memory in the sampler: counts of every token, the whole vocabulary sorted, and log probabilities.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
                          logprobs=MAX_TOP_LOGPROBS)
 
 
-def dummy_images(largest: ImageInput, num_tokens: int) -> list[ImageInput]:
-    """As many pictures of the largest size as fit into `num_tokens`, at least one; none is taken for another."""
+# Large pictures cost time; where nobody measures memory, a small one takes the same path.
+_UNMEASURED_IMAGE_TOKENS = 64
+
+
+def dummy_images(largest: ImageInput, num_tokens: int, picture_of: Callable[[int], ImageInput], *,
+                 is_measured: bool) -> list[ImageInput]:
+    """As many pictures of the largest size as fit into `num_tokens`, at least one; none is taken for another.
+
+    `picture_of(most)`: the picture of up to `most` tokens that fills the rest. `is_measured`: it is about memory, else
+    about what is gone through.
+    """
+    if not is_measured:
+        return [picture_of(min(largest.num_tokens, _UNMEASURED_IMAGE_TOKENS))]
     count = max(1, num_tokens // largest.num_tokens)
-    return [replace(largest, content_hash=index.to_bytes(16, "little")) for index in range(count)]
+    left = num_tokens - count * largest.num_tokens
+    images = [largest] * count + ([picture_of(left)] if left > 0 else [])
+    return [replace(image, content_hash=index.to_bytes(16, "little")) for index, image in enumerate(images)]
 
 
 def dummy_prefill(num_tokens: int, batch_size: int, *, block_size: int, uses_mrope: bool,

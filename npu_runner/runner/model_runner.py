@@ -9,31 +9,27 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from npu_runner.config import RunnerConfig
+from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.errors import ModelError
-from npu_runner.grammars.matchers import Matchers
+from npu_runner.errors import ModelError, RequestError
+from npu_runner.grammars.matchers import Matchers, Rule
 from npu_runner.layers.attention import bind_kv_cache, make_kv_cache, settle_windows
 from npu_runner.layers.gated_delta import gated_delta_shape, unbind_states
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.layers.sampler import Sampler
-from npu_runner.layers.steering import SteeredRows
+from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.models.contract import LanguageModel
-from npu_runner.multimodal.inputs import ImageInput
-from npu_runner.multimodal.processor import ChatProcessor
-from npu_runner.multimodal.vision_cache import VisionCache
 from npu_runner.platforms import pick_platform
+from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
 from npu_runner.runner.buckets import bucket_sizes, most_padding
-from npu_runner.runner.decode_graphs import compile_decode_graphs
+from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
 from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
 from npu_runner.runner.memory_guard import MemoryGuard
@@ -46,10 +42,12 @@ from npu_runner.runner.state_plan import StateShape
 from npu_runner.runner.state_pool import StatePool
 from npu_runner.runner.step import StepRunner, StepUnderWay
 from npu_runner.runner.step_clock import StepClock
+from npu_runner.runner.vision_cache import VisionCache
 from npu_runner.runner.windows import cache_window
-from npu_runner.weights.loader import fill_with_random_weights
-from npu_runner.weights.reader import CheckpointReader
-from strategies import VisionEmbeddings, pick_strategy
+from npu_runner.sampling.sampler import Sampler
+from npu_runner.sampling.token_constraints import ConstrainedRows
+from strategies import VisionEmbeddings
+from strategies.opened import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -59,38 +57,37 @@ _ROWS_AHEAD, _TOKENS_A_ROW_AHEAD = 4, 8
 class ModelRunner(ModelRunnerBase):
     """Ready to serve once constructed. `tp` is this rank's place in an initialised process group.
 
-    `progress(phase)` is told what the rank is doing, for whoever watches over it. `processor`: the one that the
-    checkpoint's strategy makes for `config`, if the caller has it already. `wants_grammars` is asked while it loads:
-    once a request that will come brings a grammar, what all grammars share is made beside that.
+    `progress(phase)` is told what the rank is doing, for whoever watches over it. `wants_grammars` is asked while it
+    loads: once a request that will come brings a grammar, what all grammars share is made beside that.
     """
 
-    def __init__(self, config: RunnerConfig, model_path: Path, tp: TensorParallel | None = None,
-                 progress: Callable[[str], None] = lambda phase: None, processor: ChatProcessor | None = None,
+    def __init__(self, checkpoint: OpenedCheckpoint, tp: TensorParallel | None = None,
+                 progress: Callable[[str], None] = lambda phase: None,
                  wants_grammars: Callable[[], bool] = lambda: False):
         self._report_phase = progress
         self._wants_grammars = wants_grammars
         self._is_ready = False
         self._phase = "starting"
         self._start_clock = StartClock()
+        self._start_clock.add("reading config and tokenizer", checkpoint.seconds)
+        self.checkpoint = checkpoint
+        self.config, self.model_config = checkpoint.config, checkpoint.model_config
+        self.strategy = checkpoint.strategy
         self.tp = tp or TensorParallel()
-        self.platform = pick_platform(config.platform)
+        self.platform = pick_platform(self.config.platform)
         self._enter("setting the device")
         self.device = self.platform.set_device(self.tp.rank)
-        self._enter("reading config and tokenizer")
-        self.strategy = pick_strategy(model_path)
-        self.model_path = model_path
-        self.config = config = self.strategy.settle(config)
-        self.model_config = self.strategy.model_config_for(config)
-        self.settings = resolve_settings(config, self.model_config, self.platform)
+        self.settings = resolve_settings(self.config, self.model_config, self.platform)
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.max_model_len = self.settings.max_model_len
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
-        self.processor = processor or self.strategy.processor(self.config)
-        self._eos_token_ids = self.processor.end_token_ids(self.model_config)
-        self._matchers = Matchers(self.processor.tokenizer, self.model_config.vocab_size, self._eos_token_ids)
+        self._matchers = Matchers(checkpoint.processor.tokenizer, self.model_config.vocab_size,
+                                  checkpoint.end_token_ids)
         if self.config.prepare_structured_outputs and self.tp.rank == 0 and self.model_config.pooling is None:
             self._matchers.begin()
-        self.largest_image = self.processor.largest_image() if self.strategy.is_multimodal else None
+        # A prompt is shorter than max_model_len, and a picture is never longer than its prompt.
+        most_tokens = max(1, self.max_model_len - 1)
+        self.largest_image = checkpoint.processor.largest_image(most_tokens) if self.strategy.is_multimodal else None
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
         self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)
         # With one step after the other there is nothing that could be sent ahead of it.
@@ -150,7 +147,7 @@ class ModelRunner(ModelRunnerBase):
         if self.config.load_format == "dummy":
             fill_with_random_weights(self.model, self.config.seed)
         else:
-            with CheckpointReader(self.model_path) as reader:
+            with CheckpointReader(self.checkpoint.path) as reader:
                 self.strategy.load_weights(self.model, reader, self.model_config)
         self.model.requires_grad_(False).eval()
         self.windows = settle_windows(self.model, self.settings.max_model_len)
@@ -170,11 +167,11 @@ class ModelRunner(ModelRunnerBase):
             self._progress("compiling kernels")
             # Variants do not depend on how much a step does, so a small one meets them all.
             few = min(_ROWS_AHEAD, self.settings.max_num_seqs)
-            self._compiled_late = self.platform.compile_ahead(lambda: self.dummy_run(few * _TOKENS_A_ROW_AHEAD, few))
+            num_tokens = few * min(_TOKENS_A_ROW_AHEAD, self.max_model_len - 1)
+            self._compiled_late = self.platform.compile_ahead(lambda: self.dummy_run(num_tokens, few))
         self._progress("profiling memory")
         batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
-        longest = batch_size * (self.max_model_len - 1)
-        num_tokens = min(self.settings.max_num_batched_tokens, longest)
+        num_tokens = min(self.settings.max_num_batched_tokens, batch_size * (self.max_model_len - 1))
         staging_bytes = self._profile_staging(num_tokens, batch_size)
         self._meter.start_step()
         self.dummy_run(num_tokens, batch_size)
@@ -239,23 +236,25 @@ class ModelRunner(ModelRunnerBase):
 
     def compile_decode(self) -> None:
         """Compile the decode forward for every bucket, largest first."""
-        compile_decode_graphs(self, self._progress)
+        parts = DecodeParts(
+            steps=self.steps, settings=self.settings, model_config=self.model_config, dtype=self.dtype,
+            num_blocks=self.num_blocks, max_model_len=self.max_model_len,
+            graph_batch_sizes=self.config.graph_batch_sizes, step_timeout_seconds=self.config.step_timeout_seconds,
+            run_bucket=lambda size: self.dummy_run(size, size, expected_decode_len=2, in_capturing=True),
+        )
+        compile_decode_graphs(parts, self._progress)
         self.k_cache.zero_()
         self.v_cache.zero_()
         self.steps.last_tokens_S.zero_()
         self.steps.tables.clear()
-        self.reset_states()
+        parts.reset_states()
         self.platform.synchronize()
-
-    def reset_states(self) -> None:
-        if self.states is not None:
-            self.states.zero()
 
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
-        images = self._images_of_dummy_run(num_tokens, batch_size)
         steps = [] if in_capturing else [dummy_prefill(
-            num_tokens, batch_size, block_size=self.settings.block_size, uses_mrope=self.uses_mrope, images=images
+            num_tokens, batch_size, block_size=self.settings.block_size, uses_mrope=self.uses_mrope,
+            images=self._images_of_dummy_run(num_tokens, batch_size),
         )]
         first_len = 1 if in_capturing else max(1, num_tokens // batch_size)
         if self.model_config.pooling is not None:
@@ -269,11 +268,10 @@ class ModelRunner(ModelRunnerBase):
     def _images_of_dummy_run(self, num_tokens: int, batch_size: int) -> list[ImageInput]:
         if self.largest_image is None:
             return []
-        # Many pictures cost time; where nobody measures memory, one takes the same path.
-        is_measured = self.platform.memory_info() is not None
         # Where a chunk begins or ends within a picture, that goes through the tower whole.
         most = min(self.settings.max_num_batched_tokens, num_tokens + (batch_size + 1) * self.largest_image.num_tokens)
-        return dummy_images(self.largest_image, most if is_measured else 0)
+        return dummy_images(self.largest_image, most, self.checkpoint.processor.largest_image,
+                            is_measured=self.platform.memory_info() is not None)
 
     @contextmanager
     def _serving_state_aside(self, batch_size: int) -> Iterator[None]:
@@ -332,12 +330,23 @@ class ModelRunner(ModelRunnerBase):
         return self.platform.defaults.async_scheduling if given is None else given
 
     def submit(self, batch: ScheduledBatch) -> StepUnderWay:
+        self._matchers.ask(batch.new_rules if self.tp.rank == 0 else ())
         with torch.inference_mode():
             return self.steps.submit(batch)
 
     def collect(self, step: StepUnderWay) -> ModelRunnerOutput | None:
         with torch.inference_mode():
-            return self.steps.collect(step)
+            output = self.steps.collect(step)
+        if output is not None:
+            output.rules = self._matchers.answers()
+        return output
+
+    def build_rules(self, rules: Sequence[Rule], patience: float) -> dict[int, RequestError | None]:
+        """Without a step: begin to build, and say what is done within `patience` seconds. Rank 0 builds for all."""
+        if self.tp.rank != 0:
+            return {}
+        self._matchers.ask(rules)
+        return self._matchers.answers(patience)
 
     def close(self) -> None:
         """Release graphs, caches and weights, and give the device back what the allocator holds. May be called twice.
@@ -351,7 +360,7 @@ class ModelRunner(ModelRunnerBase):
         self._matchers.close()
         if self.steps.buckets is not None:
             self.steps.buckets.compiler.release()
-        del self.steps, self.model, self.k_cache, self.v_cache, self.states, self.attention
+        del self.steps, self.model, self.k_cache, self.v_cache, self.states, self.attention, self.ops
         gc.collect()  # modules, compiled callables and their frames hold each other
         try:
             self.platform.empty_cache()
@@ -411,14 +420,17 @@ class ModelRunner(ModelRunnerBase):
         return Sampler(
             vocab_size=self.model_config.vocab_size,
             max_num_seqs=self.settings.max_num_seqs,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.checkpoint.end_token_ids,
             device=self.device,
             sort_ascending=self.ops.sort_ascending,
             draw_from_softmax=self.ops.softmax_draw(),
             draws_greedily=self.ops.draws_greedily,
+            allow_tokens=self.ops.allow_tokens,
+            allowed_draw=self.ops.allowed_draw(),
             download=self.platform.download,
             host_buffer=self.platform.host_buffer,
-            steered=SteeredRows(self._matchers, self.processor.reasoning_tokens, self._eos_token_ids),
+            constrained=ConstrainedRows(self._matchers, self.checkpoint.processor.reasoning_tokens,
+                                self.checkpoint.end_token_ids),
         )
 
     @property

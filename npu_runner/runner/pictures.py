@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.multimodal.inputs import ImageInput
-from npu_runner.multimodal.vision_cache import VisionCache
-from npu_runner.platforms.side_stream import Aside, SideStream
+from npu_runner.platforms.side_stream import SideResult, SideStream
+from npu_runner.request.prompt_inputs import ImageInput
+from npu_runner.runner.vision_cache import VisionCache
 from strategies import LoadStrategy, StagedImages, VisionEmbeddings
 
 
@@ -26,7 +26,7 @@ class StepPictures:
 
     found: dict[bytes, VisionEmbeddings]
     groups: list[list[ImageInput]]
-    ahead: Aside[Sequence[ImageInput]] | None
+    ahead: SideResult[Sequence[ImageInput]] | None
 
 
 class Pictures:
@@ -56,7 +56,7 @@ class Pictures:
         found = {key: value for key, value in values.items() if value is not None}
         return StepPictures(found, groups, self._send_ahead(groups[0]) if groups else None)
 
-    def _send_ahead(self, images: Sequence[ImageInput]) -> Aside[Sequence[ImageInput]] | None:
+    def _send_ahead(self, images: Sequence[ImageInput]) -> SideResult[Sequence[ImageInput]] | None:
         if self._side_stream is None:
             return None
         return self._side_stream.run(lambda: self._strategy.stage_images(self._model, images))
@@ -111,6 +111,6 @@ class Pictures:
         return x_TD, (rows_T, levels)
 
 
-def _joined(ahead: Aside[Sequence[ImageInput]]) -> Sequence[ImageInput]:
+def _joined(ahead: SideResult[Sequence[ImageInput]]) -> Sequence[ImageInput]:
     images = ahead.result
     return ahead.join(images.tensors if isinstance(images, StagedImages) else ())

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_runner.checkpoint.model_config import PoolingConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.model_config import PoolingConfig
 from npu_runner.platforms.download import Download
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay

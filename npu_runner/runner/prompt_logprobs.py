@@ -1,6 +1,6 @@
 """Log probabilities of the prompts of one prefill step: what they take of its hidden states, and the way to the host.
 
-Knows nothing of requests; what a record is stands in layers/prompt_scores.py.
+Knows nothing of requests; what a record is stands in sampling/prompt_scores.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.layers.prompt_scores import MAX_ROWS, score_tokens
 from npu_runner.platforms.download import Download
+from npu_runner.sampling.prompt_scores import MAX_ROWS, score_tokens
 
 # T tokens in the step, L of them scored in a row
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, RunnerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
-from npu_runner.model_config import ModelConfig
 from npu_runner.platforms.base import Platform
 
 MAX_COUNTED_TOKENS = 2**31 - 1

@@ -18,6 +18,10 @@ class StartClock:
         self._book()
         self._phase = phase
 
+    def add(self, phase: str, seconds: float) -> None:
+        """Of a phase that somebody else measured, before the first."""
+        self.seconds[phase] = seconds
+
     def end(self) -> None:
         """The start is over: nothing is counted before the next `enter`."""
         self._book()

@@ -19,7 +19,6 @@ from torch import Tensor
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.parallel import TensorParallel
-from npu_runner.layers.sampler import HostSample, Sampler, SamplerOutput
 from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.base import AttentionBackend, Platform
 from npu_runner.platforms.download import Download
@@ -36,6 +35,7 @@ from npu_runner.runner.prompt_logprobs import PromptScores, score_prompts
 from npu_runner.runner.state_pool import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
 from npu_runner.runner.step_clock import StepClock
+from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
 
 
 @dataclass(frozen=True)

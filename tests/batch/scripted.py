@@ -22,9 +22,9 @@ from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPre
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import RequestError
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.outputs import CompletionOutput, EngineStats, RequestOutput
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def workers_of(job: int) -> list[int]:
             words = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"npu_runner.workers.worker" in words and str(job).encode() in words:
+        if b"npu_runner.serving.workers.worker" in words and str(job).encode() in words:
             found.append(int(process.name))
     return found
 

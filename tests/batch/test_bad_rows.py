@@ -1,6 +1,6 @@
 """Every way in which a row can be bad, through the real processor of the embedded model: its own error, nobody else's.
 
-How each kind of picture is converted is tests/multimodal's business; here it is which rows live and which die of what.
+How each kind of picture is converted is tests/prompts's business; here it is which rows live and which die of what.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 from PIL import Image
 
 from npu_runner.assets import SHAPES_VL
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
-from npu_runner.multimodal.media import MediaRules
-from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.processor import ChatProcessor
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.batch.scripted import prepared, row
 
 Prepare = Callable[[bytes], PreparedRow | RejectedRow]

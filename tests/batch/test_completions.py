@@ -24,7 +24,7 @@ from npu_runner.batch.rows.openai_response import JobStamp, answer_row
 from npu_runner.batch.rows.preprocessing import PreparedRow
 from npu_runner.cli import main as cli
 from npu_runner.errors import RequestError
-from npu_runner.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from npu_runner.request.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 from tests.batch.scripted import ScriptedProcessor, completion_row, prepared, read_rows, row, write_rows
 
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)

@@ -18,7 +18,7 @@ from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.cli import main as cli
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS
+from npu_runner.request.limits import LIMITS
 from tests.batch.scripted import completion_row, read_rows, row, write_rows
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]

@@ -16,10 +16,10 @@ from npu_runner.batch.rows.preprocessing import PreparedRow
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.outputs import CompletionOutput, EngineStats, RequestOutput
-from npu_runner.sampling_params import SamplingParams
-from npu_runner.workers.pool import Finished
+from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.serving.workers.pool import Finished
 
 NUM_OUTPUT_TOKENS = 40
 

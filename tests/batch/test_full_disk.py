@@ -11,6 +11,7 @@ import pytest
 
 from npu_runner.errors import JobError
 from tests.batch.job_folder import Job, numbered
+from tests.batch.mounts import mounted
 from tests.batch.scripted import OvertakingEngine, read_rows, row, write_rows
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
@@ -20,12 +21,8 @@ pytestmark = pytest.mark.usefixtures("fixed_time")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A file system of 200 kB."""
     folder = tmp_path_factory.mktemp("disk")
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", folder], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this user may not mount a small file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted(folder, "size=200k"):
+        yield folder
 
 
 @pytest.mark.parametrize("ordered", [False, True])

@@ -13,7 +13,7 @@ import pytest
 from npu_runner.batch.job.driver import Driver
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.errors import JobError
-from npu_runner.limits import LIMITS
+from npu_runner.request.limits import LIMITS
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row
 

@@ -219,5 +219,5 @@ def test_a_reader_that_goes_away_ends_the_job(job: Job) -> None:
         process.stdout.close()
         errors = process.stderr.read().decode()
     assert process.returncode == 1
-    assert "the reader of the answers has gone" in errors
+    assert "standard output: its reader has gone" in errors
     assert "Traceback" not in errors

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import npu_runner.multimodal.media as media
 from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.preprocessing import RejectedRow
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
-from npu_runner.limits import LIMITS, Limits
-from npu_runner.multimodal.media import MediaRules
-from npu_runner.multimodal.processor import ChatProcessor
-from npu_runner.multimodal.processor_settings import ProcessorSettings
+from npu_runner.prompts.media.allowed_folder import AllowedFolder
+from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.request.limits import LIMITS, Limits
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedProcessor, prepared, read_rows, row
 
@@ -117,8 +117,9 @@ def test_log_probabilities_are_counted_before_they_are_made(n: int, max_tokens: 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every file that is read."""
     found: list[str] = []
-    read = media._read_regular
-    monkeypatch.setattr(media, "_read_regular", lambda path, size: (found.append(path.name), read(path, size))[1])
+    read = AllowedFolder.read
+    monkeypatch.setattr(AllowedFolder, "read", lambda folder, name, size: (
+        found.append(Path(name).name), read(folder, name, size))[1])
     return found
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from npu_runner import __version__
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.files.input_file import InputIdentity
 from npu_runner.batch.files.manifest import Manifest, differences, manifest_path, start_time
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
+from npu_runner.prompts.media.image_settings import ImageSettings
+from npu_runner.request.thinking import ReasoningTokens
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, read_rows, row, write_rows
 
@@ -41,6 +44,34 @@ def test_a_saved_manifest_is_read_back(tmp_path: Path) -> None:
     assert differences(loaded.settings, MANIFEST.settings) == []
     assert loaded.system_fingerprint == MANIFEST.system_fingerprint
     assert list(tmp_path.iterdir()) == [manifest_path(output)]
+
+
+def test_the_file_says_who_wrote_it_in_names_that_stay(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    MANIFEST.save(output)
+    written = {
+        "format": 2, "npu_runner": __version__, "created": 1, "model_name": "m",
+        "model_files": {"config.json": "1 bytes"}, "weights": {},
+        "settings": {"dtype": "float32", "sizes": [1, 2]}, "input": {"num_bytes": 3, "blake2b": "abc"},
+    }  # fmt: skip
+    assert json.loads(manifest_path(output).read_text()) == written
+    replace(MANIFEST, error_file="errors.jsonl").save(output)
+    assert json.loads(manifest_path(output).read_text()) == {**written, "error_file": "errors.jsonl"}
+
+
+@pytest.mark.parametrize("made", [
+    ImageSettings(), ReasoningTokens(start="<a>", end="</a>", start_id=1, end_id=2),
+], ids=lambda made: type(made).__name__)  # fmt: skip
+def test_nothing_that_shapes_prompts_is_left_out(made: Any) -> None:
+    """A new field needs a name in the manifest; its absence would mix answers of two settings."""
+    assert sorted(map(repr, made.to_json().values())) == sorted(map(repr, asdict(made).values()))
+
+
+def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
+    text = json.dumps({"format": 3, "npu_runner": "9.0", "made": {}})
+    manifest_path(tmp_path / "out.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=rf"cannot be read \(it is of npu-runner 9\.0, this is {__version__}\)"):
+        Manifest.load(tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"format": 99}', b'{"format": 1, "created": 1}'])

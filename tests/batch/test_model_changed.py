@@ -13,7 +13,7 @@ import pytest
 
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError, JobError
-from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.prompts.processor import ChatProcessor
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row, workers_of, write_rows
 

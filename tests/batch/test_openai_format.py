@@ -15,7 +15,7 @@ from npu_runner.batch.rows.chat import ChatBody
 from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams
 from tests.batch.scripted import row
 
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)

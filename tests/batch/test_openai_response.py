@@ -15,8 +15,8 @@ from openai.types.chat import ChatCompletion
 
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
-from npu_runner.limits import LIMITS
-from npu_runner.outputs import CompactLogprobs, CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from npu_runner.request.limits import LIMITS
+from npu_runner.request.outputs import CompactLogprobs, CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 
 STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="shapes-vl")
 TOKENS = st.builds(

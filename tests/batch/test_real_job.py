@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletion
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.assets.drawing import TEST_SEEDS, Example, draw_example
 from npu_runner.cli import main as cli
+from scripts.shapes.drawing import TEST_SEEDS, Example, draw_example
 from tests.batch.scripted import read_rows, row, write_rows
 
 EXAMPLES = [draw_example(seed) for seed in TEST_SEEDS[100:112]]

@@ -21,14 +21,15 @@ import pytest
 from PIL import Image
 
 from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.place import find_place
 from npu_runner.batch.job.report import write_report
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
 from npu_runner.errors import JobError
-from npu_runner.limits import LIMITS
-from npu_runner.outputs import CompletionOutput, RequestOutput
-from npu_runner.workers.pool import PoolLimits
+from npu_runner.request.limits import LIMITS
+from npu_runner.request.outputs import CompletionOutput, RequestOutput
+from npu_runner.serving.workers.pool import PoolLimits
 from tests.batch.scripted import row, write_rows
 
 STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
@@ -70,7 +71,7 @@ def report(
     (folder / "out.jsonl").write_bytes(b"".join(results))
     with InputFile(str(folder / "in.jsonl"), folder) as file:
         write_report(
-            folder / "report.html",
+            find_place("report", folder / "report.html"),
             file,
             file.scan(),
             folder / "out.jsonl",
@@ -188,7 +189,7 @@ def test_a_page_that_cannot_be_made_is_a_job_error_and_says_that_the_answers_are
     del strange["response"]["body"]["usage"]
     with pytest.raises(JobError, match=r"KeyError: 'usage'.*The answers are complete in .*out\.jsonl"):
         report(tmp_path, [row("a")], [json.dumps(strange).encode() + b"\n"])
-    (tmp_path / "report.html").mkdir()
+    (tmp_path / ".report.html.new").mkdir()
     with pytest.raises(JobError, match=r"Is a directory.*The answers are complete in .*out\.jsonl"):
         report(tmp_path, [row("a")], [answer("a", "x")])
 

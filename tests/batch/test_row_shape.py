@@ -13,7 +13,7 @@ from npu_runner.batch.rows import shape
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.batch.rows.shape import NameReader, ShapeReader, check_shape, name_of, shape_of
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS
+from npu_runner.request.limits import LIMITS
 
 NASTY = st.text(st.sampled_from('{}[]",:\\ab \n\t\u00e9\u2028\U0001f600'), max_size=6)
 VALUES = st.recursive(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.batch.job.tally import Tally
-from npu_runner.outputs import EngineStats
+from npu_runner.request.outputs import EngineStats
 
 
 def summary_of(stats: EngineStats) -> JobSummary:

@@ -14,7 +14,7 @@ import pytest
 from npu_runner.batch.files.suspects import Suspects, suspects_path
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError
-from npu_runner.outputs import RequestOutput
+from npu_runner.request.outputs import RequestOutput
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
 
@@ -94,7 +94,7 @@ def test_rows_that_end_the_job_are_given_up_by_name(blame: str | None, code: str
 def test_suspects_run_alone(job: Job) -> None:
     write_rows(job.input, rows()[1:10])
     suspects = Suspects(job.output)
-    suspects.accuse(EngineDeadError("dead", request_ids=("r3", "r7", "r8")))
+    suspects.record_death(EngineDeadError("dead", request_ids=("r3", "r7", "r8")))
     beside: list[set[str]] = []
     together: list[int] = []
 
@@ -114,7 +114,7 @@ def test_suspects_run_alone(job: Job) -> None:
 def test_rows_that_were_given_up_are_tried_again_where_errors_are(job: Job) -> None:
     """The job was stopped before the end, so the verdict is still there: with its row in the output, or without."""
     write_rows(job.input, rows()[1:10])
-    Suspects(job.output).accuse(EngineDeadError("dead", request_ids=("r3",), blame="out_of_memory"))
+    Suspects(job.output).record_death(EngineDeadError("dead", request_ids=("r3",), blame="out_of_memory"))
     beside: list[set[str]] = []
 
     def look(engine: ScriptedEngine) -> None:
@@ -129,7 +129,7 @@ def test_rows_that_were_given_up_are_tried_again_where_errors_are(job: Job) -> N
 
 def test_an_output_begun_afresh_suspects_nobody(job: Job) -> None:
     write_rows(job.input, rows()[1:10])
-    Suspects(job.output).accuse(EngineDeadError("dead", request_ids=("r3",), blame="out_of_memory"))
+    Suspects(job.output).record_death(EngineDeadError("dead", request_ids=("r3",), blame="out_of_memory"))
     assert job.run(overwrite=True).exit_status == 0
     assert not suspects_path(job.output).exists()
 

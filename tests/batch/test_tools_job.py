@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
+import openai
 import pytest
 from openai.types.chat import ChatCompletion
+from pydantic import BaseModel, Field
 from tokenizers import AddedToken, Tokenizer
 
 from npu_runner.cli import main as cli
@@ -183,6 +185,43 @@ def test_forced_calls_are_calls_and_nothing_else(model: Path, tmp_path: Path, pa
             jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
     (cut,) = answers["cut off"].choices
     assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
+
+
+class Look(BaseModel):
+    """Looks at something."""
+
+    at: Literal["circle", "square"]
+    times: int = Field(ge=1, le=9)
+
+
+class Turn(BaseModel):
+    """Turns something round."""
+
+    is_whole: bool
+
+
+def test_strict_tools_as_openais_sdk_writes_them(model: Path, tmp_path: Path) -> None:
+    """4 s. Taken where the call is forced, by each parser that has a grammar; elsewhere the row fails by name."""
+    kinds: dict[str, type[BaseModel]] = {"Look": Look, "Turn": Turn}
+    tools = [dict(openai.pydantic_function_tool(kind)) for kind in kinds.values()]
+    assert all(tool["function"]["strict"] is True for tool in tools)  # type: ignore[index]
+    asks = {"tools": tools, "messages": [ASK], "temperature": 1, "max_tokens": 400, "parallel_tool_calls": False}
+    named = {"type": "function", "function": {"name": "Turn"}}
+    rows = [row("required", tool_choice="required", n=4, **asks), row("named", tool_choice=named, **asks),
+            row("none", tool_choice="none", **{**asks, "max_tokens": 3}), row("auto", **asks)]  # fmt: skip
+    for parser in ("hermes", "qwen3_coder"):
+        (tmp_path / parser).mkdir()
+        found = run(model, tmp_path / parser, rows, "--tool-call-parser", parser, "--max-model-len", "2048")
+        error = found.pop("auto")["error"]
+        assert (error["code"], error["param"]) == ("unsupported_parameter", "tools[0].function.strict")
+        answers = {name: ChatCompletion.model_validate(item["response"]["body"]) for name, item in found.items()}
+        calls = [call for answer in answers.values() for choice in answer.choices if choice.finish_reason != "length"
+                 for call in choice.message.tool_calls or []]  # fmt: skip
+        assert len(calls) >= 3
+        for call in calls:
+            assert call.type == "function"
+            kinds[call.function.name].model_validate_json(call.function.arguments)
+        assert {call.function.name for call in answers["named"].choices[0].message.tool_calls or []} <= {"Turn"}
 
 
 def test_a_call_cannot_be_forced_where_calls_are_text(model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from npu_runner.cli import main as cli
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.films import as_url, declaring_seconds, film, moving_picture, sound_only
-from tests.multimodal.test_image_files import photo
+from tests.prompts.test_image_files import photo
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
 MOVING = moving_picture(12)

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from npu_runner.errors import JobError
-from npu_runner.workers.channel import Channel, ChannelClosed
-from npu_runner.workers.pool import Finished, PoolLimits, WorkerFailure, WorkerPool
+from npu_runner.processes.channel import Channel, ChannelClosed
+from npu_runner.serving.workers.pool import Finished, PoolLimits, WorkerFailure, WorkerPool
 from tests.batch.pool_tasks import Unreadable, allocate, allocate_and_keep, modules, picture, square, without_job
 
 
@@ -58,7 +58,7 @@ def test_arrays_arrive_whole_whatever_their_size() -> None:
 def test_workers_import_neither_torch_nor_transformers() -> None:
     with WorkerPool(modules, iter([0]), limits(num_workers=1)) as pool:
         (item,) = drain(pool)
-    assert "npu_runner.workers.worker" in item.result or "__main__" in item.result
+    assert "npu_runner.serving.workers.worker" in item.result or "__main__" in item.result
     assert not {"torch", "transformers"} & {name.split(".")[0] for name in item.result}
 
 
@@ -135,7 +135,7 @@ def test_worker_output_does_not_reach_our_stdout(tmp_path: Path) -> None:
     script = """
 import sys
 from tests.batch.test_worker_pool import drain, limits
-from npu_runner.workers.pool import WorkerPool
+from npu_runner.serving.workers.pool import WorkerPool
 with WorkerPool(print, iter(["among the answers"]), limits(num_workers=1)) as pool:
     drain(pool)
 """

@@ -18,6 +18,12 @@ def has_real_cann() -> bool:
     return ctypes.util.find_library("ascendcl") is not None
 
 
+def installed_wheel() -> Path:
+    """The folder into which the emulation's torch_npu is installed; installed first where no test did it yet."""
+    setup()
+    return SITE
+
+
 def environment(num_devices: int = 2, memory_bytes: int = 1 << 30, **switches: object) -> dict[str, str]:
     """A copy of this process's environment, plus what the emulation needs; on an Ascend host the copy alone.
 

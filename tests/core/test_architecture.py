@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Packages and modules, lowest first; those of one line do not import each other.
 LAYERS = [
-    {"errors", "threads"}, {"limits"}, {"structured_outputs"}, {"sampling_params", "pooling_params", "outputs"},
-    {"config"}, {"checkpoint_files"}, {"generation_config", "model_config", "assets"},
-    {"config_reading", "checkpoint", "pooling_config"}, {"grammars"}, {"multimodal"},
-    {"core", "platforms"}, {"layers"}, {"weights"}, {"models"}, {"strategies"}, {"runner"}, {"engine", "workers"},
-    {"prompt_feed", "replicas"}, {"prompt_replicas"}, {"llm"}, {"batch", "ray_data"}, {"cli"},
+    {"errors", "threads", "processes", "assets"}, {"request"},
+    {"config", "checkpoint"}, {"grammars"}, {"prompts"},
+    {"core", "platforms"}, {"layers", "sampling"}, {"models"}, {"strategies"}, {"runner"}, {"engine"}, {"serving"},
+    {"llm"}, {"batch", "ray_data"}, {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -54,16 +54,31 @@ def test_a_layer_imports_only_what_stands_below_it(path: Path) -> None:
             assert LEVEL[layer] < LEVEL[own], f"{path.relative_to(ROOT)} ({own}) imports {module} ({layer})"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "npu_runner" / "batch").rglob("*.py")), ids=lambda path: path.stem)
-def test_a_room_of_the_batch_job_imports_only_rooms_below_it(path: Path) -> None:
-    """rows < files < job: what a row is, where rows lie, what is done with them."""
-    rooms = ["rows", "files", "job"]
-    own = path.parent.name
-    for module in imports(path):
-        parts = module.split(".")
-        if parts[:2] == ["npu_runner", "batch"] and len(parts) > 2:
-            assert own in rooms, f"{path.name} stands in no room"
-            assert rooms.index(parts[2]) <= rooms.index(own), f"{own}/{path.name} imports {module}"
+FLOORS = {
+    "batch": ["rows", "files", "job"],  # what a row is, where rows lie, what is done with them
+    "prompts": ["media", "text", "prompts"],  # what a message shows, what it says, and both in one prompt
+    "serving": ["workers", "replicas", "serving", "prompt_replicas"],  # to prepare, to share out, both for one LLM
+}
+
+
+@pytest.mark.parametrize("house", FLOORS)
+def test_a_room_of_a_package_imports_only_rooms_below_it(house: str) -> None:
+    rooms, folder = FLOORS[house], ROOT / "npu_runner" / house
+    for path in sorted(folder.rglob("*.py")):
+        for module in imports(path):
+            parts = module.split(".")
+            if parts[:2] == ["npu_runner", house] and len(parts) > 2:
+                imported = parts[2] if (folder / parts[2]).is_dir() else house
+                assert path.parent.name in rooms, f"{path.name} stands in no room"
+                assert rooms.index(imported) <= rooms.index(path.parent.name), f"{path} imports {module}"
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+             for path in [*(ROOT / "npu_runner").rglob("*.py"), *(ROOT / "strategies").rglob("*.py")]}
+    del names["npu_runner"]  # its public names load on first use
+    wanted = {name: {module for module in imports(path) if module in names} - {name} for name, path in names.items()}
+    list(TopologicalSorter(wanted).static_order())  # raises CycleError, which names the circle
 
 
 def test_the_core_imports_no_torch() -> None:

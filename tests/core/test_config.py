@@ -14,7 +14,7 @@ import pytest
 
 from npu_runner import LLM, RunnerConfig, SamplingParams
 from npu_runner.assets import EMBEDDED, SHAPES_VL
-from npu_runner.checkpoint import resolve_checkpoint
+from npu_runner.checkpoint.location import resolve_checkpoint
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
 from strategies import strategies_by_model_type
 
@@ -85,6 +85,11 @@ def test_an_unknown_model_type_gets_the_list_of_known_ones(model_type: str | Non
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"dtype": "int4"}, "dtype 'int4' is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
+        ({"quantization_config": {"bits": 4}}, "quantised (quantization_config {'bits': 4}), which is not"),
+        ({"quantization_config": "int8"}, "the weights are quantised (quantization_config 'int8')"),
+        ({"text_config": {"quantization_config": {"group_size": 0}}}, "(quantization_config {'group_size': 0})"),
+        ({"compression_config": {"format": "int-quantized"}}, "quantised (compression_config {'format'"),
+        ({"quantize": "w8a8"}, "the weights are quantised (quantize 'w8a8'), which is not supported; take"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
         ({"use_sliding_window": True, "sliding_window": "wide"}, "sliding_window 'wide' is not a number of tokens"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window 0 is not a number of tokens"),
@@ -98,6 +103,21 @@ def test_a_config_that_cannot_be_served_is_explained(config: Any, words: str, ch
     with pytest.raises(ModelError) as caught:
         LLM(spoiled(checkpoint, tmp_path, **config), **SMALL)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["quant_model_description.json", "quant_model_description_w8a8_dynamic.json"])
+def test_a_folder_of_modelslims_is_refused_before_anything_in_it_is_read(
+    name: str, checkpoint: Any, tmp_path: Path
+) -> None:
+    """Its config.json is the float model's; weights have other names, as here, or the usual ones."""
+    path = spoiled(checkpoint, tmp_path)
+    (path / "model.safetensors").rename(path / "quant_model_weight_w8a8_dynamic.safetensors")
+    for file in ("config.json", "tokenizer.json", name):
+        (path / file).write_text("{")
+    with pytest.raises(ModelError) as caught:
+        LLM(path, **SMALL)
+    assert f"holds {name}: its weights were quantised by ModelSlim" in str(caught.value)
+    assert "take the checkpoint in bfloat16 or float16" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +168,7 @@ def run(script: str, *arguments: str, **environment: str) -> str:
 
 REFUSED = """
 import sys
-from npu_runner.checkpoint import resolve_checkpoint
+from npu_runner.checkpoint.location import resolve_checkpoint
 from npu_runner.errors import ConfigError
 try:
     resolve_checkpoint(*sys.argv[1:])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import strategies
-from npu_runner.model_config import GatedDeltaNetConfig
-from npu_runner.multimodal import tool_parsers
+from npu_runner.checkpoint.model_config import GatedDeltaNetConfig
+from npu_runner.prompts.text import tool_parsers
 from strategies import LoadStrategy, pick_strategy
 from tests.npu import test_expert_families as npu_experts
 from tests.npu import test_hybrid_families as npu_hybrids
@@ -67,7 +67,7 @@ def test_contributing_names_what_exists() -> None:
     no_files = re.sub(r"[\w./]+\.(?:py|sh)", "", text)
     dotted = re.findall(r"\b(?:strategies|npu_runner)(?:\.[A-Za-z_]\w*)+", no_files)
     assert len(named) > 10
-    assert {"strategies.LoadStrategy", "npu_runner.weights.loader.load_weights"} <= set(dotted)
+    assert {"strategies.LoadStrategy", "npu_runner.layers.weights_loader.load_weights"} <= set(dotted)
     groups = {strategies.ENTRY_POINT_GROUP, tool_parsers.ENTRY_POINTS}
     assert groups <= set(dotted)
     assert [name for name in dotted if name not in groups and pydoc.locate(name) is None] == []

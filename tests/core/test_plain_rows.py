@@ -7,15 +7,15 @@ from random import Random
 import numpy as np
 import pytest
 
-from npu_runner.checkpoint import resolve_checkpoint
+from npu_runner.checkpoint.location import resolve_checkpoint
 from npu_runner.core.sequence import Sequence
 from npu_runner.engine.generation import End, Generation
 from npu_runner.engine.plain_rows import PlainRows
-from npu_runner.layers.sampler import ALL_BANNED, NO_TOKEN
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.multimodal.tokenizer import read_tokenizer
+from npu_runner.prompts.text.tokenizer import read_tokenizer
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.runner.base import StepLogprobs
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.sampling.sampler import ALL_BANNED, NO_TOKEN
 
 SLOTS, VOCABULARY, STEPS = 6, 40, 400
 TOKENIZER = read_tokenizer(resolve_checkpoint("shapes-vl"))

@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 
 from npu_runner.engine.detokenizer import IncrementalDetokenizer
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
-from npu_runner.multimodal.reasoning import ReasoningTokens, Thinking, find_reasoning_tokens
-from tests.multimodal.preprocessing_checkpoints import llama_tokenizer, qwen_tokenizer
+from npu_runner.prompts.text.reasoning import find_reasoning_tokens
+from npu_runner.request.thinking import ReasoningTokens, Thinking
+from tests.prompts.preprocessing_checkpoints import llama_tokenizer, qwen_tokenizer
 
 
 def with_tags(tokenizer: Tokenizer) -> Tokenizer:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.limits import LIMITS
+from npu_runner.request.sampling_params import SamplingParams
 
 PLAIN = SamplingParams(n=2, top_k=5, temperature=0.5, seed=7, logit_bias={3: 1.0}, stop_token_ids=[1, 2], logprobs=3)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 # A Python that says which it is, and does not make environments: installing is not the point here.
@@ -70,3 +72,17 @@ def test_every_place_says_the_same_versions() -> None:
     assert "(3, 10) <= sys.version_info[:2] <= (3, 14)" in script
     assert 'requires-python = ">=3.10,<3.15"' in project
     assert "Python 3.10 to 3.14" in readme
+
+
+def test_every_transformers_that_is_asked_for_is_one_that_the_oracle_was_run_with() -> None:
+    """`dev` and the extra have one range, pins lie in it, docs/testing.md names both, and where it begins."""
+    project, pins, testing = ((ROOT / name).read_text() for name in ("pyproject.toml", "requirements-dev.txt",
+                                                                     "docs/testing.md"))
+    ranges = [Requirement(found).specifier for found in re.findall(r'"(transformers>[^"]*)"', project)]
+    assert len(ranges) == 2
+    assert ranges[0] == ranges[1]
+    versions = re.findall(r"^transformers==([\d.]+)", pins, flags=re.MULTILINE)
+    (oldest,) = [clause.version for clause in ranges[0] if clause.operator == ">="]
+    assert versions
+    assert all(version in ranges[0] for version in versions)
+    assert all(version in testing for version in (f"{oldest}.0", *versions))

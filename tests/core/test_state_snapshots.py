@@ -16,8 +16,8 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import STATE_CHUNK, SnapshotCounters, StateSnapshots, state_alignment
-from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
 from npu_runner.platforms.gated_delta import CHUNK_SIZE
+from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 from tests.core.traffic import MAX_LEN, World
 
 MAX_SEQS = 8
@@ -109,14 +109,16 @@ def serve(world: StateWorld, *prompts: PromptInputs, length: int | None = None) 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(1, 3), (2, 4), (4, 4), (3, 6), (4, 12), (8, 8)]),
        spare=st.integers(0, 30), num_tokens=st.integers(0, 40), num_snapshots=st.integers(1, 9),
-       failing=st.sampled_from([0.0, 0.2]), most_tokens=st.sampled_from([1, 3]), depth=st.integers(1, 2))
+       failing=st.sampled_from([0.0, 0.2]), unusable=st.sampled_from([0.0, 0.2]), most_tokens=st.sampled_from([1, 3]),
+       depth=st.integers(1, 2))
 def test_every_state_is_that_of_its_tokens(seed: int, sizes: tuple[int, int], spare: int, num_tokens: int,
-                                           num_snapshots: int, failing: float, most_tokens: int, depth: int) -> None:
+                                           num_snapshots: int, failing: float, unusable: float, most_tokens: int,
+                                           depth: int) -> None:
     block_size, alignment = sizes
     world = make_world(block_size=block_size, alignment=alignment, num_blocks=-(-MAX_LEN // block_size) + 1 + spare,
                        num_tokens=alignment + num_tokens, num_snapshots=num_snapshots, seed=seed,
                        max_image_tokens=seed % 8 + 5, depth=depth)
-    world.failing, world.most_tokens = failing, most_tokens
+    world.failing, world.unusable, world.most_tokens = failing, unusable, most_tokens
     world.run(restarts=True)
     assert world.scheduler._table.num_free_slots == MAX_SEQS
 
@@ -158,14 +160,53 @@ def test_completions_of_a_prompt_that_fills_a_step_go_on_from_the_first() -> Non
     assert [seq.num_cached_tokens for seq in others] == [20] * 3
 
 
-def test_short_completions_do_not_wait_for_each_other() -> None:
-    world = make_world(num_tokens=24)
-    for _ in range(4):
-        world.add_prompt(PromptInputs(list(range(6))))
-    batch = world.scheduler.schedule()
-    assert batch is not None
-    assert batch.batch_size == 4
-    assert len(batch.state_saves) == 1
+def planned(world: StateWorld) -> list[tuple[list[str], list[int]]]:
+    """Requests and query lengths of every prefill, until all have ended."""
+    while world.live:
+        world.step()
+    return [(names, lens) for names, lens in world.planned if max(lens) > 1]
+
+
+def test_copies_wait_one_step_for_the_snapshot_that_it_takes_and_others_join_meanwhile() -> None:
+    world = make_world()
+    for prompt in ([1] * 11, [1] * 11, [2] * 11, [1] * 11, [2] * 11):
+        world.add_prompt(PromptInputs(prompt))
+    assert planned(world) == [(["0", "2"], [11, 11]), (["1", "3", "4"], [3, 3, 3])]
+    assert world.snapshots.counters == SnapshotCounters(taken=2, used=3)
+
+
+def test_prompts_that_begin_alike_wait_for_the_second_which_takes_the_snapshot_where_they_part() -> None:
+    world = make_world()
+    for last in range(4):
+        world.add_prompt(PromptInputs([*range(9), *[20 + last] * 9]))
+    assert planned(world) == [(["0", "1"], [18, 18]), (["2", "3"], [10, 10])]
+    assert world.snapshots.counters == SnapshotCounters(taken=5, used=2)
+
+
+def test_without_room_for_a_snapshot_copies_are_computed_at_once() -> None:
+    world = make_world(num_snapshots=1)
+    for prompt in ([1] * 11, [2] * 11, [2] * 11, [1] * 11):
+        world.add_prompt(PromptInputs(prompt))
+    assert planned(world) == [(["0", "1", "2"], [11, 11, 11]), (["3"], [3])]
+
+
+def test_a_copy_does_not_wait_a_second_time() -> None:
+    """Its snapshot is gone by the next step: another prompt's takes the one slot. It is computed then, whole."""
+    world = make_world(num_snapshots=1)
+    first, copy = (world.add_prompt(PromptInputs([1] * 11)) for _ in range(2))
+    world.step()
+    assert (first.slot is not None, copy.slot) == (True, None)
+    world.snapshots.forget(next(iter(world.snapshots._slot_of_key)))
+    assert world.scheduler.schedule() is not None
+    assert copy.slot is not None
+    assert copy.num_cached_tokens == 0
+
+
+def test_nothing_is_cut_behind_a_copy_that_waits() -> None:
+    world = make_world(num_tokens=16)
+    for prompt in ([1] * 11, [1] * 11, [2] * 30):
+        world.add_prompt(PromptInputs(prompt))
+    assert planned(world)[:2] == [(["0"], [11]), (["1", "2"], [3, 12])]
 
 
 def test_the_least_recently_used_snapshot_goes_first() -> None:

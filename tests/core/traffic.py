@@ -16,8 +16,8 @@ from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.sliding import first_needed_block
 from npu_runner.core.state_snapshots import StateSnapshots
-from npu_runner.multimodal.inputs import ImageInput, ImageSpan, PromptInputs
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 
 MAX_LEN = 40
 
@@ -69,6 +69,8 @@ class World:
         self.planned: list[tuple[list[str], list[int]]] = []
         """Requests and query lengths of every step."""
         self.failing = 0.0
+        self.unusable = 0.0
+        """How often a row brings what is no number, and is computed apart if it had anything of others."""
         self.most_tokens = 1
 
     def add(self) -> None:
@@ -123,7 +125,7 @@ class World:
         self.run_to_the_end()
 
     def run_to_the_end(self) -> None:
-        self.failing = 0.0
+        self.failing = self.unusable = 0.0
         for _ in range(20_000):
             if not (self.live or self.steps):
                 break
@@ -203,6 +205,9 @@ class World:
             if sequence is None:
                 continue
             assert sequence is step.sequences[row]
+            if step.tokens[row] and self.rng.random() < self.unusable and self.scheduler.compute_apart(sequence):
+                assert (sequence.slot, sequence.block_table) == (None, [])
+                continue
             for index, token in enumerate(step.tokens[row]):
                 if index == 1:
                     self.scheduler.outrun(sequence)

@@ -51,13 +51,49 @@ def make_step(device: torch.device) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def test_a_step_of_kernels_is_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_shared_prefill(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """A prefill of four rows, of which the last three read blocks that the first one writes in the same layer."""
+    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    ops: Any = TritonOps()
+    backend: Any = TritonAttention(num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, block_size=64,
+                                   dtype=torch.bfloat16)
+    query_lens, context_lens = [512, 64, 64, 10], [512, 512, 512, 458]
+    tables_BW = torch.tensor([[*range(1, 8), last] for last in (8, 9, 10, 11)], dtype=torch.int32)
+    slots_T = torch.tensor([int(table[place // 64]) * 64 + place % 64 for table, num, end
+                            in zip(tables_BW, query_lens, context_lens, strict=True)
+                            for place in range(end - num, end)], dtype=torch.int32, device=device)
+    plan = backend.plan_prefill(query_lens, context_lens, tables_BW.numpy(), device)
+    lens_B = torch.tensor(context_lens, dtype=torch.int32, device=device)
+    metadata = AttentionMetadata(True, slots_T, lens_B, tables_BW.to(device), plan)
+    gain_H = torch.ones(HEAD_DIM, device=device, dtype=torch.bfloat16)
+    turns_TR = torch.ones(sum(query_lens), HEAD_DIM, device=device, dtype=torch.bfloat16)
+    caches = [torch.zeros(12, 64, NUM_KV_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(8)]
+    sizes = [NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM]
+
+    def step(x_1D: Tensor) -> Tensor:
+        x_TD = x_1D.expand(sum(query_lens), -1).cumsum(0, dtype=torch.float32).sin().bfloat16()
+        for k_cache, v_cache in zip(caches[::2], caches[1::2], strict=True):
+            wide_TD = torch.cat([x_TD, x_TD], dim=-1)
+            q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)) for part in wide_TD.split(sizes, -1))
+            q = backend.norm_rotary_store(ops, q, k, v, HeadNorms(gain_H, gain_H, 1e-6), turns_TR, turns_TR,
+                                          k_cache=k_cache, v_cache=v_cache, slot_mapping_T=slots_T)
+            x_TD = backend.prefill(q, k_cache, v_cache, metadata, HEAD_DIM**-0.5).flatten(1)
+        return x_TD
+
+    return step
+
+
+@pytest.mark.parametrize("make", [make_step, make_shared_prefill])
+def test_a_step_of_kernels_is_the_same(make: Callable[[torch.device], Callable[[Tensor], Tensor]],
+                                       device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_runner.platforms.cuda import dependent_launch
 
     if device.type != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a GPU of sm_90 or above")
     torch.manual_seed(0)
-    step = make_step(device)
+    step = make(device)
     inputs = [torch.randn(1, WIDTH, device=device).bfloat16() for _ in range(50)]
     monkeypatch.setattr(dependent_launch, "IS_WANTED", False)
     expected = [step(x_TD).clone() for x_TD in inputs]

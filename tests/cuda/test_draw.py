@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from npu_runner.layers.sampler import NO_TOKEN
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.sampling.sampler import NO_TOKEN
 from tests.runner.sampler_steps import SpellingSampler, make_sampler
 
 LAST = 1.0 - 2.0**-24  # the largest uniform there is

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 
 PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]
 DRAWN = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, max_tokens=24, ignore_eos=True)

@@ -13,6 +13,7 @@ from npu_runner.engine.generation import Generation
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.engine.logprobs import LogprobsRecord
 from npu_runner.engine.plain_rows import PlainRows
+from strategies.opened import open_checkpoint
 from tests.faults.test_interrupted_steps import Injected, raising
 
 PARAMS = [
@@ -31,8 +32,8 @@ PLACES = [(PlainRows, "book"), (Generation, "append"), (LogprobsRecord, "append"
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLMEngine]:
-    with LLMEngine(RunnerConfig(model="shapes-vl", platform="cpu", max_model_len=256, max_num_seqs=16,
-                                kv_cache_bytes=1 << 22)) as engine:
+    config = RunnerConfig(model="shapes-vl", platform="cpu", max_model_len=256, max_num_seqs=16, kv_cache_bytes=1 << 22)
+    with LLMEngine(open_checkpoint(config)) as engine:
         yield engine
 
 

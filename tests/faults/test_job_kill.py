@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.batch.scripted import row, workers_of, write_rows
 
 NUM_KILLS = 30

@@ -14,7 +14,7 @@ from typing import Any
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
-from npu_runner.workers.pool import PoolLimits, WorkerFailure, WorkerPool
+from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 from tests.batch.scripted import ScriptedModel, ScriptedProcessor, read_rows, row, write_rows
 from tests.faults.worker_tasks import DieAt, HangAt
 
@@ -126,7 +126,7 @@ def write_model(folder: Path) -> Path:
 def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = """
 import itertools, sys
-from npu_runner.workers.pool import PoolLimits, WorkerPool
+from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 from tests.faults.worker_tasks import HangAt
 pool = WorkerPool(HangAt({1, 2}), itertools.count(), PoolLimits(num_workers=3, task_timeout_seconds=3600))
 pool.get(None)

@@ -32,3 +32,18 @@ class HangAt:
         if task in self.tasks:
             time.sleep(3600)
         return task
+
+
+class TakeSteps:
+    """Takes 0.6 s of a process that runs, in steps, and leaves a file for each try; tasks of `hangs` never end."""
+
+    def __init__(self, tries: str, hangs: set[int]):
+        self.tries, self.hangs = Path(tries), hangs
+
+    def __call__(self, task: int) -> int:
+        (self.tries / f"{task}.{os.getpid()}").touch()
+        if task in self.hangs:
+            time.sleep(3600)
+        for _ in range(12):
+            time.sleep(0.05)
+        return task

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cann.environment import SITE, has_real_cann, run_python
+from tests.cann.environment import has_real_cann, installed_wheel, run_python
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -54,10 +54,10 @@ def test_every_kind_of_part_through_captured_graphs() -> None:
     assert decode["batches"]["3"]["bytes"]["expert_bytes"] is None
 
 
+@pytest.mark.npu
+@pytest.mark.skipif(has_real_cann(), reason="another torch_npu may be installed there")
 def test_kernels_are_read_from_the_file_that_torch_npu_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    headers = SITE / "torch_npu/profiler/analysis/prof_common_func/_csv_headers.py"
-    if not headers.exists():
-        pytest.skip("the wheel is not here; tests/cann/setup_site.py installs it")
+    headers = installed_wheel() / "torch_npu/profiler/analysis/prof_common_func/_csv_headers.py"
     columns = runpy.run_path(str(headers))["CsvHeaders"].OP_SUMMARY_KERNEL_BASE_HEADERS
     with (tmp_path / "kernel_details.csv").open("w", newline="") as file:
         rows = csv.DictWriter(file, columns, restval="N/A")

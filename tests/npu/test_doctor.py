@@ -177,7 +177,7 @@ def hang(reports: str) -> None:
 
 def test_a_crash_and_a_hang_of_a_probe_are_findings() -> None:
     crashed = run_function(Host(), crash)
-    assert (crashed.reports, crashed.error) == ([1], "died by SIGSEGV")
+    assert (crashed.reports, crashed.error) == ([1], "killed by SIGSEGV")
     assert run_function(Host(timeout_seconds=0.5), hang).error == "no end after 0.5 s"
 
 
@@ -194,7 +194,7 @@ def test_an_error_code_gets_its_remedy() -> None:
     failure = Outcome([], "RuntimeError: NPU function error", "... error code is 207001 ...")
     assert "--memory-utilization" in judge("generation", "eager", failure).remedy
     assert "--timeout" in judge("generation", "eager", Outcome([], "no end after 2 s", "", True)).remedy
-    assert "table" in judge("generation", "eager", Outcome([], "died by SIGSEGV")).remedy
+    assert "table" in judge("generation", "eager", Outcome([], "killed by SIGSEGV")).remedy
 
 
 def test_cuda_that_cannot_be_used_fails_with_its_reason(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_torch_that_is_built_for_cuda_gets_its_remedy(emulated: dict[str, str]
     output = "what():  Duplicated key 'pinned_use_hip' found in device-specific configuration parser hook registration"
     if emulated.pop("LD_PRELOAD", None):  # this torch is one
         output = run_function(Host(environment=emulated), probes.devices).output
-    assert "CPU build" in software.import_remedy(Outcome([], "died by SIGABRT", output))
+    assert "CPU build" in software.import_remedy(Outcome([], "killed by SIGABRT", output))
 
 
 def test_the_docs_explain_every_error_code() -> None:
@@ -247,6 +247,8 @@ def test_the_requirements_hold_what_the_doctor_looks_for() -> None:
         ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", "warning", "expandable_segments:True"),
         ("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:64", "warning", "expandable_segments:True"),
         ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True, max_split_size_mb:64", "failed", "export"),
+        ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True,pin_memory_expandable_segments:True", "failed", "eager"),
+        ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True,pin_memory_expandable_segments:False", "ok", ""),
         ("ASCEND_RT_VISIBLE_DEVICES", "0,1", "ok", ""),
         ("ASCEND_RT_VISIBLE_DEVICES", "0, 1", "failed", "no spaces"),
         ("ASCEND_RT_VISIBLE_DEVICES", "npu:0", "failed", "numbers"),
@@ -262,7 +264,35 @@ def test_variables(name: str, value: str | None, status: str, remedy: str) -> No
     assert remedy in check.remedy
 
 
-@pytest.mark.parametrize(("name", "value"), [("TASK_QUEUE_ENABLE", "2"), ("ASCEND_LAUNCH_BLOCKING", "1")])
+GROWS, OURS, TORCHS = "expandable_segments:True", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+READS_BOTH, READS_ONE = ("2.14.0", "2.13.0", "2.12.0.post3", "2.10.0.post7", "2.15.0"), ("2.9.0.post9", "2.12.0",
+                                                                                      "2.10.0.post4", "2.7.1.post11")
+
+
+@pytest.mark.parametrize(("variables", "wheels", "status", "said"), [
+    ({OURS: GROWS, TORCHS: GROWS}, (None, *READS_BOTH), "failed", "both"),
+    ({OURS: GROWS, TORCHS: ""}, READS_BOTH, "failed", "both"),
+    ({OURS: GROWS, TORCHS: GROWS}, READS_ONE, "ok", GROWS),
+    ({TORCHS: GROWS}, (None, *READS_BOTH), "ok", f"{TORCHS}={GROWS}"),
+    ({TORCHS: GROWS}, READS_ONE, "warning", "does not read"),
+    ({TORCHS: "max_split_size_mb:64"}, READS_BOTH, "warning", "without expandable_segments"),
+    ({TORCHS: f"{GROWS},max_split_size_mb:64"}, READS_BOTH, "failed", "max_split_size_mb"),
+    ({TORCHS: f"{GROWS},pin_memory_expandable_segments:True"}, READS_BOTH, "failed", "captures no graph"),
+])  # fmt: skip
+def test_both_names_of_the_allocators_variable(
+    variables: dict[str, str], wheels: tuple[str | None, ...], status: str, said: str
+) -> None:
+    for wheel in wheels:
+        found = {check.name: check for check in devices.check_variables(variables, torch_npu=wheel)}
+        assert found[OURS].status == status, wheel
+        assert said in found[OURS].found
+        assert (status == "ok") == (not found[OURS].remedy)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("TASK_QUEUE_ENABLE", "2"), ("ASCEND_LAUNCH_BLOCKING", "1"),
+    ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True,pin_memory_expandable_segments:True"),
+])  # fmt: skip
 def test_what_forbids_graphs_is_a_warning_where_none_is_asked_for(name: str, value: str) -> None:
     found = {check.name: check.status for check in devices.check_variables({name: value}, is_eager=True)}
     assert found.pop(name) == "warning"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from npu_runner.errors import ConfigError
 from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
 from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler
-from npu_runner.platforms.npu.host_settings import communicator_config, most_graphs, process_defaults, rank_defaults
+from npu_runner.platforms.npu.host_settings import (
+    check_graph_mode,
+    communicator_config,
+    most_graphs,
+    process_defaults,
+    rank_defaults,
+)
 from tests.cann.environment import has_real_cann, run_python
 
 CHIPS = ("Ascend910B1", "Ascend910_9392", "Ascend950PR_9589", "Ascend310P3")
@@ -121,8 +129,6 @@ print(json.dumps([options, {name: os.environ.get(name) for name in names}]))
 @pytest.mark.skipif(has_real_cann(), reason="the chip is chosen here")
 @pytest.mark.parametrize("soc", ["Ascend910_9392", "Ascend950PR_9589"])
 def test_a_job_without_the_launcher_is_as_safe(soc: str) -> None:
-    import json
-
     done = run_python(["-c", PROGRAM], soc=soc)
     assert done.returncode == 0, done.stderr
     found: tuple[list[dict[str, Any]], dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -132,3 +138,59 @@ def test_a_job_without_the_launcher_is_as_safe(soc: str) -> None:
     assert graphs["hccl_buffer_size"] <= 100, "the second one is small"
     assert variables == {"HCCL_CONNECT_TIMEOUT": "1200", "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
                          "HCCL_OP_EXPANSION_MODE": None, "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+
+
+ALLOCATOR = """
+import json, os
+import torch
+from npu_runner.errors import ConfigError
+from npu_runner.platforms import pick_platform
+
+said = []
+try:
+    pick_platform("npu").prepare_process(0, 1)
+except ConfigError as refusal:
+    said.append(str(refusal))
+try:
+    torch.npu.set_device(0)
+    torch.zeros(4, device="npu")
+    said.append(torch.npu.memory_reserved())
+except RuntimeError as refusal:
+    said.append(str(refusal))
+print(json.dumps([os.environ.get("PYTORCH_NPU_ALLOC_CONF"), *said]))
+"""
+GROWS = "expandable_segments:True"
+
+
+def allocator_with(**variables: str) -> list[Any]:
+    done = run_python(["-c", ALLOCATOR], **variables)
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(has_real_cann(), reason="the environment is chosen here")
+def test_a_host_that_exports_torchs_name_of_the_allocators_variable_starts() -> None:
+    """3 s. The wheel, 2.13.0, reads both names."""
+    ours, reserved = allocator_with(PYTORCH_ALLOC_CONF=GROWS)
+    assert ours is None, "what the user has set stays alone"
+    assert reserved > 0
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(has_real_cann(), reason="the environment is chosen here")
+def test_both_names_of_the_allocators_variable_are_refused_by_name_and_why() -> None:
+    """3 s."""
+    _, ours, theirs = allocator_with(PYTORCH_ALLOC_CONF="", PYTORCH_NPU_ALLOC_CONF=GROWS)
+    assert "PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set" in ours
+    assert "unset PYTORCH_ALLOC_CONF" in ours
+    assert "please set only one of them" in theirs, "what the wheel itself says"
+
+
+def test_pinned_memory_that_grows_is_refused_where_graphs_are_captured() -> None:
+    grows = {"PYTORCH_NPU_ALLOC_CONF": f"{GROWS}, pin_memory_expandable_segments:true"}
+    for fine in ("eager", "max-autotune"):
+        check_graph_mode(fine, grows)
+    with pytest.raises(ConfigError, match="pin_memory_expandable_segments:True: torch_npu captures no graph"):
+        check_graph_mode("reduce-overhead", grows)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.cann.environment import ROOT, environment, has_real_cann
 
 LAUNCHER = ROOT / "scripts/run_ascend.sh"
@@ -124,13 +124,19 @@ def test_the_regression_reports_what_ran(installed: dict[str, str], tmp_path: Pa
                           timeout=600)
     report = (out / "report.txt").read_text()
     assert done.returncode == 0, done.stdout + report
-    for step in ("doctor", "tests", "pictures", "batch", "compare", "bench"):
+    steps = ("doctor", "replay", "tests", "pictures", "batch", "compare", "bench")
+    assert re.findall(r"^(\w+) +(?:ok|FAILED) \(exit", report, re.MULTILINE) == [*steps], "replay is measured first"
+    for step in steps:
         assert f"{step:24} ok" in report
     assert json.loads((out / "summary.json").read_text())["rows"]["answered"] == 3
     assert "OMP_WAIT_POLICY=PASSIVE" in report
     for side in ("masked", "unmasked"):
         assert re.search(rf"DECODE_ATTENTION={side} +\d+\.\d+ start_s +\d+\.\d+ step_ms", report), report
-    assert re.search(r"\(b\) decode: \d+ GB/s read; eager\n.*device idle\n +1 +\d+\.\d{3} ", report), report
+    for side in ("waiting", "overlapped"):
+        found = re.search(rf"REPLAY={side} +\d+\.\d+ start_s +\d+\.\d+ step_ms.*", report)
+        assert found is not None, report
+        assert "other tokens" not in found[0]
+    assert re.search(r"\(b\) decode: \d+ GB/s read \(.+\); eager\n.*device idle\n +1 +\d+\.\d{3} ", report), report
     with tarfile.open(f"{out}.tar.gz") as archive:
         packed = {f"regression/{name}" for name in ("report.txt", "bench.txt", "tests.xml", "answers.jsonl")}
         assert packed <= set(archive.getnames())
@@ -147,6 +153,6 @@ def test_the_regression_says_what_failed(tmp_path: Path) -> None:
                           capture_output=True, text=True, timeout=600)
     report = (out / "report.txt").read_text()
     assert done.returncode == 1
-    assert "4 of 5 steps failed" in done.stdout
+    assert "5 of 6 steps failed" in done.stdout
     assert f"{'pictures':24} FAILED (exit status 9" in report
     assert f"{'tests':24} ok" in report

@@ -5,6 +5,7 @@ tests/npu/operator_table/table.json is what the wheels say; `python -m tests.npu
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -14,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from npu_runner.platforms.npu.versions import OLD_WHEELS, PAIRINGS
-from tests.cann.environment import has_real_cann, run_python
-from tests.cann.setup_site import SITE
+from tests.cann.environment import has_real_cann, installed_wheel, run_python
 from tests.npu.operator_table.__main__ import PACKAGE, SOURCES, TABLE, WHEELS
 from tests.npu.operator_table.uses import Reader, Use
 from tests.npu.operator_table.wheels import Wheel
@@ -29,6 +29,7 @@ OPTIONAL = {
 }
 """What a wheel may lack, with everything below it, and what is done there instead."""
 
+SUPPORTED = tuple(pair.torch_npu for pair in PAIRINGS)
 _TABLE = json.loads(TABLE.read_text())
 _READER = Reader(SOURCES, PACKAGE)
 _SCATTER = "npu_scatter_pa_kv_cache"
@@ -46,8 +47,9 @@ def missing(wheel: str, uses: Iterable[Use]) -> set[str]:
         if use.path not in _TABLE["names"]:
             found.add(f"{use.path} is not in the table: python -m tests.npu.operator_table")
         elif (text := fact(wheel, use.path)) is None:
+            is_somewhere = any(fact(each, use.path) for each in SUPPORTED)
             is_optional = any(use.path == name or use.path.startswith((f"{name}.", f"{name} ")) for name in OPTIONAL)
-            found |= set() if is_optional else {use.path}
+            found |= set() if is_optional or (use.is_asked and is_somewhere) else {use.path}
         else:
             found |= {f"{use.path}: {problem}" for problem in mismatches(text, use)}
     return found
@@ -155,6 +157,11 @@ def test_what_is_optional_is_missing_somewhere_and_used() -> None:
          "torch.ops.npu.npu_scatter_kv is not in"),
         ("ops.py", "row_idx_type=0", "row_type=0", "torch_npu.npu_moe_init_routing_v2: no row_type"),
         ("ops.py", "group_list_type=kind", "list_type=kind", "torch_npu.npu_grouped_matmul: no list_type"),
+        ("torchair.py", 'ops.npu, "_npu_moe_token_unpermute")', 'ops.npu, "_npu_moe_unpermute")',
+         "torch.ops.npu._npu_moe_unpermute is not in"),
+        ("ops.py", "torch_npu.npu_swiglu(", 'getattr(torch_npu, "npu_swish", None)(', "torch_npu.npu_swish is not in"),
+        ("ops.py", "torch_npu.npu_rms_norm(x, weight, eps)", 'getattr(torch_npu, "npu_rms_norm", None)(x)',
+         "torch_npu.npu_rms_norm: wants gamma"),
         ("gated_delta.py", "ssm_state_indices=slots_B", "slots=slots_B",
          "torch_npu.npu_recurrent_gated_delta_rule: no slots"),
     ],
@@ -168,12 +175,58 @@ def test_a_mistake_is_reported(file: str, old: str, new: str, reported: str, tmp
     assert any(problem.startswith(reported) for problem in found), found
 
 
+def lacking(names: Iterable[str]) -> set[str]:
+    """Those of torch's own names that the installed torch does not have."""
+    return {name for name in names if not _is_there(name)}
+
+
+def _is_there(name: str) -> bool:
+    home, _, attribute = name.rpartition(".")
+    return hasattr(importlib.import_module(home), attribute)
+
+
+def test_what_torch_itself_is_asked_for_is_spelled_as_torch_has_it(tmp_path: Path) -> None:
+    """Such a name may be missing in an older torch; one that the installed torch lacks too is a slip."""
+    assert _READER.asked_of_torch == {"torch._functorch.config.error_on_custom_op_aliasing"}
+    assert lacking(_READER.asked_of_torch) == set()
+    shutil.copytree(SOURCES, tmp_path / "npu", ignore=shutil.ignore_patterns("__pycache__"))
+    graphs = tmp_path / "npu/graphs.py"
+    graphs.write_text(graphs.read_text().replace('"error_on_custom_op_aliasing"', '"error_on_op_aliasing"'))
+    assert lacking(Reader(tmp_path / "npu", PACKAGE).asked_of_torch) == {"torch._functorch.config.error_on_op_aliasing"}
+
+
+CONVERTERS = """
+@register_fx_node_ge_converter(torch.ops.npu.npu_one.default)
+def one(x, *, meta_outputs=None): ...
+
+def several(x, weight, *, bias=None, meta_outputs=None): ...
+
+register_fx_node_ge_converter(torch.ops.npu.npu_two.default)(several)
+three = register_fx_node_ge_converter(torch.ops.npu.npu_three.default)(several)
+four = register_fx_node_ge_converter(torch.ops.npu.npu_four.List)(several)
+five = register_fx_node_ge_converter(torch.ops.npu.npu_five.default)(from_elsewhere)
+"""
+
+
+def test_converters_that_are_registered_by_a_call_are_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "torch_npu/dynamo/torchair/_ge_concrete_graph/ge_converter/custom"
+    folder.mkdir(parents=True)
+    (folder / "some.py").write_text(CONVERTERS)
+    wheel, several = Wheel(tmp_path), "(x, weight, *, bias=None, meta_outputs=None)"
+    found = {name: wheel.fact(f"GE converter of torch.ops.npu.npu_{name}") for name in ("one", "two", "three", "four")}
+    assert found == {"one": "(x, *, meta_outputs=None)", "two": several, "three": several, "four": None}
+    for each in SUPPORTED:
+        text = fact(each, "GE converter of torch.ops.npu.npu_grouped_matmul")
+        assert text is not None, each
+        assert "group_list" in parameters_of(text.strip("()")), each
+
+
 @pytest.mark.npu
 @pytest.mark.slow
 @pytest.mark.skipif(has_real_cann(), reason="another torch_npu may be installed there")
 def test_the_table_says_what_the_installed_wheel_says() -> None:
     """2.13.0's text is here; what it says of operators is what torch itself has once torch_npu is imported."""
-    wheel, paths = Wheel(SITE), list(_TABLE["names"])
+    wheel, paths = Wheel(installed_wheel()), list(_TABLE["names"])
     assert {path: wheel.fact(path) for path in paths} == {path: fact("2.13.0", path) for path in paths}
     names = [path.removeprefix("torch.ops.npu.") for path in paths
              if path.startswith("torch.ops.npu.") and fact("2.13.0", path) is not None]

@@ -2,7 +2,7 @@
 
 Its video processor as a whole needs torchvision, of which there is no build for this torch. What it would do between
 these steps is spelled out here: Pillow's bicubic resize (that of transformers' own image processor, which the tests of
-tests/multimodal compare with torch's), rescaling and normalising by their definition.
+tests/prompts compare with torch's), rescaling and normalising by their definition.
 """
 
 from __future__ import annotations

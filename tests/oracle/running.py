@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.multimodal.inputs import PromptInputs
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.base import DecodeForward, GraphCompiler
+from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.runner.model_runner import ModelRunner
 from tests.oracle import reference
 

@@ -13,8 +13,8 @@ import torch
 from npu_runner import LLM, SamplingParams
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.outputs import EngineStats, RequestOutput
+from npu_runner.request.outputs import EngineStats, RequestOutput
+from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle.running import greedy, need_two_devices, runner_of
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 from tests.oracle.tiny_checkpoints import VISION_OF

@@ -12,7 +12,7 @@ import pytest
 
 from npu_runner import LLM, PoolingParams
 from npu_runner.errors import ConfigError, ModelError, RequestError
-from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.request.prompt_inputs import PromptInputs
 from tests.films import film, moving_picture
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import POOLING, assert_same, expected_vector, save_bare, write_modules

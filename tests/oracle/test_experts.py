@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM
+from npu_runner.checkpoint.model_config import MoEConfig
+from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import ModelError, WeightsError
 from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.model_config import MoEConfig
+from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms import pick_platform
-from npu_runner.weights.loader import load_weights
-from npu_runner.weights.reader import CheckpointReader
 from tests.oracle.running import SMALL, assert_equals_reference
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 from tests.oracle.test_text_models import TEXTS

@@ -180,9 +180,10 @@ def test_transformers_says_the_same(length: int, platform_name: str) -> None:
     conv = peer.causal_conv1d_fn(inputs.x_TC.t()[None], weights.conv_CW, activation="silu")[0].t()
     q, k, v = conv.split([SHAPE.key_size, SHAPE.key_size, SHAPE.value_size], dim=-1)
     g = weights.neg_exp_A_V * torch.nn.functional.softplus(inputs.a_TV + weights.dt_bias_V)
-    arguments = [x.unflatten(-1, (heads, -1))[None]
-                 for x, heads in ((q, SHAPE.num_k_heads), (k, SHAPE.num_k_heads), (v, SHAPE.num_v_heads))]
-    arguments += [g[None], inputs.b_TV.sigmoid()[None]]
+    # transformers before 5.23 wants a key head for each value head; what follows gives the same to a later one.
+    group = SHAPE.num_v_heads // SHAPE.num_k_heads
+    keys = [x.unflatten(-1, (SHAPE.num_k_heads, -1)).repeat_interleave(group, dim=1)[None] for x in (q, k)]
+    arguments = [*keys, v.unflatten(-1, (SHAPE.num_v_heads, -1))[None], g[None], inputs.b_TV.sigmoid()[None]]
     for function in (peer.torch_chunk_gated_delta_rule, peer.torch_recurrent_gated_delta_rule):
         out, state = function(*arguments, output_final_state=True, use_qk_l2norm_in_kernel=True)
         assert_close(torch.cat([prefilled, decoded]), out[0].double())

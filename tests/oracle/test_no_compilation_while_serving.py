@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npu_runner import LLM
-from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle.reference import random_image
 from tests.oracle.running import SMALL, greedy
 

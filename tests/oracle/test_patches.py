@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from npu_runner.models.vision.patches import cut_patches
-from npu_runner.multimodal.image_settings import ImageSettings
-from npu_runner.multimodal.images import image_input
-from npu_runner.multimodal.inputs import ImageInput
+from npu_runner.prompts.media.image_settings import ImageSettings
+from npu_runner.prompts.media.images import image_input
+from npu_runner.request.prompt_inputs import ImageInput
 
 # (rows, columns) in merged tokens.
 GRIDS = [(1, 1), (3, 2), (1, 4), (3, 2), (5, 1)]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from openai.types import Completion
 
-import npu_runner.layers.prompt_scores as prompt_scores
+import npu_runner.sampling.prompt_scores as prompt_scores
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import RequestError
-from npu_runner.outputs import PromptLogprobs, RequestOutput
+from npu_runner.request.outputs import PromptLogprobs, RequestOutput
 from tests.oracle import reference
 from tests.oracle.running import SMALL, need_two_devices, runner_of
 

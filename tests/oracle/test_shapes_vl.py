@@ -8,7 +8,7 @@ import pytest
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import EMBEDDED
-from npu_runner.assets.drawing import TEST_SEEDS, Example, draw_example
+from scripts.shapes.drawing import TEST_SEEDS, Example, draw_example
 from tests.oracle import reference
 
 NUM_PICTURES, FEW_PICTURES = 200, 60

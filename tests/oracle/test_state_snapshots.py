@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from npu_runner import LLM
-from npu_runner.multimodal.inputs import PromptInputs
+from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle import reference
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_logits_equal, greedy, need_two_devices, runner_of
 from tests.oracle.tiny_checkpoints import VOCAB_SIZE

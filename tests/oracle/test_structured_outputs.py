@@ -17,7 +17,7 @@ from npu_runner import LLM, SamplingParams, StructuredOutputsParams
 from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import json_options, with_grammar
 from npu_runner.grammars.matchers import Matchers
-from npu_runner.outputs import RequestOutput
+from npu_runner.request.outputs import RequestOutput
 from npu_runner.runner.model_runner import ModelRunner
 from tests.oracle import reference
 from tests.oracle.random_schemas import random_schema
@@ -110,13 +110,12 @@ def theirs(path: Path, prompt: list[int], grammar: str) -> list[int]:
 
 
 def own_grammar(rule: StructuredOutputsParams) -> str:
-    """What llguidance makes of the user's words, by its own functions."""
-    from llguidance import LLMatcher
-
+    """The user's words as llguidance's own syntax has them; nothing is forced, as tokens are the model's to choose."""
+    head = '%llguidance {"no_forcing": true}\n'
     if rule.json is not None:
         options = {name: value for name, value in json_options(rule).items() if value is not None}
-        return LLMatcher.grammar_from_json_schema(json.dumps(rule.json), overrides=options)  # type: ignore[arg-type]
-    return LLMatcher.grammar_from_regex(str(rule.regex))
+        return f"{head}start: %json {json.dumps({**rule.json, 'x-guidance': options})}"
+    return f"{head}start: /{rule.regex}/"
 
 
 def test_greedy_equals_transformers_with_llguidances_own_mask(llm: LLM, path: Path) -> None:

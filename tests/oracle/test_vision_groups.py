@@ -28,7 +28,7 @@ def images_of(runner: ModelRunner) -> list[Any]:
     rng = np.random.default_rng(0)
     pictures = [random_image(rng, *size) for size in SIZES]
     content = [*({"type": "image", "image": picture} for picture in pictures), {"type": "text", "text": "which"}]
-    images: list[Any] = runner.processor([{"role": "user", "content": content}]).images
+    images: list[Any] = runner.checkpoint.processor([{"role": "user", "content": content}]).images
     return images
 
 

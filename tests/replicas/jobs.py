@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REPLICA, RANK = b"npu_runner.replicas.process_main", b"npu_runner.engine.executors.worker"
+REPLICA, RANK = b"npu_runner.serving.replicas.process_main", b"npu_runner.engine.executors.worker"
 _ANY = b"npu_runner."
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

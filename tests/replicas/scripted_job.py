@@ -18,8 +18,8 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError, ModelError, NpuRunnerError
-from npu_runner.outputs import RequestOutput
-from npu_runner.replicas import fleet, process
+from npu_runner.request.outputs import RequestOutput
+from npu_runner.serving.replicas import fleet, process
 from tests.batch.scripted import ScriptedEngine, ScriptedModel
 
 STEP_SECONDS = 0.005

@@ -6,9 +6,9 @@ import os
 import signal
 from typing import Any
 
-from npu_runner.outputs import RequestOutput
-from npu_runner.prompt_replicas.server import PromptServer
-from npu_runner.replicas.base import ReplicaFacts
+from npu_runner.request.outputs import RequestOutput
+from npu_runner.serving.prompt_replicas.server import PromptServer
+from npu_runner.serving.replicas.base import ReplicaFacts
 
 POISON = [7, 7, 7, 7]
 

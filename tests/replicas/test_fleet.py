@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from npu_runner.errors import ConfigError, JobError, ReplicaDeadError
-from npu_runner.replicas.base import (
+from npu_runner.serving.replicas.base import (
     Begun,
     Event,
     Finished,
@@ -23,8 +23,8 @@ from npu_runner.replicas.base import (
     Returned,
     RowRun,
 )
-from npu_runner.replicas.fleet import Fleet, FleetHooks, Verdict
-from npu_runner.replicas.row_queue import RowQueue
+from npu_runner.serving.replicas.fleet import Fleet, FleetHooks, GivenUp
+from npu_runner.serving.replicas.row_queue import RowQueue
 
 
 @dataclass
@@ -101,7 +101,8 @@ def run_of(indices: Sequence[int]) -> RowRun:
 
 
 def hooks_of(**hooks: Any) -> FleetHooks:
-    quiet = {"make_run": run_of, "say": lambda line: None, "suspect": lambda rows: None, "accuse": lambda *_: None}
+    quiet = {"make_run": run_of, "say": lambda line: None, "isolate": lambda rows: None,
+             "record_death": lambda *_: None}
     return FleetHooks(**{**quiet, **hooks})
 
 
@@ -112,12 +113,12 @@ def fleet_of(
     """`verdicts`: deaths alone after which a row is given up."""
     alone: Counter[int] = Counter()
 
-    def accuse(row: int, error: ReplicaDeadError) -> Verdict | None:
+    def record_death(row: int, error: ReplicaDeadError) -> GivenUp | None:
         alone[row] += 1
         is_enough = alone[row] >= verdicts
-        return Verdict(index=row, code="request_failed", message=str(error)) if is_enough else None
+        return GivenUp(index=row, code="request_failed", message=str(error)) if is_enough else None
 
-    hooks = hooks_of(accuse=accuse, make_run=make_run)
+    hooks = hooks_of(record_death=record_death, make_run=make_run)
     replicas = [lambda place=place: ScriptedReplica(script, place) for place in range(len(script.speeds))]
     return Fleet(replicas, queue or RowQueue(num_rows), hooks, **options)
 
@@ -145,7 +146,7 @@ def test_every_row_is_done_once_however_often_they_die(num_replicas: int, seed: 
     finished, given_up = serve(fleet)
     assert sorted(finished) == list(range(300))
     assert given_up == []
-    assert sum(slot.num_deaths for slot in fleet.slots) > 0
+    assert sum(state.num_deaths for state in fleet.states) > 0
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
@@ -168,19 +169,19 @@ def test_no_replica_idles_while_another_has_ten_rows_waiting(speeds: Sequence[fl
     idle = []
 
     def look() -> None:
-        waiting = [len(slot.held) - len(slot.begun) for slot in fleet.slots]
-        nobody_asks = not any(slot.is_asked for slot in fleet.slots)
-        idle.append(nobody_asks and max(waiting) >= 10 and any(not slot.held for slot in fleet.slots))
+        waiting = [len(state.held) - len(state.begun) for state in fleet.states]
+        nobody_asks = not any(state.is_asked for state in fleet.states)
+        idle.append(nobody_asks and max(waiting) >= 10 and any(not state.held for state in fleet.states))
         script.speeds = speeds
-        if all(len(slot.held) <= len(slot.begun) for slot in fleet.slots):
-            for slot in fleet.slots:  # what is begun stays where it is: let that end
-                slot.replica._speed = 4  # type: ignore[union-attr]
+        if all(len(state.held) <= len(state.begun) for state in fleet.states):
+            for state in fleet.states:  # what is begun stays where it is: let that end
+                state.replica._speed = 4  # type: ignore[union-attr]
 
     finished, _ = serve(fleet, look)
     assert sorted(finished) == list(range(150))
     # A poll is needed to see that one has nothing left, and another one to ask.
     assert not any(all(idle[place : place + 3]) for place in range(len(idle)))
-    assert max(slot.num_finished for slot in fleet.slots) > 150 // len(speeds)
+    assert max(state.num_finished for state in fleet.states) > 150 // len(speeds)
 
 
 def test_what_came_before_a_failure_is_told_first() -> None:
@@ -208,7 +209,7 @@ def test_what_came_before_a_failure_is_told_first() -> None:
         with pytest.raises(JobError, match="its workers cannot start"):
             poll_on()
     assert told
-    assert len(told) == fleet.slots[0].num_finished
+    assert len(told) == fleet.states[0].num_finished
 
 
 def test_neighbours_go_together() -> None:
@@ -231,8 +232,8 @@ def test_rows_behind_the_window_wait() -> None:
     seen = []
 
     def look() -> None:
-        num_done = sum(slot.num_finished for slot in fleet.slots)
-        seen.append(max((max(slot.held) for slot in fleet.slots if slot.held), default=0))
+        num_done = sum(state.num_finished for state in fleet.states)
+        seen.append(max((max(state.held) for state in fleet.states if state.held), default=0))
         assert seen[-1] < num_done + 12
         queue.allow(num_done + 10)
 
@@ -262,7 +263,7 @@ def test_with_nobody_left_it_says_so() -> None:
 def test_a_queue_gives_each_row_once_within_its_limit_and_suspects_by_themselves() -> None:
     queue = RowQueue(20)
     queue.allow(10)
-    queue.suspect([4])
+    queue.isolate([4])
     queue.drop([6])
     assert list(queue.take(50)) == [0, 1, 2, 3, 5, 7, 8, 9]
     assert (len(queue), list(queue.take(1))) == (0, [])

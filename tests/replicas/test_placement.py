@@ -15,7 +15,7 @@ import pytest
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.cuda.platform import CudaPlatform
 from npu_runner.platforms.npu.platform import NpuPlatform
-from npu_runner.replicas.placement import on_devices, place
+from npu_runner.serving.replicas.placement import on_devices, place
 from tests.batch.scripted import row, write_rows
 from tests.cann.environment import environment
 from tests.npu.programs.generate import Case
@@ -101,7 +101,8 @@ NPU = [sys.executable, "-m", "npu_runner", "batch", "-i", "in.jsonl", "--platfor
 
 def both_ways(folder: Path, *options: str, look: Callable[[], Any] = lambda: None) -> list[Any]:
     """The job over one device and over all: answers are the same. Returns what `look` saw after each."""
-    env = environment(num_devices=2, memory_bytes=1 << 30, allow_fp32_attention=True)
+    # The start tries the largest frames of films that max_model_len allows: 0.6 GiB in float32.
+    env = environment(num_devices=2, memory_bytes=2 << 30, allow_fp32_attention=True)
     seen = []
     for name, size in (("one.jsonl", "1"), ("all.jsonl", "auto")):
         done = subprocess.run([*NPU, *options, "-o", name, "--data-parallel-size", size], env=env, cwd=folder,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.batch.scripted import row, write_rows
 from tests.replicas.jobs import (
     RANK,

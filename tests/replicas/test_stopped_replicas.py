@@ -18,12 +18,22 @@ import numpy as np
 import pytest
 
 from npu_runner.errors import ReplicaDeadError
-from npu_runner.replicas import family, process
-from npu_runner.replicas.base import Begun, Event, Finished, FinishedRow, Ready, Replica, ReplicaFacts, Returned, RowRun
-from npu_runner.replicas.fleet import Fleet, FleetHooks
-from npu_runner.replicas.placement import Placement
-from npu_runner.replicas.process import ProcessReplica
-from npu_runner.replicas.row_queue import RowQueue
+from npu_runner.serving.replicas import process
+from npu_runner.serving.replicas.base import (
+    Begun,
+    Event,
+    Finished,
+    FinishedRow,
+    Ready,
+    Replica,
+    ReplicaFacts,
+    Returned,
+    RowRun,
+)
+from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replicas.placement import Placement
+from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.row_queue import RowQueue
 from tests.replicas.jobs import wait_until_gone
 
 # Who waits for a stopped process waits for ever.
@@ -82,7 +92,7 @@ def run_of(rows: Sequence[int]) -> RowRun:
 def stop(replica: Replica | None) -> int:
     assert isinstance(replica, ProcessReplica)
     os.kill(replica.process_id, signal.SIGSTOP)
-    while not family.is_stopped(replica.process_id):
+    while not replica._started.is_stopped:
         time.sleep(0.002)
     return replica.process_id
 
@@ -113,19 +123,19 @@ def test_others_go_on_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     answers: list[FinishedRow] = []
     monkeypatch.setattr(process, "STOPPED_SECONDS", math.inf)
-    hooks = FleetHooks(make_run=run_of, say=said.append, suspect=lambda rows: None, accuse=lambda *_: None)
+    hooks = FleetHooks(make_run=run_of, say=said.append, isolate=lambda rows: None, record_death=lambda *_: None)
     replicas = [functools.partial(made, f"replica {number}") for number in range(2)]
     queue = RowQueue(NUM_ROWS)
     queue.allow(0)
     with Fleet(replicas, queue, hooks) as fleet:
         fleet.load()
-        victim = stop(fleet.slots[0].replica)
+        victim = stop(fleet.states[0].replica)
         queue.allow(NUM_ROWS)
         fleet.begin(None)
         while len(answers) < NUM_ROWS - MAX_ROWS:
             answers += fleet.poll(0.1)[0]
         assert not said
-        assert len(fleet.slots[0].held) == MAX_ROWS, "these were sent to it"
+        assert len(fleet.states[0].held) == MAX_ROWS, "these were sent to it"
         monkeypatch.setattr(process, "STOPPED_SECONDS", 1.0)
         while not fleet.is_over:
             answers += fleet.poll(0.1)[0]

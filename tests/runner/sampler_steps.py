@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from npu_runner.layers.sampler import Sampler, SamplerOutput
-from npu_runner.multimodal.sampling_ids import resolve_sampling
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.prompts.text.sampling_ids import resolve_sampling
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.sampling.sampler import Sampler, SamplerOutput
 
 EOS = 2
 

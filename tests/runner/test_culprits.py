@@ -13,7 +13,7 @@ import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import EngineDeadError, OutOfMemoryError, RequestError
-from npu_runner.outputs import RequestOutput
+from npu_runner.request.outputs import RequestOutput
 from tests.oracle.running import runner_of
 
 SETTINGS: dict[str, Any] = {"platform": "cpu", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import base64
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS
+from npu_runner.request.limits import LIMITS
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -82,6 +84,53 @@ def test_prompts_come_in_vllms_shapes(llm: LLM, folder: Path) -> None:
     assert [found.outputs[0].token_ids for found in llm.generate(shapes, GREEDY)] == [expected.token_ids] * 4
     plain = llm.generate([{"prompt_token_ids": [5, 6]}, {"prompt": "x", "multi_modal_data": None}, [5, 6]], GREEDY)
     assert plain[0].token_ids == plain[2].token_ids
+
+
+def test_token_ids_come_as_arrays_and_tensors(llm: LLM) -> None:
+    ids = [5, 6, 300, 7]
+    (expected,) = llm.generate([ids], GREEDY)
+    one = [np.array(ids), np.array(ids, np.uint16), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32),
+           [np.int64(token) for token in ids], list(torch.tensor(ids)), tuple(np.array(ids)), array("I", ids),
+           {"prompt_token_ids": np.array(ids)}, {"prompt": torch.tensor(ids)}]  # fmt: skip
+    for prompt in one:
+        (found,) = llm.generate(prompt, GREEDY)
+        assert found.token_ids == expected.token_ids
+    many = [np.array([ids, ids]), torch.tensor([ids, ids]), [np.array(ids), ids], iter([torch.tensor(ids), ids])]
+    for prompts in many:
+        assert [found.token_ids for found in llm.generate(prompts, GREEDY)] == [expected.token_ids] * 2
+    found, wanted = (llm.generate(texts, GREEDY) for texts in (np.array(["red", "a circle"]), ["red", "a circle"]))
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    assert llm.generate(np.array([], np.int64), GREEDY) == [], "as of an empty list"
+
+
+@pytest.mark.parametrize("prompt", [
+    np.array([5.0, 6.0]), np.array([True]), np.array(5), torch.tensor(5), torch.tensor([0.5]), [5, np.float32(6)],
+    [5, torch.tensor(True)], np.array([[[5]]]), np.array([5, 2**60]), np.array([-1]), [np.True_],
+], ids=repr)  # fmt: skip
+def test_arrays_that_are_no_token_ids_are_named(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompt, GREEDY)
+    assert caught.value.code == "invalid_type"
+
+
+@pytest.mark.parametrize(("prompts", "params", "named"), [
+    ("a", {"max_tokens": 3}, "dict {'max_tokens': 3} is not SamplingParams"), ("a", {}, "dict"), ("a", 5, "int 5"),
+    (["a", "b"], "ab", "str 'ab'"), ("a", "x", "str 'x'"), (iter(["a"]), {"max_tokens": 3}, "dict"),
+    (["a", "b"], [GREEDY, {"max_tokens": 3}], "prompt 1: .*dict"), (["a"], [None], "prompt 0: .*NoneType None"),
+    (iter(["a", "b"]), iter([GREEDY, "b"]), "prompt 1: .*str 'b'"),
+], ids=range(9))  # fmt: skip
+def test_what_is_no_sampling_params_is_named(llm: LLM, prompts: Any, params: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=named) as caught:
+        llm.generate(prompts, params)
+    assert caught.value.param == "sampling_params"
+
+
+def test_what_is_no_sampling_params_costs_its_prompt_alone_where_errors_are_results(llm: LLM) -> None:
+    params: Any = [GREEDY, {"max_tokens": 3}, GREEDY]
+    fine, bad, last = llm.generate(["a", "b", "c"], params, return_errors=True)
+    assert (bad.finish_reason, bad.error_code) == ("error", "invalid_type")
+    assert fine.token_ids
+    assert last.token_ids
 
 
 @pytest.mark.parametrize(("item", "param"), [

@@ -13,8 +13,8 @@ import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import RequestError
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.outputs import CompletionOutput, RequestOutput
+from npu_runner.request.outputs import CompletionOutput, RequestOutput
+from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle import reference
 from tests.oracle.running import SMALL, greedy, runner_of
 

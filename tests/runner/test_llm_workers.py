@@ -18,11 +18,11 @@ from PIL import Image
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import JobError, RequestError
-from npu_runner.limits import MIB
-from npu_runner.workers.options import PreprocessingOptions
+from npu_runner.request.limits import MIB
+from npu_runner.serving.workers.options import PreprocessingOptions
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "enforce_eager": True,

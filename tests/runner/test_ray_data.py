@@ -18,9 +18,9 @@ from PIL import Image
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.errors import ConfigError
 from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.faults.poisoned_strategy import install, poisoned_copy
 from tests.films import film, moving_picture
 

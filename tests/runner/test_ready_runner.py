@@ -11,8 +11,8 @@ import pytest
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
-from npu_runner.outputs import RequestOutput
+from npu_runner.request.outputs import RequestOutput
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.oracle.running import runner_of
 
 SETTINGS = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 512}

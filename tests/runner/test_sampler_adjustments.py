@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from npu_runner.errors import RequestError
-from npu_runner.layers.sampler import ALL_BANNED
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.sampling.sampler import ALL_BANNED
 from tests.runner.sampler_steps import (
     EOS,
     Conversation,

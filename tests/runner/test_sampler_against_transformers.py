@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams
 from tests.runner.sampler_steps import EOS, Conversation, generate, tokens_over_unit_interval
 
 transformers = pytest.importorskip("transformers")

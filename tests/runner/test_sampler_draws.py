@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams
 from tests.runner.sampler_steps import draw_many, make_sampler, sample_one, step, tokens_over_unit_interval
 
 COMBINATIONS = [

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npu_runner.layers.sampler import Sampler
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.sampling.sampler import Sampler
 from tests.runner.sampler_steps import Conversation, MemoryRunsOut, generate, make_sampler, run_together, step
 
 VOCAB = 300

@@ -11,9 +11,10 @@ import pytest
 
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.llm_engine import LLMEngine
-from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.runner.start_clock import StartClock
 from strategies.base import LoadStrategy
+from strategies.opened import open_checkpoint
 
 _SETTINGS = {"platform": "cpu", "enforce_eager": True, "kv_cache_bytes": 1 << 20, "max_model_len": 64}
 _PROGRAM = """
@@ -40,14 +41,14 @@ def test_one_process_reads_a_tokenizer_once(checkpoint: Callable[..., Path], mon
         return make(strategy, config)
 
     monkeypatch.setattr(LoadStrategy, "processor", counted)
-    with LLMEngine(RunnerConfig.from_keywords(checkpoint("qwen3"), **_SETTINGS)):
+    with LLMEngine(open_checkpoint(RunnerConfig.from_keywords(checkpoint("qwen3"), **_SETTINGS))):
         assert len(made) == 1
 
 
 def test_a_start_tells_its_phases_in_order(checkpoint: Callable[..., Path]) -> None:
-    with LLMEngine(RunnerConfig.from_keywords(checkpoint("qwen3"), **_SETTINGS)) as engine:
+    with LLMEngine(open_checkpoint(RunnerConfig.from_keywords(checkpoint("qwen3"), **_SETTINGS))) as engine:
         assert list(engine.info.start_seconds) == [
-            "setting the device", "reading config and tokenizer", "loading weights", "compiling kernels",
+            "reading config and tokenizer", "setting the device", "loading weights", "compiling kernels",
             "profiling memory", "allocating the KV cache"]
 
 

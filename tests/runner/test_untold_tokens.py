@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from npu_runner import SamplingParams
-from npu_runner.layers.sampler import Sampler
-from npu_runner.layers.steering import SteeredRows
-from npu_runner.multimodal.reasoning import ReasoningTokens
 from npu_runner.platforms.download import Download
+from npu_runner.request.thinking import ReasoningTokens
+from npu_runner.sampling.sampler import Sampler
+from npu_runner.sampling.token_constraints import ConstrainedRows
 
 START, END, WORD = 1, 2, 5
 
@@ -36,7 +36,7 @@ def test_only_the_last_tokens_of_a_budget_are_waited_for(budget: int) -> None:
     Slow.waited.clear()
     tokens: Any = ReasoningTokens(start="<think>", end="</think>", start_id=START, end_id=END)
     sampler = Sampler(vocab_size=8, max_num_seqs=2, eos_token_ids=[7], device=torch.device("cpu"),
-                      download=lambda x: Slow(x.cpu()), steered=SteeredRows(None, tokens, [7]))
+                      download=lambda x: Slow(x.cpu()), constrained=ConstrainedRows(None, tokens, [7]))
     sampler.add(0, SamplingParams(temperature=0, max_thinking_tokens=budget), [3], seed=0, thinking="open")
     logits_BV = torch.zeros(1, 8)
     logits_BV[0, WORD] = 9.0

@@ -88,7 +88,7 @@ class AnswerWriter:
                     if not is_open or self._num_unsynced >= self._sync_rows or time.monotonic() >= self._sync_at:
                         self._sync()
                 except OSError as error:
-                    self._failure = explain_late_error(f"output {self._name}", error)
+                    self._failure = explain_late_error(f"output {self._name}", error, was_tried=self._is_regular)
                 except OutputLostError as error:
                     self.num_kept, self._failure = 0, error
             with self._room:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,10 @@ import numpy as np
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
-from npu_runner.batch.files.input_file import STANDARD_STREAM, InputScan
+from npu_runner.batch.files.input_file import InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
 from npu_runner.batch.files.output_file import rows_in_order, scan_output
+from npu_runner.batch.files.place import Place
 from npu_runner.batch.files.rows_file import RowsFile
 from npu_runner.errors import ConfigError, OutputLostError
 
@@ -58,15 +58,16 @@ class Destination(Protocol):
     def num_there(self, rows: InputScan) -> tuple[int, int]: ...
 
 
-def open_destination(output: str, *, overwrite: bool, retry_errors: bool, errors: Path | None = None) -> Destination:
-    """Standard output and devices are streams; everything else is a file. `errors`: where failed rows go instead."""
-    path = Path(output)
-    if output == STANDARD_STREAM or (path.exists() and not path.is_file() and not path.is_dir()):
+def open_destination(
+    output: Place, *, overwrite: bool, retry_errors: bool, errors: Place | None = None
+) -> Destination:
+    """`errors`: where failed rows go instead."""
+    if output.is_stream:
         if errors is not None:
-            raise ConfigError(f"error_file {errors}: the output is a stream, and who resumes the one cannot resume the "
+            raise ConfigError(f"{errors.title}: the output is a stream, and who resumes the one cannot resume the "
                               "other; name a file as output, or leave it out")
         return StreamDestination(output)
-    return FileDestination(path, overwrite=overwrite, retry_errors=retry_errors, errors=errors)
+    return FileDestination(output, overwrite=overwrite, retry_errors=retry_errors, errors=errors)
 
 
 class StreamDestination:
@@ -76,29 +77,18 @@ class StreamDestination:
     error_path: Path | None = None
     earlier: Manifest | None = None
 
-    def __init__(self, output: str):
-        self.name = "standard output" if output == STANDARD_STREAM else output
-        self._output = output
-        self._descriptor = -1
+    def __init__(self, place: Place):
+        self.name = place.name
+        self._place = place
 
     def __enter__(self) -> StreamDestination:
-        if self._output != STANDARD_STREAM:
-            with clear_file_errors(f"output {self._output}"):
-                self._descriptor = os.open(self._output, os.O_WRONLY)
-            return self
-        # Whatever prints meanwhile (a library, a compiler) must not end up among the answers.
-        sys.stdout.flush()
-        self._descriptor = os.dup(1)
-        os.dup2(2, 1)
+        self._place.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._output == STANDARD_STREAM:
-            sys.stdout.flush()
-            os.dup2(self._descriptor, 1)
-        os.close(self._descriptor)
+        self._place.__exit__(kind, error, trace)
 
     def look(self) -> None:
         """There is nothing to see."""
@@ -110,7 +100,7 @@ class StreamDestination:
         return 0
 
     def begin(self, manifest: Manifest) -> Writers:
-        return Writers(AnswerWriter(os.dup(self._descriptor), self.name))
+        return Writers(AnswerWriter(os.dup(self._place.descriptor), self.name))
 
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
         """Rows went out in order already, if that was asked for."""
@@ -126,12 +116,12 @@ class FileDestination:
     Nothing is changed before `begin`. A row is in one of the two; both are looked at, repaired and put in order alike.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool, retry_errors: bool, errors: Path | None = None):
-        self._answers = RowsFile(path, "output")
-        self._errors = None if errors is None else RowsFile(errors, "error_file")
+    def __init__(self, place: Place, *, overwrite: bool, retry_errors: bool, errors: Place | None = None):
+        self._answers = RowsFile(place)
+        self._errors = None if errors is None else RowsFile(errors)
         self.path: Path = self._answers.path
         self.error_path = None if self._errors is None else self._errors.path
-        self.name = str(path)
+        self.name = place.name
         self.earlier: Manifest | None = None
         self._overwrite = overwrite
         self._retry_errors = retry_errors
@@ -158,6 +148,8 @@ class FileDestination:
         if self._overwrite:
             self._kept = self._answers.scan.keys[:0]
             return
+        for file in self._files:
+            file.try_to_append()
         self.earlier = Manifest.load(self.path)
         if self.earlier is None and self._answers.scan.num_bytes:
             raise ConfigError(

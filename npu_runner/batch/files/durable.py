@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from npu_runner.batch.files.names import new_version_path
 from npu_runner.errors import ConfigError, JobError
 
 # The settings were fine, the machine gave out: worth the same command again once there is room.
@@ -28,23 +30,24 @@ def clear_file_errors(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def late_file_errors(what: str) -> Iterator[None]:
-    """Turn an OSError into a JobError, whatever it is: for what happens after the first row was written."""
+def late_file_errors(what: str, *, was_tried: bool = True) -> Iterator[None]:
+    """Turn an OSError into a JobError, whatever it is: for what happens after the first row was written.
+
+    `was_tried`: the place could be read or written when the job began.
+    """
     try:
         yield
     except OSError as error:
-        raise explain_late_error(what, error) from error
+        raise explain_late_error(what, error, was_tried=was_tried) from error
 
 
-def explain_late_error(what: str, error: OSError) -> JobError:
-    """The error for an operation that failed while the job ran: the settings were good when it began."""
+def explain_late_error(what: str, error: OSError, *, was_tried: bool = True) -> JobError:
+    """The error for an operation that failed while the job ran."""
     explained = explain_file_error(what, error)
     if isinstance(explained, JobError):
         return explained
-    return JobError(
-        f"{what}: {error.strerror or error}, which was not so when the job began; when that is mended the same command "
-        "goes on from here"
-    )
+    reason = f"{error.strerror or error}{', which was not so when the job began' if was_tried else ''}"
+    return JobError(f"{what}: {reason}; when that is mended the same command goes on from here")
 
 
 def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
@@ -53,7 +56,7 @@ def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return JobError(f"{what}: {reason}; make room and run the same command again, finished rows are kept")
     if error.errno == errno.EPIPE:
-        return JobError(f"{what}: the reader of the answers has gone ({reason})")
+        return JobError(f"{what}: its reader has gone ({reason})")
     if error.errno in _MACHINE_GAVE_OUT:
         return JobError(f"{what}: {reason}; when that is mended the same command goes on from here")
     return ConfigError(f"{what}: {reason}; choose a place that exists and can be written")
@@ -62,11 +65,11 @@ def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a new version of a file: killed at any moment, the old one or the new one is there, whole and on disk."""
-    new = _new_version(path)
+    new = new_version_path(path)
+    descriptor = _create(new)
     try:
-        with open(new, "wb") as file:
-            if path.exists():
-                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
+        with open(descriptor, "wb") as file:
+            _take_mode(file.fileno(), path)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -79,12 +82,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def remove_torn_version(path: Path) -> None:
     """Remove what a process left that was killed in `replacing`: it may be as large as the file."""
-    _new_version(path).unlink(missing_ok=True)
+    new_version_path(path).unlink(missing_ok=True)
 
 
-def _new_version(path: Path) -> Path:
-    # Always the same name: what a killed process leaves is found by the next one.
-    return path.with_name(f".{path.name}.new")
+def _create(path: Path) -> int:
+    """A new, empty file. Whatever has the name goes: a link that somebody put there is not followed."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _take_mode(descriptor: int, path: Path) -> None:
+    """The permissions of the file that it will replace, if there is one."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            os.fchmod(descriptor, mode & 0o777)
 
 
 def sync_folder(folder: Path) -> None:

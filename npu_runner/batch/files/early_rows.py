@@ -10,7 +10,7 @@ import tempfile
 from typing import IO
 
 from npu_runner.batch.files.durable import late_file_errors
-from npu_runner.replicas.base import FinishedRow
+from npu_runner.serving.replicas.base import FinishedRow
 
 _MAX_BYTES_IN_MEMORY = 64 << 20
 # Files are written to their end and never in the middle: one goes when none of its rows waits any more.
@@ -40,7 +40,7 @@ class EarlyRows:
             self._in_memory[row.number] = row
             self._num_bytes += len(row.data)
             return
-        with late_file_errors(f"rows that wait for their turn in {tempfile.gettempdir()}"):
+        with late_file_errors(f"rows that wait for their turn in {tempfile.gettempdir()}", was_tried=False):
             spool = self._spool()
             spool.file.write(row.data)
             spool.file.flush()

@@ -49,6 +49,11 @@ def fingerprint_model(folder: Path) -> dict[str, str]:
     return lines
 
 
+def files_that_count(folder: Path) -> list[Path]:
+    """Those that `fingerprint_model` looks at."""
+    return _files(folder, (*_WHOLE, *_WEIGHTS))
+
+
 def refuse_changed_files(folder: Path, lines: dict[str, str]) -> None:
     """Once all is loaded. Raises JobError where `fingerprint_model` does not find what it found before."""
     now = fingerprint_model(folder)

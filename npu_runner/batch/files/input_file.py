@@ -16,10 +16,10 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -39,9 +39,6 @@ class InputIdentity:
 
     num_bytes: int
     blake2b: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -256,6 +253,8 @@ def _is_end_of(earlier: InputIdentity, digest: hashlib.blake2b, position: int, p
 
 def _open(source: str, spool_folder: Path) -> BinaryIO:
     if source == STANDARD_STREAM:
+        if sys.stdin is None:
+            raise ConfigError("input -: standard input is closed; open it, or name a JSONL file of requests")
         return _spool(sys.stdin.buffer, spool_folder)
     try:
         file = open(source, "rb")  # noqa: SIM115 - returned open

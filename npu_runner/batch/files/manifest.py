@@ -8,18 +8,22 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from npu_runner import __version__
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
 from npu_runner.batch.files.input_file import InputIdentity
+from npu_runner.batch.files.names import manifest_path
 from npu_runner.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
+"""Of the file. 1 had no `npu_runner`; such a file is read, and written as 2 when its output goes on."""
 DECODERS = "prompts.decoders"
 """Versions of the libraries that decode pictures and films, among the settings."""
+_READABLE = (1, FORMAT)
 _ABSENT = "(not there)"
 
 
@@ -56,10 +60,7 @@ class Manifest:
     def save(self, output: Path) -> None:
         path = manifest_path(output)
         with clear_file_errors(f"manifest {path}"), replacing(path) as file:
-            fields = asdict(self)
-            if self.error_file is None:
-                del fields["error_file"]  # earlier versions do not know it, and go on with an output that has none
-            text = json.dumps({"format": FORMAT, **fields}, indent=2, sort_keys=True, ensure_ascii=False)
+            text = json.dumps(_to_json(self), indent=2, sort_keys=True, ensure_ascii=False)
             file.write(text.encode("utf-8") + b"\n")
 
     @staticmethod
@@ -71,9 +72,9 @@ class Manifest:
                 if not path.exists():
                     return None
                 fields = json.loads(path.read_bytes())
-            if fields.pop("format") != FORMAT:
-                raise ValueError("it is of another version of this program")
-            return Manifest(**{**fields, "input": InputIdentity(**fields["input"])})
+            if fields["format"] not in _READABLE:
+                raise ValueError(f"it is of npu-runner {fields.get('npu_runner', '(unknown)')}, this is {__version__}")
+            return _from_json(fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"manifest {path}: cannot be read ({error}); --overwrite starts afresh") from error
 
@@ -81,8 +82,31 @@ class Manifest:
         return replace(self, input=identity)
 
 
-def manifest_path(output: Path) -> Path:
-    return output.with_name(output.name + ".manifest.json")
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    """The names in the file, which stay whatever becomes of those in the code; `_from_json` reads the same."""
+    return {
+        "format": FORMAT,
+        "npu_runner": __version__,
+        "created": manifest.created,
+        "model_name": manifest.model_name,
+        "model_files": manifest.model_files,
+        "weights": manifest.weights,
+        "settings": manifest.settings,
+        "input": {"num_bytes": manifest.input.num_bytes, "blake2b": manifest.input.blake2b},
+        **({"error_file": manifest.error_file} if manifest.error_file is not None else {}),
+    }
+
+
+def _from_json(fields: dict[str, Any]) -> Manifest:
+    return Manifest(
+        created=fields["created"],
+        model_name=fields["model_name"],
+        model_files=fields["model_files"],
+        weights=fields.get("weights", {}),
+        settings=fields["settings"],
+        input=InputIdentity(num_bytes=fields["input"]["num_bytes"], blake2b=fields["input"]["blake2b"]),
+        error_file=fields.get("error_file"),
+    )
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -6,9 +6,11 @@ Knows nothing of what an answer says, beyond its name and whether it is an error
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import stat
 import time
 from array import array
 from collections.abc import Iterable, Iterator
@@ -18,8 +20,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.durable import explain_file_error, replacing
 from npu_runner.batch.files.input_file import keys_array
+from npu_runner.batch.files.names import lock_path
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.errors import ConfigError, OutputLostError
 
@@ -55,7 +58,7 @@ class OutputLock:
     """
 
     def __init__(self, output: Path):
-        self._path = output.with_name(output.name + ".lock")
+        self._path = lock_path(output)
         self._output = output
         self._descriptor = -1
 
@@ -165,13 +168,27 @@ def read_row(file: BinaryIO, start: int) -> dict[str, Any]:
 
 
 def _open_lock(path: Path) -> int:
-    with clear_file_errors(f"lock {path}"):
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Raises ConfigError where something else has the name: the pid is written into it, wherever a link leads."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise _no_lock(path) from error
+        raise explain_file_error(f"lock {path}", error) from error
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise _no_lock(path)
+
+
+def _no_lock(path: Path) -> ConfigError:
+    return ConfigError(f"lock {path}: is a link, or no file, so no job has made it; remove it, or choose another name")
 
 
 def _is_still_there(path: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 

@@ -14,6 +14,7 @@ import numpy as np
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, remove_torn_version, sync_folder
 from npu_runner.batch.files.output_file import OutputLock, OutputScan, keep_rows, rewrite_rows, scan_output
+from npu_runner.batch.files.place import Place
 from npu_runner.errors import ConfigError, JobError
 
 _SYNC_ROWS = 64
@@ -21,29 +22,27 @@ _SYNC_SECONDS = 2.0
 
 
 class RowsFile:
-    """`what`: the option that names it, for messages. Entered while a job runs; `scan` is what `look` has found."""
+    """Entered while a job runs; `scan` is what `look` has found. Raises ConfigError for a stream."""
 
     scan: OutputScan
 
-    def __init__(self, path: Path, what: str):
+    def __init__(self, place: Place):
+        if place.path is None:
+            raise ConfigError(f"{place.title}: is no file; a stream cannot be resumed")
+        self._place = place
         # Through links, so that two names of one file share one lock, and a link stays a link.
-        self.path: Path = path.resolve()
-        self.name = str(path)
-        self._what = what
+        self.path = place.path
+        self.name = place.name
         self._lock = OutputLock(self.path)
         self._seen: tuple[int, ...] | None = None
 
     @property
     def title(self) -> str:
-        return f"{self._what} {self.name}"
+        return self._place.title
 
     def __enter__(self) -> RowsFile:
-        if self.path.is_dir():
-            raise ConfigError(f"{self.title}: is a folder; name a file in it")
-        if not self.path.parent.is_dir():
-            raise ConfigError(f"{self.title}: the folder {self.path.parent} does not exist; make it first")
-        if self.path.exists() and not self.path.is_file():
-            raise ConfigError(f"{self.title}: is no file; a stream cannot be resumed")
+        with clear_file_errors(self.title):
+            self._place.try_own_names()
         self._lock.__enter__()
         return self
 
@@ -56,6 +55,12 @@ class RowsFile:
         with clear_file_errors(self.title):
             self._seen = _state_of(self.path)
             self.scan = scan_output(self.path)
+
+    def try_to_append(self) -> None:
+        """Raises ConfigError where rows could not be added to the file."""
+        if self._seen is not None:
+            with clear_file_errors(self.title):
+                os.close(_open(self.path, 0))
 
     def refuse_changes(self) -> None:
         """Raises JobError where the file is not what `look` has found."""
@@ -76,7 +81,7 @@ class RowsFile:
         """Add these rows of another file, whole and on disk."""
         if not wanted.any():
             return
-        with open(other.path, "rb") as source, open(self.path, "ab") as target:
+        with open(other.path, "rb") as source, open(_open(self.path), "ab") as target:
             for index in np.flatnonzero(wanted):
                 source.seek(int(other.scan.starts[index]))
                 target.write(source.readline())
@@ -84,7 +89,7 @@ class RowsFile:
             os.fsync(target.fileno())
 
     def open(self) -> AnswerWriter:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = _open(self.path)
         sync_folder(self.path.parent)
         return AnswerWriter(descriptor, self.name, path=self.path, sync_rows=_SYNC_ROWS, sync_seconds=_SYNC_SECONDS)
 
@@ -93,6 +98,11 @@ class RowsFile:
         order = found[found >= 0]
         if scan.num_broken_lines or not np.array_equal(order, np.arange(scan.num_rows)):
             rewrite_rows(self.path, scan, order)
+
+
+def _open(path: Path, create: int = os.O_CREAT) -> int:
+    """For more rows. Links were followed when the place was found: one that stands there now is somebody else's."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | create, 0o666)
 
 
 def _state_of(path: Path) -> tuple[int, ...] | None:

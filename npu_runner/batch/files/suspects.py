@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.names import suspects_path
 from npu_runner.errors import ConfigError, EngineDeadError
 
 FORMAT = 1
@@ -41,18 +43,18 @@ class Suspects:
         if self._path is not None and not overwrite:  # what an earlier output says goes when that goes, by `clear`
             self._rows = _load(self._path)
         if retry_errors:
-            self._rows |= {name: Suspicion() for name in self._rows if self.verdict(name) is not None}
+            self._rows |= {name: Suspicion() for name in self._rows if self.given_up(name) is not None}
 
     def names(self) -> list[str]:
         """The rows that have to run alone, or are given up."""
         return list(self._rows)
 
-    def verdict(self, custom_id: str) -> Suspicion | None:
+    def given_up(self, custom_id: str) -> Suspicion | None:
         """Why this row is given up without being run; None if it is not."""
         found = self._rows.get(custom_id)
         return found if found is not None and found.code is not None else None
 
-    def accuse(self, error: EngineDeadError) -> None:
+    def record_death(self, error: EngineDeadError) -> None:
         """Note whom the next run has to run alone, or to give up, after the engine died like that."""
         if len(error.request_ids) == 1:
             (name,) = error.request_ids
@@ -60,15 +62,15 @@ class Suspects:
             code = error.blame or ("request_failed" if num_deaths >= _MAX_DEATHS_ALONE else None)
             message = f"alone in its step, this row ended the job: {str(error).partition(chr(10))[0]}" if code else ""
             self._rows[name] = Suspicion(num_deaths=num_deaths, code=code, message=message)
-        self.suspect(error.request_ids)
+        self.isolate(error.request_ids)
 
-    def suspect(self, custom_ids: Iterable[str]) -> None:
+    def isolate(self, custom_ids: Iterable[str]) -> None:
         """Note that these have to run alone, in this run or the next."""
         for name in custom_ids:
             self._rows.setdefault(name, Suspicion())
         if self._rows and self._path is not None:
             with clear_file_errors(f"suspects {self._path}"), replacing(self._path) as file:
-                rows = {name: asdict(row) for name, row in self._rows.items()}
+                rows = {name: _to_json(row) for name, row in self._rows.items()}
                 file.write(json.dumps({"format": FORMAT, "rows": rows}, indent=1).encode() + b"\n")
 
     def clear(self) -> None:
@@ -79,8 +81,13 @@ class Suspects:
                 self._path.unlink(missing_ok=True)
 
 
-def suspects_path(output: Path) -> Path:
-    return output.with_name(output.name + ".suspects.json")
+def _to_json(row: Suspicion) -> dict[str, Any]:
+    """The names in the file, which stay whatever becomes of those in the code; `_from_json` reads the same."""
+    return {"num_deaths": row.num_deaths, "code": row.code, "message": row.message}
+
+
+def _from_json(fields: dict[str, Any]) -> Suspicion:
+    return Suspicion(num_deaths=fields["num_deaths"], code=fields["code"], message=fields["message"])
 
 
 def _load(path: Path) -> dict[str, Suspicion]:
@@ -91,6 +98,6 @@ def _load(path: Path) -> dict[str, Suspicion]:
             fields = json.loads(path.read_bytes())
         if fields["format"] != FORMAT:
             raise ValueError("it is of another version of this program")
-        return {str(name): Suspicion(**row) for name, row in fields["rows"].items()}
+        return {str(name): _from_json(row) for name, row in fields["rows"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"suspects {path}: cannot be read ({error}); without it all rows run together") from error

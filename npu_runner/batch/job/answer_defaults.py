@@ -8,8 +8,8 @@ from typing import Any
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.grammars.compile import with_grammar
-from npu_runner.limits import LIMITS
-from npu_runner.structured_outputs import StructuredOutputsParams
+from npu_runner.request.limits import LIMITS
+from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 _OPTION = "response_schema"
 

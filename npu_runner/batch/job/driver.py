@@ -15,11 +15,11 @@ from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.tally import Outcome, Tally
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import EngineDeadError, ReplicaDeadError
-from npu_runner.outputs import EngineStats
-from npu_runner.replicas.base import FinishedRow, ReplicaStats
-from npu_runner.replicas.fleet import Fleet, FleetHooks, Verdict
-from npu_runner.replicas.row_queue import RowQueue
-from npu_runner.replicas.slot import MakeReplica, added
+from npu_runner.request.outputs import EngineStats
+from npu_runner.serving.replicas.base import FinishedRow, ReplicaStats
+from npu_runner.serving.replicas.fleet import Fleet, FleetHooks, GivenUp
+from npu_runner.serving.replicas.replica_state import MakeReplica, added
+from npu_runner.serving.replicas.row_queue import RowQueue
 
 _IDLE_SECONDS = 0.2
 
@@ -50,19 +50,19 @@ class Driver:
         """Raises what replicas and `delivery` raise. Rows still under way when it stops are dropped."""
         while not self._should_stop() and not self._fleet.is_over:
             try:
-                finished, verdicts = self._fleet.poll(_IDLE_SECONDS)
+                finished, given_up = self._fleet.poll(_IDLE_SECONDS)
             except EngineDeadError as error:
-                self._suspects.accuse(error)
+                self._suspects.record_death(error)
                 raise
             for row in finished:
                 self._delivery.put(row)
-            for verdict in verdicts:
-                self._delivery.put(_given_up(self._book, verdict))
+            for lost in given_up:
+                self._delivery.put(_given_up(self._book, lost))
             self._delivery.count()
             self._progress.update(self._tally, self.engine_stats)
 
     def stats(self) -> ReplicaStats:
-        return added([slot.stats() for slot in self._fleet.slots])
+        return added([state.stats() for state in self._fleet.states])
 
     def engine_stats(self) -> EngineStats:
         return self.stats().engine
@@ -70,44 +70,44 @@ class Driver:
 
 def hooks_for(
     book: RowBook, suspects: Suspects, say: Callable[[str], None], *, rows_carry_data: bool = False,
-    recruit: Callable[[int], Sequence[MakeReplica]] | None = None,
+    scale_up: Callable[[int], Sequence[MakeReplica]] | None = None,
 ) -> FleetHooks:  # fmt: skip
     """What a fleet asks of a job. `rows_carry_data`: rows go to replicas with their bytes."""
     return FleetHooks(
         make_run=book.run_with_data if rows_carry_data else book.run,
         say=say,
-        suspect=functools.partial(_suspect, suspects, book),
-        accuse=functools.partial(_accuse, suspects, book),
-        recruit=recruit,
+        isolate=functools.partial(_isolate, suspects, book),
+        record_death=functools.partial(_record_death, suspects, book),
+        scale_up=scale_up,
     )
 
 
-def known_suspects(queue: RowQueue, book: RowBook, suspects: Suspects) -> list[Verdict]:
+def known_suspects(queue: RowQueue, book: RowBook, suspects: Suspects) -> list[GivenUp]:
     """Have rows run alone that earlier runs suspect. Returns those that are given up at once."""
-    verdicts = []
+    given_up = []
     for name, index in book.find(suspects.names()).items():
-        found = suspects.verdict(name)
+        found = suspects.given_up(name)
         if found is None:
-            queue.suspect([index])
+            queue.isolate([index])
         else:
-            verdicts.append(Verdict(index=index, code=str(found.code), message=found.message))
-    return verdicts
+            given_up.append(GivenUp(index=index, code=str(found.code), message=found.message))
+    return given_up
 
 
-def _suspect(suspects: Suspects, book: RowBook, rows: Sequence[int]) -> None:
-    suspects.suspect(name for name in map(book.name, rows) if name is not None)
+def _isolate(suspects: Suspects, book: RowBook, rows: Sequence[int]) -> None:
+    suspects.isolate(name for name in map(book.name, rows) if name is not None)
 
 
-def _accuse(suspects: Suspects, book: RowBook, row: int, error: ReplicaDeadError) -> Verdict | None:
+def _record_death(suspects: Suspects, book: RowBook, row: int, error: ReplicaDeadError) -> GivenUp | None:
     name = book.name(row)
     assert name is not None, f"row {row} has no custom_id, and no engine takes such a row"
-    suspects.accuse(EngineDeadError(str(error), request_ids=(name,), blame=error.blame))
-    found = suspects.verdict(name)
-    return None if found is None else Verdict(index=row, code=str(found.code), message=found.message)
+    suspects.record_death(EngineDeadError(str(error), request_ids=(name,), blame=error.blame))
+    found = suspects.given_up(name)
+    return None if found is None else GivenUp(index=row, code=str(found.code), message=found.message)
 
 
-def _given_up(book: RowBook, verdict: Verdict) -> FinishedRow:
+def _given_up(book: RowBook, row: GivenUp) -> FinishedRow:
     """The error row of a row that nobody gets any more."""
-    error = RowError(code=verdict.code, message=verdict.message, status_code=500)
-    data = error_row(error, custom_id=book.name(verdict.index), line=book.row(verdict.index).line)
-    return FinishedRow(verdict.index, Outcome(failure_code=verdict.code), data)
+    error = RowError(code=row.code, message=row.message, status_code=500)
+    data = error_row(error, custom_id=book.name(row.index), line=book.row(row.index).line)
+    return FinishedRow(row.index, Outcome(failure_code=row.code), data)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol
 
 from npu_runner.config import RunnerConfig
@@ -29,17 +28,15 @@ class ModelSide(Protocol):
 
 
 class CheckpointSide:
-    """A checkpoint folder and LLMEngine. The engine is given the processor, so that there is only one of them."""
+    """A checkpoint folder and LLMEngine, which is given what was opened here."""
 
     def __init__(self, config: RunnerConfig):
-        from strategies import pick_strategy  # torch comes with it: not before everything else is checked
+        from strategies.opened import open_checkpoint  # torch comes with it: not before everything else is checked
 
-        strategy = pick_strategy(Path(config.model))
-        self._config = config
-        self.generation_defaults = dict(strategy.read_config().generation_defaults)
-        self.processor = strategy.processor(config)
+        self._checkpoint = open_checkpoint(config)
+        self.processor, self.generation_defaults = self._checkpoint.processor, self._checkpoint.generation_defaults
 
     def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
         from npu_runner.engine.llm_engine import LLMEngine
 
-        return LLMEngine(self._config, processor=self.processor, wants_grammars=wants_grammars)
+        return LLMEngine(self._checkpoint, wants_grammars=wants_grammars)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from npu_runner.errors import ConfigError
-from npu_runner.limits import LIMITS
-from npu_runner.replicas.options import AUTO, ReplicaOptions
-from npu_runner.workers.options import PreprocessingOptions, default_num_workers
+from npu_runner.request.limits import LIMITS
+from npu_runner.serving.replicas.options import AUTO, ReplicaOptions
+from npu_runner.serving.workers.options import PreprocessingOptions, default_num_workers
 
 PROGRESS_STYLES = ("auto", "bar", "lines", "off")
 
@@ -22,7 +22,8 @@ class BatchOptions:
     output: str
     """JSONL file of answers, resumed if it exists; - writes standard output (which cannot be resumed)."""
     error_file: Path | None = None
-    """JSONL file of failed rows, which are there and not in the output, as in OpenAI's batch; None: in the output."""
+    """JSONL file of failed rows, which are there and not in the output, as in OpenAI's batch; no stream; None: in the
+    output."""
     allowed_media_dir: Path | None = None
     """Pictures and films may be files below this folder; None: only data: URLs are allowed."""
     ordered: bool = False
@@ -33,9 +34,10 @@ class BatchOptions:
     """Replace an existing output instead of resuming it."""
     summary: Path | None = None
     """Write the closing summary of this run to this file, as JSON, also when an error ended it; a resumed job counts
-    what it added."""
+    what it added. - writes standard output, if nothing else does."""
     report: Path | None = None
-    """Write a page to look at (pictures, strips of films, questions, answers) to this HTML file."""
+    """Write a page to look at (pictures, strips of films, questions, answers) to this HTML file; - writes standard
+    output, if nothing else does."""
     report_rows: int = 300
     """Most rows on the page; failed and unexpected answers come first."""
     cached_tokens: bool = False

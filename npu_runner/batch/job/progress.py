@@ -1,6 +1,6 @@
 """Shows how a job gets on: a bar on a terminal, a plain line now and then elsewhere. Writes to stderr only.
 
-Knows nothing of the engine beyond its counters.
+Where nobody can read that any more it goes quiet. Knows nothing of the engine beyond its counters.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import TextIO, cast
 
 from tqdm import tqdm
 
 from npu_runner.batch.job.tally import Tally
-from npu_runner.outputs import EngineStats
+from npu_runner.processes.patient_streams import PatientStream, patient
+from npu_runner.request.outputs import EngineStats
 
 _BAR_SECONDS = 0.5
 _LINE_SECONDS = 10.0
@@ -22,8 +23,9 @@ _LINE_SECONDS = 10.0
 class Progress:
     """Call `update` as often as you like; it draws when it is time to."""
 
-    def __init__(self, style: str = "auto", stream: TextIO | None = None):
-        self._stream = sys.stderr if stream is None else stream
+    def __init__(self, style: str = "auto", stream: TextIO | PatientStream | None = None):
+        self._stream = patient(sys.stderr if stream is None else stream)
+        self._out = cast(TextIO, self._stream)
         if style == "auto":
             style = "bar" if self._stream.isatty() else "lines"
         self._style = style
@@ -33,19 +35,24 @@ class Progress:
         self._last_time = 0.0
         self._last_counts = (0, 0, 0)
 
+    @property
+    def silence(self) -> str | None:
+        """Why it has gone quiet; None: whatever was to be shown was written."""
+        return None if self._style == "off" else self._stream.silence
+
     def say(self, message: str) -> None:
         """A line for the person who watches."""
         if self._bar is not None:
-            self._bar.write(message, file=self._stream)
+            self._bar.write(message, file=self._out)
         elif self._style != "off":
-            print(message, file=self._stream, flush=True)
+            print(message, file=self._out, flush=True)
 
     def start(self, num_rows: int, num_before: int) -> None:
         """Serving begins; `num_before` of the rows are finished already."""
         self._num_rows, self._num_before, self._last_time = num_rows, num_before, time.monotonic()
         if self._style == "bar":
             self._bar = tqdm(
-                total=num_rows, initial=num_before, unit="row", file=self._stream, dynamic_ncols=True, smoothing=0.1
+                total=num_rows, initial=num_before, unit="row", file=self._out, dynamic_ncols=True, smoothing=0.1
             )
 
     def update(self, tally: Tally, get_stats: Callable[[], EngineStats], *, is_last: bool = False) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from npu_runner.batch.files.durable import late_file_errors, replacing
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.output_file import read_row, rows_in_order, scan_output
+from npu_runner.batch.files.place import Place
 from npu_runner.batch.job.answer_fields import fields_of
 from npu_runner.batch.job.tally import is_as_expected
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
@@ -27,7 +27,7 @@ from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.batch.rows.openai_response import texts_of
 from npu_runner.errors import JobError, RequestError
-from npu_runner.workers.pool import PoolLimits, WorkerPool
+from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 
 _MAX_THUMBNAILS_PER_ROW = 8
 _MAX_TEXT = 4000
@@ -77,7 +77,7 @@ class _Counts:
 
 
 def write_report(
-    target: Path,
+    target: Place,
     file: InputFile,
     rows: InputScan,
     output: Path,
@@ -95,18 +95,18 @@ def write_report(
     there by now.
     """
     try:
-        with late_file_errors(f"report {target}"):
+        with target.late_errors():
             outputs = [output] if errors is None else [output, errors]
             cards, counts = _cards(_Joined(file, outputs, rows, max_row_bytes), thumbnails, worker, max_rows)
             page = _page(cards, counts, rows.num_rows, output.name)
-            with replacing(target) as page_file:
+            with target.writing() as page_file:
                 # "replace": it shows rows that were refused for half a surrogate pair, which no file can hold.
                 page.dump(page_file, encoding="utf-8", errors="replace")
     except JobError as error:
         raise JobError(f"{error}. The answers are complete in {output}; the report alone is missing") from error
     except Exception as error:  # the border where a fault of the page becomes a reported failure
         raise JobError(
-            f"report {target}: cannot be made ({type(error).__name__}: {error}). The answers are complete in {output}; "
+            f"{target.title}: cannot be made ({type(error).__name__}: {error}). The answers are complete in {output}; "
             "the report alone is missing"
         ) from error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import npu_runner
-from npu_runner.batch.files.elsewhere import CarriedRow
+from npu_runner.batch.files.carried_rows import CarriedRow
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
@@ -22,10 +22,10 @@ from npu_runner.batch.rows.preprocessing import PreparedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.multimodal.media import MediaRules
-from npu_runner.replicas.base import RawRow, ReplicaFacts, RowRun
-from npu_runner.replicas.inline import InlineReplica
-from npu_runner.workers.pool import NOT_YET, PoolLimits, WorkerPool
+from npu_runner.prompts.media.media import MediaRules
+from npu_runner.serving.replicas.base import RawRow, ReplicaFacts, RowRun
+from npu_runner.serving.replicas.inline import InlineReplica
+from npu_runner.serving.workers.pool import NOT_YET, PoolLimits, WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,14 @@ changed before the model stands ready.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO, cast
 
 import numpy as np
 
@@ -22,26 +24,27 @@ from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job import delivery, making
-from npu_runner.batch.job.closing import check_names, make_report, save_summary
-from npu_runner.batch.job.crew import Crew, report_of
+from npu_runner.batch.job import delivery, manifest_check
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
-from npu_runner.batch.job.gathering import gathered
+from npu_runner.batch.job.job_outputs import make_report, save_summary
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
+from npu_runner.batch.job.replica_plan import ReplicaPlan, planned_replicas, report_of
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobSummary, ReplicaReport
 from npu_runner.batch.job.tally import Tally
 from npu_runner.batch.rows.openai_response import JobStamp
-from npu_runner.checkpoint import resolve_checkpoint
+from npu_runner.checkpoint.location import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError
-from npu_runner.replicas.base import ReplicaStats
-from npu_runner.replicas.fleet import Fleet
-from npu_runner.replicas.row_queue import RowQueue
-from npu_runner.workers.options import num_cpus
+from npu_runner.processes.patient_streams import PatientStream, patient_stderr
+from npu_runner.serving.replicas.base import ReplicaStats
+from npu_runner.serving.replicas.fleet import Fleet
+from npu_runner.serving.replicas.row_queue import RowQueue
+from npu_runner.serving.workers.options import num_cpus
 
 _MAX_DIGEST_THREADS = 4
 
@@ -68,12 +71,12 @@ def run_batch(
     command may simply be run again. Of a job that ended so after its input was read there is a summary as well.
     `open_model` stands in for a checkpoint and LLMEngine.
     """
-    progress = Progress(options.progress)
-    check_names(options)
-    with StopSignals() as signals:
-        job = _Job(config, options, progress, signals, open_model)
+    places = find_places(options, config.model)
+    with StopSignals() as signals, _quiet_streams() as stderr, places.beside_the_answers():
+        progress = Progress(options.progress, stderr)
+        job = _Job(config, options, places, progress, signals, open_model)
         try:
-            _run_locked(job, options, signals)
+            _run_locked(job, options, places, signals)
         except NpuRunnerError as error:
             if job.has_something_to_say(error):
                 job.say_summary(error)
@@ -83,9 +86,16 @@ def run_batch(
         return job.say_summary()
 
 
-def _run_locked(job: _Job, options: BatchOptions, signals: StopSignals) -> None:
+@contextlib.contextmanager
+def _quiet_streams() -> Iterator[PatientStream]:
+    """Within, whatever is printed goes to a standard error that raises nothing: no words of a library end a job."""
+    with patient_stderr() as stderr, contextlib.redirect_stdout(cast(TextIO, stderr)):
+        yield stderr
+
+
+def _run_locked(job: _Job, options: BatchOptions, places: Places, signals: StopSignals) -> None:
     destination = open_destination(
-        options.output, overwrite=options.overwrite, retry_errors=options.retry_errors, errors=options.error_file)
+        places.output, overwrite=options.overwrite, retry_errors=options.retry_errors, errors=places.error_file)
     try:
         with destination, signals.interrupting():
             job.run(destination)
@@ -99,12 +109,14 @@ class _Job:
         self,
         config: RunnerConfig,
         options: BatchOptions,
+        places: Places,
         progress: Progress,
         signals: StopSignals,
         open_model: Callable[[RunnerConfig], ModelSide],
     ):
         self._config = config
         self._options = options
+        self._places = places
         self._progress = progress
         self._signals = signals
         self._open_model = open_model
@@ -123,7 +135,7 @@ class _Job:
 
     def run(self, destination: Destination) -> None:
         destination.look()
-        if self._options.report is not None and destination.path is None:
+        if self._places.report is not None and destination.path is None:
             raise ConfigError("report: it is made from the output file, and this output cannot be read again")
         with self._open_input(destination) as file:
             work = self._work = self._plan(file, destination)
@@ -145,7 +157,7 @@ class _Job:
             )
         folder = resolve_checkpoint(self._config.model, self._config.revision)
         files = fingerprint_model(folder)
-        making.refuse_another_model(destination, files)
+        manifest_check.refuse_another_model(destination, files)
         finished = destination.finished(rows)
         self._num_resumed, self._num_failed_kept = int(finished.sum()), destination.num_failed_kept()
         return _Work(rows=rows, wanted=~finished, model_folder=folder, model_files=files)
@@ -158,9 +170,10 @@ class _Job:
         if not self._is_cut_short:
             file.refuse_changes()
             destination.finish(work.rows, is_ordered=self._options.ordered)
-            if self._options.report is not None:
-                make_report(self._options, self._config.max_source_pixels, file, work.rows, destination)
-                self._progress.say(f"report    {self._options.report}")
+            if self._places.report is not None:
+                make_report(
+                    self._places.report, self._options, self._config.max_source_pixels, file, work.rows, destination)
+                self._progress.say(f"report    {self._places.report.name}")
 
     def _open_input(self, destination: Destination) -> InputFile:
         path = destination.path
@@ -173,28 +186,29 @@ class _Job:
             self._progress.say(f"resuming: {self._num_resumed} of {work.rows.num_rows} rows are finished")
         # The folder that was looked at, whatever a hub id stands for a moment later.
         given = self._config.replace(model=str(work.model_folder), revision=None)
-        taken = making.config_to_go_on_with(given, destination.earlier)
+        taken = manifest_check.config_to_go_on_with(given, destination.earlier)
         book = RowBook(work.rows, work.wanted, file.source)
         suspects = Suspects(destination.path, overwrite=self._options.overwrite,
                             retry_errors=self._options.retry_errors)
-        with gathered(taken, self._options, file.source, self._open_model) as crew:
-            self._num_workers = round(crew.workers_each * len(crew.replicas))
-            if crew.notice is not None:
-                self._progress.say(crew.notice)
-            self._serve_with(crew, work, destination, book, suspects, loading=making.loading(given, taken, destination))
+        with planned_replicas(taken, self._options, file.source, self._open_model) as plan:
+            self._num_workers = round(plan.workers_each * len(plan.replicas))
+            if plan.notice is not None:
+                self._progress.say(plan.notice)
+            loading = manifest_check.loading(given, taken, destination)
+            self._serve_with(plan, work, destination, book, suspects, loading=loading)
 
     def _serve_with(
-        self, crew: Crew, work: _Work, destination: Destination, book: RowBook, suspects: Suspects, *,
+        self, plan: ReplicaPlan, work: _Work, destination: Destination, book: RowBook, suspects: Suspects, *,
         loading: AbstractContextManager[None],
     ) -> None:  # fmt: skip
         queue = RowQueue(book.num_rows)
         if self._options.ordered and destination.path is None:
-            queue.allow(self._window(crew))
-        hooks = hooks_for(book, suspects, self._progress.say, rows_carry_data=crew.rows_carry_data,
-                          recruit=crew.recruit)  # fmt: skip
+            queue.allow(self._window(plan))
+        hooks = hooks_for(book, suspects, self._progress.say, rows_carry_data=plan.rows_carry_data,
+                          scale_up=plan.scale_up)  # fmt: skip
         given_up = known_suspects(queue, book, suspects)
         with (
-            Fleet(crew.replicas, queue, hooks, max_restarts=crew.max_restarts, given_up=given_up) as fleet,
+            Fleet(plan.replicas, queue, hooks, max_restarts=plan.max_restarts, given_up=given_up) as fleet,
             self._digests(work) as digests,
         ):
             with loading:
@@ -205,7 +219,7 @@ class _Job:
             self._progress.say(f"model {work.model_folder}: {shown}\n{facts.ledger}")
             if not digests.is_done:
                 self._progress.say("the model is ready; waiting until its weights are hashed")
-            manifest = making.manifest_of(
+            manifest = manifest_check.manifest_of(
                 destination, facts, model_name=work.model_folder.name, model_files=work.model_files,
                 weights=digests.lines(), input=work.rows.identity,
             )  # fmt: skip
@@ -216,9 +230,9 @@ class _Job:
                 suspects.clear()
             fleet.begin(self._stamp(manifest))
             try:
-                self._drive(fleet, book, suspects, self._delivery(writers, queue, crew))
+                self._drive(fleet, book, suspects, self._delivery(writers, queue, plan))
             finally:
-                self._num_workers = round(crew.workers_each * len(fleet.slots))
+                self._num_workers = round(plan.workers_each * len(fleet.states))
 
     def _digests(self, work: _Work) -> WeightDigests:
         return WeightDigests(work.model_folder, num_threads=max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2)))
@@ -240,17 +254,17 @@ class _Job:
         finally:
             self._serve_ended = time.monotonic()
             self._stats = driver.stats()
-            self._replicas = tuple(report_of(slot) for slot in fleet.slots) if len(fleet.slots) > 1 else ()
+            self._replicas = tuple(report_of(state) for state in fleet.states) if len(fleet.states) > 1 else ()
             self._progress.close()
 
-    def _delivery(self, writers: Writers, queue: RowQueue, crew: Crew) -> Delivery:
+    def _delivery(self, writers: Writers, queue: RowQueue, plan: ReplicaPlan) -> Delivery:
         # A file is put in order when all of its rows are there; only a stream has to keep to it.
         if self._options.ordered and writers.answers.is_stream:
-            return OrderedDelivery(writers, self._tally, queue.allow, window=self._window(crew))
+            return OrderedDelivery(writers, self._tally, queue.allow, window=self._window(plan))
         return Delivery(writers, self._tally)
 
-    def _window(self, crew: Crew) -> int:
-        return delivery.MAX_ROWS_OUT_OF_ORDER * len(crew.replicas)
+    def _window(self, plan: ReplicaPlan) -> int:
+        return delivery.MAX_ROWS_OUT_OF_ORDER * len(plan.replicas)
 
     def _stamp(self, manifest: Manifest) -> JobStamp:
         return JobStamp(
@@ -264,7 +278,7 @@ class _Job:
     def _nothing_to_do(self, work: _Work, destination: Destination) -> None:
         self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
         self._signals.defer()
-        manifest = making.manifest_without_model(
+        manifest = manifest_check.manifest_without_model(
             destination, model_name=work.model_folder.name, model_files=work.model_files, input=work.rows.identity
         )
         # No row is added, but the file is repaired, or made for an input that is empty so far.
@@ -284,9 +298,10 @@ class _Job:
         summary = self._summary(error)
         for line in summary.to_lines():
             self._progress.say(line)
+        summary = replace(summary, silence=self._progress.silence)  # these lines may have been the first to be lost
         try:
-            if self._options.summary is not None:
-                save_summary(self._options.summary, summary)
+            if self._places.summary is not None:
+                save_summary(self._places.summary, summary)
         except JobError as second:
             if error is None:
                 raise

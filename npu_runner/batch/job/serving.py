@@ -14,10 +14,10 @@ from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
 from npu_runner.errors import RequestError
-from npu_runner.outputs import RequestOutput
-from npu_runner.replicas.base import FinishedRow
-from npu_runner.replicas.engine_loop import Engine, EngineLoop, Flight
-from npu_runner.workers.pool import Finished, WorkerFailure, WorkerPool
+from npu_runner.request.outputs import RequestOutput
+from npu_runner.serving.replicas.base import FinishedRow
+from npu_runner.serving.replicas.engine_loop import Engine, EngineLoop, Flight
+from npu_runner.serving.workers.pool import Finished, WorkerFailure, WorkerPool
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from npu_runner.batch.job.tally import Tally
 from npu_runner.errors import ConfigError, NpuRunnerError
-from npu_runner.outputs import EngineStats
-from npu_runner.replicas.base import ReplicaStats
+from npu_runner.request.outputs import EngineStats
+from npu_runner.serving.replicas.base import ReplicaStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,8 @@ class JobSummary:
     replicas: tuple[ReplicaReport, ...] = ()
     """Where there are several."""
     is_interrupted: bool = False
+    silence: str | None = None
+    """Why progress went quiet before the end; None: it did not."""
     error: NpuRunnerError | None = None
     """What ended the run before its end, or kept it from its last steps (order, report)."""
 
@@ -89,6 +91,7 @@ class JobSummary:
             "exit_status": self.exit_status,
             "interrupted": self.is_interrupted,
             "error": None if self.error is None else str(self.error),
+            "progress": {"quiet": self.silence is not None, "reason": self.silence},
             "rows": self._rows(),
             "tokens": self._tokens(),
             "seconds": self._seconds(),

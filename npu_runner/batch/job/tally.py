@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from npu_runner.outputs import RequestOutput
+from npu_runner.request.outputs import RequestOutput
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ import numpy as np
 from PIL import Image
 
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS
-from npu_runner.multimodal.image_formats import open_picture
-from npu_runner.multimodal.images import open_image
-from npu_runner.multimodal.media import load_media
-from npu_runner.multimodal.video_files import VideoFile
+from npu_runner.prompts.media.image_formats import open_picture
+from npu_runner.prompts.media.images import open_image
+from npu_runner.prompts.media.media import load_media
+from npu_runner.prompts.media.video_files import VideoFile
+from npu_runner.request.limits import LIMITS
 
 SIDE = 360
 FRAMES = 6  # of a film, at half the side

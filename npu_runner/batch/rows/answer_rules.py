@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from npu_runner.errors import RequestError
-from npu_runner.structured_outputs import StructuredOutputsParams
+from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _SCHEMA = "response_format.json_schema.schema"

@@ -13,13 +13,13 @@ from npu_runner.batch.rows.answer_rules import Strict
 from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestBody
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS, check_count, plain_template_kwargs
-from npu_runner.multimodal.effort import Effort, kwargs_with_effort
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.multimodal.media import MediaRules, resolve_media
-from npu_runner.multimodal.tool_parsers import parse_calls
-from npu_runner.outputs import CompletionOutput, PromptLogprobs
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.prompts.media.media import MediaRules, resolve_media
+from npu_runner.prompts.text.effort import Effort, kwargs_with_effort
+from npu_runner.prompts.text.tool_parsers import parse_calls
+from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs
+from npu_runner.request.outputs import CompletionOutput, PromptLogprobs
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 
 _UNSERVED_ROLES = ("function",)
 
@@ -206,7 +206,7 @@ class ChatBody(RequestBody):
         parser = processor.parser_of_calls() if tools else None
         kwargs = kwargs_with_effort(self.chat_template_kwargs, self.reasoning_effort, processor.template_reads)
         prompt = processor(
-            conversation, kwargs, tools=tools,
+            conversation, kwargs, tools=tools, is_call_forced=self.is_call_forced,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             truncate_prompt_tokens=processor.most_prompt_tokens(params),
@@ -218,9 +218,13 @@ class ChatBody(RequestBody):
         )
         return prompt, form
 
+    @property
+    def is_call_forced(self) -> bool:
+        """The answer is to be calls and nothing else."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
     def with_forced_calls(self, params: SamplingParams, processor: PromptProcessor) -> SamplingParams:
-        choice, rules = self.tool_choice, self.said_rules()
-        is_forced = choice == "required" or isinstance(choice, NamedTool)
+        choice, rules, is_forced = self.tool_choice, self.said_rules(), self.is_call_forced
         if is_forced and not self.tools:
             raise RequestError("tool_choice: a call is forced, and there are no tools", "invalid_value", "tool_choice")
         if self.tools and choice != "none" and rules and params.structured_outputs is not None:

@@ -16,11 +16,11 @@ from pydantic import Discriminator, Tag
 from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestBody
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, finite, opened, to_json, write_prompt_logprobs
 from npu_runner.errors import RequestError
-from npu_runner.limits import shown
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.multimodal.media import MediaRules
-from npu_runner.outputs import CompletionOutput, PromptLogprobs, TokenLogprob
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.prompts.media.media import MediaRules
+from npu_runner.request.limits import shown
+from npu_runner.request.outputs import CompletionOutput, PromptLogprobs, TokenLogprob
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's, for this endpoint alone
 

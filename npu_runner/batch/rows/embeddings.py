@@ -18,10 +18,10 @@ from npu_runner.batch.rows.chat import Message, check_messages, refuse_messages
 from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, Prompts, RowBody
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS, check_count
-from npu_runner.multimodal.media import MediaRules, resolve_media
-from npu_runner.outputs import CompletionOutput, PromptLogprobs
-from npu_runner.pooling_params import PoolingParams
+from npu_runner.prompts.media.media import MediaRules, resolve_media
+from npu_runner.request.limits import LIMITS, check_count
+from npu_runner.request.outputs import CompletionOutput, PromptLogprobs
+from npu_runner.request.pooling_params import PoolingParams
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs",
                 "mm_processor_kwargs")

@@ -16,13 +16,13 @@ from pydantic import Tag, field_validator
 from npu_runner.batch.rows.answer_rules import AnswerRules, Strict
 from npu_runner.batch.rows.logprobs_json import LogprobsJson
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS, check_count, shown
-from npu_runner.multimodal.inputs import PromptInputs
-from npu_runner.multimodal.media import MediaRules
-from npu_runner.outputs import CompletionOutput, PromptLogprobs
-from npu_runner.pooling_params import PoolingParams
-from npu_runner.sampling_params import SamplingParams
-from npu_runner.structured_outputs import StructuredOutputsParams
+from npu_runner.prompts.media.media import MediaRules
+from npu_runner.request.limits import LIMITS, check_count, shown
+from npu_runner.request.outputs import CompletionOutput, PromptLogprobs
+from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 RequestParams = SamplingParams | PoolingParams
 Prompts = PromptInputs | tuple[PromptInputs, ...]
@@ -45,7 +45,8 @@ class PromptProcessor(Protocol):
 
     def __call__(
         self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
-        tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None, is_call_forced: bool = False,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptInputs: ...
@@ -145,7 +146,7 @@ class RowBody(Strict):
     def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> RequestParams:
         """What the row asks for, over `defaults` (the checkpoint's SamplingParams) for fields it leaves out.
 
-        `fallback_seed` stands in for a missing seed, so that a resumed job draws what an undisturbed one would have.
+        `fallback_seed` stands in for a missing one: a resumed job draws by the seed that an undisturbed one would have.
         """
 
     def with_forced_calls(self, params: Any, processor: PromptProcessor) -> Any:

@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from npu_runner.outputs import CompactLogprobs, PositionLogprobs, PromptLogprobs, PromptTokenLogprobs, TokenLogprob
+from npu_runner.request.outputs import (
+    CompactLogprobs,
+    PositionLogprobs,
+    PromptLogprobs,
+    PromptTokenLogprobs,
+    TokenLogprob,
+)
 
 # What OpenAI sends for minus infinity, which JSON cannot say.
 LOWEST_LOGPROB = -9999.0

@@ -18,7 +18,7 @@ from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.endpoint import RowBody
 from npu_runner.batch.rows.shape import check_shape
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS, check_count, shown
+from npu_runner.request.limits import LIMITS, check_count, shown
 
 ENDPOINTS: dict[str, type[RowBody]] = {
     "/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody, "/v1/embeddings": EmbeddingBody,

@@ -1,7 +1,7 @@
 """Writes rows of OpenAI's batch result format. Knows nothing of files, pictures or how an answer came about.
 
 A row's bytes follow from the request, the answer and the job's manifest alone: no clock, no counter, no chance.
-So a resumed job writes what an undisturbed one would have written.
+So a resumed job writes the ids that an undisturbed one would have written.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 
 from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
-from npu_runner.outputs import RequestOutput
+from npu_runner.request.outputs import RequestOutput
 
+_CALLERS_FAULTS = ("invalid_structured_outputs", "unsupported_parameter")
+"""Codes of completions that were given up for what was asked for."""
 _SERVED_FINISH_REASONS = ("stop", "length")
 
 
@@ -52,7 +54,7 @@ def why_unanswered(output: RequestOutput) -> RowError | None:
         return None
     code = lost.error_code or ("generation_aborted" if lost.finish_reason == "abort" else "generation_failed")
     message = lost.error or f"completion {lost.index} ended with finish_reason {lost.finish_reason}"
-    return RowError(code=code, message=message, status_code=500)
+    return RowError(code=code, message=message, status_code=400 if code in _CALLERS_FAULTS else 500)
 
 
 def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp) -> bytes:

@@ -16,8 +16,8 @@ from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_hal
 from npu_runner.batch.rows.openai_response import RowError
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS
-from npu_runner.multimodal.media import MediaRules
+from npu_runner.prompts.media.media import MediaRules
+from npu_runner.request.limits import LIMITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,6 @@ def _rejected(custom_id: str | None, error: RequestError) -> RejectedRow:
 
 
 def _seed_of(job_seed: int, custom_id: str) -> int:
-    """A row without a seed draws the same in every run of the job, whatever ran before it."""
+    """A row without a seed has the same one in every run of the job, whatever ran before it."""
     digest = hashlib.blake2b(f"{job_seed} {custom_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # seed + index of each of n completions stays within 64 bits

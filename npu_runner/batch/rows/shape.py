@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_runner.errors import RequestError
-from npu_runner.limits import LIMITS
+from npu_runner.request.limits import LIMITS
 
 PIECE_BYTES = 1 << 20
 """Rows are read in pieces of this size; one that is a single piece is read by the json module."""

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from npu_runner.config import RunnerConfig
 from npu_runner.engine.executors.base import Executor
-from npu_runner.multimodal.processor import ChatProcessor
+from strategies.opened import OpenedCheckpoint
 
 
-def make_executor(config: RunnerConfig, model_path: Path, processor: ChatProcessor,
-                  wants_grammars: Callable[[], bool] = lambda: False) -> Executor:
-    """In this process for one rank, which then shares `processor`; spawned processes for more.
+def make_executor(checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool] = lambda: False) -> Executor:
+    """In this process for one rank; spawned processes for more, which open the checkpoint again.
 
     Those ask nobody whether grammars are wanted.
     """
-    if config.tensor_parallel_size == 1:
+    if checkpoint.config.tensor_parallel_size == 1:
         from npu_runner.engine.executors.inline import InlineExecutor
 
-        return InlineExecutor(config, model_path, processor, wants_grammars)
+        return InlineExecutor(checkpoint, wants_grammars)
     from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 
-    return SharedMemoryExecutor(config, model_path)
+    return SharedMemoryExecutor(checkpoint.config, checkpoint.path)

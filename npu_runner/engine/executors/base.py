@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.errors import RequestError
+from npu_runner.grammars.matchers import Rule
 from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
 
 CLOSED = "the engine was closed, by its user or after what ended it; make a new one"
@@ -52,6 +55,16 @@ class Executor(ABC):
         """One step with nothing else under way."""
         self.submit(batch)
         return self.collect()
+
+    @property
+    def builds_here(self) -> bool:
+        """Whether `build_rules` is no call of another process, so that it costs nothing to begin early."""
+        return False
+
+    @abstractmethod
+    def build_rules(self, rules: Sequence[Rule], patience: float) -> dict[int, RequestError | None]:
+        """As steps do with `new_rules` and `ModelRunnerOutput.rules`, where none is under way: waits until all that was
+        asked for is done, `patience` seconds at most."""
 
     @abstractmethod
     def counters(self) -> RunnerCounters: ...

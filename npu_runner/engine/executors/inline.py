@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.engine.executors.base import CLOSED, Executor, RunnerCounters
 from npu_runner.engine.executors.channel import RING_SIZE
-from npu_runner.errors import EngineDeadError, NpuRunnerError, StepError
-from npu_runner.multimodal.processor import ChatProcessor
+from npu_runner.errors import EngineDeadError, NpuRunnerError, RequestError, StepError
+from npu_runner.grammars.matchers import Rule
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.model_runner import ModelRunner
+from strategies.opened import OpenedCheckpoint
 
 
 @dataclass
@@ -29,10 +28,8 @@ class _Step:
 
 
 class InlineExecutor(Executor):
-    def __init__(self, config: RunnerConfig, model_path: Path, processor: ChatProcessor | None = None,
-                 wants_grammars: Callable[[], bool] = lambda: False):
-        self._runner: ModelRunner | None = ModelRunner(config, model_path, processor=processor,
-                                                       wants_grammars=wants_grammars)
+    def __init__(self, checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool] = lambda: False):
+        self._runner: ModelRunner | None = ModelRunner(checkpoint, wants_grammars=wants_grammars)
         self._under_way: deque[_Step] = deque()
         self.info = self._runner.info()
 
@@ -83,6 +80,13 @@ class InlineExecutor(Executor):
         if self._runner is not None:
             # The interrupt may have come while a picture was being booked, here in this process.
             self._runner.vision_cache.release()
+
+    @property
+    def builds_here(self) -> bool:
+        return self._runner is not None
+
+    def build_rules(self, rules: Sequence[Rule], patience: float) -> dict[int, RequestError | None]:
+        return self._ready_runner().build_rules(rules, patience)
 
     def counters(self) -> RunnerCounters:
         return RunnerCounters() if self._runner is None else runner_counters(self._runner)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,7 +23,9 @@ from npu_runner.engine.executors.base import CLOSED, Executor, RunnerCounters
 from npu_runner.engine.executors.channel import RING_SIZE, Payloads, PhaseBoard, Record
 from npu_runner.engine.executors.rank_process import RankProcess, RankStart, end_ranks, open_store
 from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
-from npu_runner.errors import EngineDeadError, StepError, blame_for
+from npu_runner.errors import EngineDeadError, RequestError, StepError, blame_for
+from npu_runner.grammars.matchers import Rule
+from npu_runner.processes.stopwatch import LOOK_SECONDS, Stopwatch
 from npu_runner.runner.base import ModelRunnerOutput
 
 # A process may be stopped for a moment by hand; this long it holds up all the others.
@@ -59,8 +62,8 @@ class SharedMemoryExecutor(Executor):
         try:
             for number in range(config.tensor_parallel_size):
                 self._ranks.append(RankProcess(number, start))
-            start.close_ours()
-            self._submit("start", config, model_path, self._store.port, timeout=START_TIMEOUT_SECONDS)
+            opened = config.replace(model=str(model_path), revision=None)  # the folder that was looked at
+            self._submit("start", opened, self._store.port, timeout=START_TIMEOUT_SECONDS)
             self.info = self._collect()
         except BaseException:
             self.close()
@@ -79,15 +82,20 @@ class SharedMemoryExecutor(Executor):
         # Ranks run what they were told of to its end; the place in the ring is free again once all have answered.
         self._oldest = self._last.number + 1
 
+    def build_rules(self, rules: Sequence[Rule], patience: float) -> dict[int, RequestError | None]:
+        self._submit("build_rules", rules, patience, timeout=self._config.step_timeout_seconds)
+        answers: dict[int, RequestError | None] = self._collect()
+        return answers
+
     def counters(self) -> RunnerCounters:
         return self._counters  # they came with the last step's result: asking again would cost every rank a call
 
     def process_ids(self) -> list[int]:
         """Of the ranks, in rank order."""
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.child.pid for rank in self._ranks]
 
     def close(self) -> None:
-        if self._finalizer.alive and all(rank.process.poll() is None for rank in self._ranks):
+        if self._finalizer.alive and all(rank.child.is_running for rank in self._ranks):
             self._ask_to_end()
         self._finalizer()
 
@@ -112,7 +120,7 @@ class SharedMemoryExecutor(Executor):
             try:
                 rank.wire.send(Record(self._last.number, self._last.length))
             except OSError:
-                self._fail(rank.obituary())
+                self._fail(rank.exit_reason())
         self._num_announced = self._last.number
 
     def _collect(self) -> Any:
@@ -126,14 +134,14 @@ class SharedMemoryExecutor(Executor):
 
     def _wait_for_answers(self, number: int) -> None:
         """Until every rank has answered call `number` and those before it."""
-        deadline = time.monotonic() + self._last.timeout
+        watch = Stopwatch()
         while late := [rank for rank in self._ranks if rank.num_answered < number]:
             by_descriptor = {rank.wire.fileno(): rank for rank in late}
-            answered = wait(list(by_descriptor), timeout=1.0)
+            answered = wait(list(by_descriptor), timeout=LOOK_SECONDS)
             for descriptor in answered:
                 self._receive(by_descriptor[descriptor])  # type: ignore[index]
             if not answered:
-                self._check_alive(late, deadline)
+                self._check_alive(late, watch)
 
     def _receive(self, rank: RankProcess) -> None:
         try:
@@ -143,7 +151,7 @@ class SharedMemoryExecutor(Executor):
             rank.book(reply)
             rank.wire.take()
         except (EOFError, OSError):
-            self._fail(rank.obituary())
+            self._fail(rank.exit_reason())
 
     # -- failures --------------------------------------------------------------------------------------------------
 
@@ -151,7 +159,7 @@ class SharedMemoryExecutor(Executor):
         # When a rank dies the others fail in their collectives; the dead one is the cause.
         dead = self._wait_for_a_death(rank)
         if dead is not None:
-            self._fail(dead.obituary())
+            self._fail(dead.exit_reason())
         value = rank.read(reply)
         if reply.status == REFUSED and self._last.what == "start":
             self.close_now()
@@ -160,15 +168,15 @@ class SharedMemoryExecutor(Executor):
         self._fail(f"rank {rank.number} failed while {rank.phase()}{others}: {value}",
                    blame=_blame(reply.status, value))
 
-    def _check_alive(self, late: list[RankProcess], deadline: float) -> None:
+    def _check_alive(self, late: list[RankProcess], watch: Stopwatch) -> None:
         """All ranks: one that has answered may still owe the others its part in what the devices do."""
         for rank in self._ranks:
-            if rank.process.poll() is not None:
-                self._fail(rank.obituary())
-            if rank.seconds_stopped() > STOPPED_SECONDS:
-                self._fail(f"rank {rank.number} has been stopped for {rank.seconds_stopped():.0f} s (state T, as "
+            if not rank.child.is_running:
+                self._fail(rank.exit_reason())
+            if rank.child.is_stopped_for(STOPPED_SECONDS):
+                self._fail(f"rank {rank.number} has been stopped for {STOPPED_SECONDS:g} s (state T, as "
                            f"SIGSTOP leaves a process) while {rank.phase()}")
-        if time.monotonic() > deadline:
+        if watch.exceeds(self._last.timeout):
             names = "; ".join(f"rank {rank.number}, {rank.phase()}" for rank in late)
             self._fail(f"{self._last.what} did not finish within {self._last.timeout:.0f} s ({names}); raise "
                        "step_timeout_seconds if it is only slow")
@@ -178,7 +186,7 @@ class SharedMemoryExecutor(Executor):
         others = [rank for rank in self._ranks if rank is not but]
         while time.monotonic() < deadline:
             for rank in others:
-                if rank.process.poll() is not None:
+                if not rank.child.is_running:
                     return rank
             time.sleep(0.02)
         return None
@@ -199,7 +207,7 @@ class SharedMemoryExecutor(Executor):
                 continue  # it died meanwhile; the finalizer reaps it
         deadline = time.monotonic() + _GRACE_SECONDS
         for rank in self._ranks:
-            if not rank.ends_until(deadline):
+            if rank.child.exit_status(max(0.01, deadline - time.monotonic())) is None:
                 return  # busy or stuck; the finalizer kills it
 
 
@@ -207,7 +215,7 @@ def _why_not_with_it(rank: RankProcess, number: int) -> str:
     """What one hears of a rank that another waits for in vain in call `number`, if anything."""
     if rank.num_answered < number:
         return f"; rank {rank.number} has not answered ({rank.phase()})"
-    if rank.is_stopped:
+    if rank.child.is_stopped:
         return f"; rank {rank.number} is stopped (state T, as SIGSTOP leaves a process)"
     return ""
 

@@ -1,7 +1,7 @@
 """The process of one rank: waits for calls, runs them, answers. Knows nothing of scheduling or text.
 
-Started as `python -m npu_runner.engine.executors.worker RANK FD...`, so that a user's own main module is never imported
-again. It ends when told to, or as soon as the engine's process is gone.
+Started as a `Child` with RANK FD..., so that a user's own main module is never imported again. It ends when told to, or
+as soon as the engine's process is gone.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import os
 import pickle
 import signal
 import socket
-import sys
-import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.config import RunnerConfig
@@ -33,6 +31,9 @@ OK, REFUSED, FAILED, BROKEN = range(4)
 STOP = 0
 """The number that is no call's: end."""
 _ORPHAN_EXIT = 1
+# The engine ends ranks that take too long. Its clock stands still while the job is suspended, torch's would not; and
+# where torch polls it takes no longer times (2**31 ms).
+_NO_TIMEOUT = timedelta(days=20)
 _MOST_POLLING_SECONDS = 0.05
 _POLL_SECONDS = 0.0002
 """How often a rank that waits for a step, or for a call, looks for the other."""
@@ -68,7 +69,7 @@ class Rank:
 
     @classmethod
     def from_descriptors(cls, number: int, fds: list[int]) -> Rank:
-        wire, phases, _, *rings = fds
+        wire, phases, *rings = fds
         return cls(number, Wire(socket.socket(fileno=wire)), PhaseBoard(phases), Payloads(rings[:RING_SIZE]),
                    Payloads(rings[RING_SIZE:]))
 
@@ -105,7 +106,6 @@ def main(arguments: list[str]) -> None:
         signal.signal(name, signal.SIG_IGN)
     rank = Rank.from_descriptors(number, fds)
     rank.phase("starting")
-    threading.Thread(target=_end_with_engine, args=(fds[2],), daemon=True).start()
     try:
         serve(rank)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -156,6 +156,8 @@ class _Server:
             self._runner = _start(self._rank, *call.arguments)
             self._answer(call.number, self._runner.info())
         else:
+            while self.under_way:  # given up by the engine, and still to be answered first
+                self.run(self.under_way[0].number, self.collect)
             self._rank.phase(call.method)
             self._answer(call.number, getattr(self._runner, call.method)(*call.arguments))
 
@@ -187,42 +189,30 @@ class _Server:
             self._rank.phase("waiting for work")
 
 
-def _start(rank: Rank, config: RunnerConfig, model_path: Path, store_port: int) -> Any:
+def _start(rank: Rank, config: RunnerConfig, store_port: int) -> Any:
     rank.phase("importing")
-    from datetime import timedelta
-
     import torch.distributed as dist
 
     from npu_runner.layers.parallel import TensorParallel
     from npu_runner.platforms import pick_platform
     from npu_runner.runner.model_runner import ModelRunner
+    from strategies.opened import open_checkpoint
 
     size = config.tensor_parallel_size
     platform = pick_platform(config.platform)
     platform.prepare_process(rank.number, size)
     rank.phase("joining the process group")
-    timeout = timedelta(seconds=config.step_timeout_seconds)
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timeout)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=_NO_TIMEOUT)
     has_two = config.graph_mode in platform.modes_with_own_communicator
     options = platform.process_group_options(serves_graphs=not has_two, is_second=False)
     dist.init_process_group(platform.distributed_backend, store=store, rank=rank.number, world_size=size,
-                            timeout=timeout, pg_options=options)
+                            timeout=_NO_TIMEOUT, pg_options=options)
     graph_group = None
     if has_two:
         options = platform.process_group_options(serves_graphs=True, is_second=True)
-        graph_group = dist.new_group(list(range(size)), timeout=timeout, pg_options=options)
+        graph_group = dist.new_group(list(range(size)), timeout=_NO_TIMEOUT, pg_options=options)
     for group in filter(None, (dist.group.WORLD, graph_group)):
         platform.make_communicator(group, rank.number)
     tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group, store)
-    return ModelRunner(config, model_path, tp, progress=rank.phase)
-
-
-def _end_with_engine(lifeline_fd: int) -> None:
-    """The engine holds the other end of this pipe; end of file means it is gone."""
-    while os.read(lifeline_fd, 1):
-        pass
-    os._exit(_ORPHAN_EXIT)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    rank.phase("reading config and tokenizer")
+    return ModelRunner(open_checkpoint(config), tp, progress=rank.phase)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import AttentionConfig, ModelConfig
 from npu_runner.layers.attention import PagedAttention
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, qkv_parts
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import AttentionConfig, ModelConfig
 from npu_runner.platforms.ops import HeadNorms
 from npu_runner.platforms.step_inputs import AttentionMetadata
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import MLPConfig, MoEConfig
 from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import MLPConfig, MoEConfig
 from npu_runner.models.mixers.mlp import DecoderMLP
 
 

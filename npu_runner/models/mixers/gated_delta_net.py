@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import GatedDeltaNetConfig, ModelConfig
 from npu_runner.layers.gated_delta import GatedDelta
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.norm import GatedRMSNorm
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.model_config import GatedDeltaNetConfig, ModelConfig
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import MLPConfig
 from npu_runner.layers.linear import ColumnParallelLinear, RowParallelLinear, split_parts
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import MLPConfig
 
 
 class DecoderMLP(nn.Module):

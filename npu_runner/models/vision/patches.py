@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npu_runner.models.vision.parts import block_order
-from npu_runner.multimodal.image_settings import ImageSettings
-from npu_runner.multimodal.inputs import ImageInput
 from npu_runner.platforms.upload import Shape, upload_filled
+from npu_runner.prompts.media.image_settings import ImageSettings
+from npu_runner.request.prompt_inputs import ImageInput
 
 # (bytes, dtype) that runs are gathered as: the widest that a run divides into, so that there is least to gather.
 _GATHERED = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))

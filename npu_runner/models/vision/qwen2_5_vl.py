@@ -15,10 +15,10 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import MLPConfig, VisionConfig
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import MLPConfig, VisionConfig
 from npu_runner.models.mixers.mlp import DecoderMLP
 from npu_runner.models.vision.parts import (
     PatchEmbed,

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.norm import LayerNorm
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.model_config import VisionConfig
 from npu_runner.models.vision.parts import (
     PatchEmbed,
     TowerBlock,

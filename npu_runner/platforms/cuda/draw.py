@@ -14,14 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from npu_runner.platforms.cuda.token_masks import bans
+
 _BLOCK = 4096
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WARPS = 4
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_PLACE = tl.constexpr(2**31 - 1)
 # They lie anywhere, and rows of a part of the vocabulary have any stride: variants for some values of these would be
 # compiled while serving. IS_ALIGNED says of the logits what loads of several at once need to know.
-_CHANGES = ["logits", "temperatures", "uniforms", "highest", "totals", "stride"]
+_CHANGES = ["logits", "temperatures", "uniforms", "highest", "totals", "stride", "words", "masks", "num_words"]
 _ALIGNED_BYTES = tl.constexpr(16)
 
 
@@ -30,29 +32,52 @@ def draw_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Ten
 
     A weight below 2^-126 of the largest is none.
     """
+    return _draw(logits_BV, temperature_B1, uniform_B1, None, None)
+
+
+def draw_of_the_allowed(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
+                        masks_B: Tensor) -> Tensor:
+    """See Ops.allowed_draw: the same draw, and a row's token is the same as from a copy of its logits with -inf."""
+    assert words_CW.is_contiguous(), "masks lie one behind the other"
+    return _draw(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
+
+
+def _draw(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor | None,
+          masks_B: Tensor | None) -> Tensor:
     assert logits_BV.stride(1) == 1, "a row's logits lie side by side"
     batch_size, vocab_size = logits_BV.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
     highest_BN, totals_BN = torch.empty((2, batch_size, num_blocks), dtype=torch.float32, device=logits_BV.device)
     tokens_B1 = torch.empty((batch_size, 1), dtype=torch.int32, device=logits_BV.device)
     sizes = (logits_BV.stride(0), vocab_size, num_blocks)
-    is_aligned = _is_aligned(logits_BV)
+    # Where there are no masks something stands in their place, which is not read.
+    masked = (tokens_B1, tokens_B1, 0) if words_CW is None else (words_CW, masks_B, words_CW.shape[1])
+    constants = {"IS_ALIGNED": _is_aligned(logits_BV), "IS_MASKED": words_CW is not None, "BLOCK": _BLOCK}
     _sum_blocks[(batch_size, num_blocks)](
-        logits_BV, temperature_B1, highest_BN, totals_BN, *sizes, IS_ALIGNED=is_aligned, BLOCK=_BLOCK,
-        num_warps=_WARPS)
+        logits_BV, temperature_B1, highest_BN, totals_BN, *sizes, *masked, **constants, num_warps=_WARPS)
     _draw_rows[(batch_size,)](
-        logits_BV, temperature_B1, uniform_B1, highest_BN, totals_BN, tokens_B1, *sizes, IS_ALIGNED=is_aligned,
-        BLOCK=_BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_WARPS)
+        logits_BV, temperature_B1, uniform_B1, highest_BN, totals_BN, tokens_B1, *sizes, *masked, **constants,
+        BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_WARPS)
     return tokens_B1
 
 
 def compile_all(vocab_size: int, device: torch.device) -> None:
     """Draw once from logits of each dtype and alignment that a step may have: nothing is compiled while serving."""
     ones_B1 = torch.ones((1, 1), dtype=torch.float32, device=device)
-    for dtype in _DTYPES:
+    for dtype in DTYPES:
         logits_1V = torch.zeros((1, vocab_size + 1), dtype=dtype, device=device)
         for first in (0, 1):
             draw_from_softmax(logits_1V[:, first : first + vocab_size], ones_B1, ones_B1 / 2)
+
+
+def compile_masked(logits_BV: Tensor, words_CW: Tensor) -> None:
+    """The same of the allowed, from logits of this dtype: masks are laid over the model's own."""
+    vocab_size, device = logits_BV.shape[1], logits_BV.device
+    ones_B1 = torch.ones((1, 1), dtype=torch.float32, device=device)
+    logits_1V = torch.zeros((1, vocab_size + 1), dtype=logits_BV.dtype, device=device)
+    none_B = torch.zeros(1, dtype=torch.int32, device=device)
+    for first in (0, 1):
+        draw_of_the_allowed(logits_1V[:, first : first + vocab_size], ones_B1, ones_B1 / 2, words_CW[:1], none_B)
 
 
 def _is_aligned(logits_BV: Tensor) -> bool:
@@ -69,18 +94,28 @@ def _load(row, tokens, vocab_size, IS_ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _allowed(values, words, mask, num_words, tokens, vocab_size):
+    """The logits with a row's mask added, if it has one."""
+    if mask >= 0:
+        values += bans(words + mask.to(tl.int64) * num_words, tokens, vocab_size)
+    return values
+
+
+@triton.jit
 def _scale(temperature):
     """What turns a difference of logits into the exponent of two of its weight; any where nothing is drawn."""
     return _LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def _sum_blocks(logits, temperatures, highest, totals, stride, vocab_size, num_blocks, IS_ALIGNED: tl.constexpr,
-                BLOCK: tl.constexpr):
+def _sum_blocks(logits, temperatures, highest, totals, stride, vocab_size, num_blocks, words, masks, num_words,
+                IS_ALIGNED: tl.constexpr, IS_MASKED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     values = _load(logits + row * stride, tokens, vocab_size, IS_ALIGNED)
+    if IS_MASKED:
+        values = _allowed(values, words, tl.load(masks + row), num_words, tokens, vocab_size)
     largest = tl.max(values, 0)
     # A block of impossible tokens weighs nothing. NaN and +inf make the sum NaN, whatever the largest became.
     base = tl.where(largest == float("-inf"), 0.0, largest)
@@ -90,8 +125,9 @@ def _sum_blocks(logits, temperatures, highest, totals, stride, vocab_size, num_b
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def _draw_rows(logits, temperatures, uniforms, highest, totals, out, stride, vocab_size, num_blocks,
-               IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _draw_rows(logits, temperatures, uniforms, highest, totals, out, stride, vocab_size, num_blocks, words, masks,
+               num_words, IS_ALIGNED: tl.constexpr, IS_MASKED: tl.constexpr, BLOCK: tl.constexpr,
+               BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     is_greedy = temperature == 0.0
@@ -110,10 +146,17 @@ def _draw_rows(logits, temperatures, uniforms, highest, totals, out, stride, voc
     before = tl.sum(tl.where(blocks < block, masses, 0.0), 0)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     values = _load(logits + row * stride, tokens, vocab_size, IS_ALIGNED)
+    failure = -1
+    if IS_MASKED:
+        mask = tl.load(masks + row)
+        values = _allowed(values, words, mask, num_words, tokens, vocab_size)
+        # What is no number makes its block's total none; where nothing is left all of them are 0.
+        total = tl.sum(totals_of_blocks, 0)
+        failure = tl.where((mask >= 0) & (total == total), -2, -1)
     weights = tl.exp2((values - top) * scale)
     token = _first_beyond(before + tl.cumsum(weights, 0), weights, target, tokens)
     token = tl.where(is_greedy, _first(values == top, tokens), token)
-    tl.store(out + row, tl.where(whole == whole, token, -1))
+    tl.store(out + row, tl.where(whole == whole, token, failure))
 
 
 @triton.jit

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import draw, experts, norms, products
+from npu_runner.platforms.cuda import draw, experts, norms, products, token_masks
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
-from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.ops import AllowedDraw, Ops
 
 # Heads of one token that one program turns; they share its cos and sin.
 _ROTARY_HEADS = 8
-_GATED, _DRAW = -1, -2  # among what is compiled: no weight has so many features
+_GATED, _DRAW, _MASKS, _MASKED_DRAW = -1, -2, -3, -4  # among what is compiled: no weight has so many features
 
 
 class TritonOps(Ops):
@@ -143,6 +143,28 @@ class TritonOps(Ops):
             self._compiled.add(kind)
             draw.compile_all(logits_BV.shape[1], logits_BV.device)
         return draw.draw_from_softmax(logits_BV, temperature_B1, uniform_B1)
+
+    def allow_tokens(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
+        kind = (_MASKS, logits_BV.shape[1], _number_of(logits_BV.dtype))
+        if kind not in self._compiled:
+            self._compiled.add(kind)
+            token_masks.compile_all(logits_BV, words_CW)
+        return token_masks.allow_tokens(logits_BV, rows_C, words_CW)
+
+    def allowed_draw(self) -> AllowedDraw | None:
+        return self._draw_of_the_allowed
+
+    def _draw_of_the_allowed(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
+                             masks_B: Tensor) -> Tensor:
+        kind = (_MASKED_DRAW, logits_BV.shape[1], _number_of(logits_BV.dtype))
+        if kind not in self._compiled:
+            self._compiled.add(kind)
+            draw.compile_masked(logits_BV, words_CW)
+        return draw.draw_of_the_allowed(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    return draw.DTYPES.index(dtype)
 
 
 def _launch_gated_rms_norm(x_TND: Tensor, gate_TND: Tensor, weight: Tensor, eps: float) -> Tensor:

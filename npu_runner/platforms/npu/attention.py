@@ -97,7 +97,8 @@ class NpuAttention(AttentionBackend):
             self.decode(q_1NH, cache, cache, metadata, 1.0)
             torch.npu.synchronize()
         except RuntimeError as refusal:
-            logger.info("the attention kernel does not take %s: %s", dtype, str(refusal).strip().partition("\n")[0])
+            logger.info("the attention kernel does not take %s with head dim %d: %s", dtype, head_dim,
+                        str(refusal).strip().partition("\n")[0])
             return False
         return True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.npu.allocator_settings import check_pinned_memory
 
 A2, A3 = "Ascend910B", "Ascend910_93"
 """How the names of the chips begin that the fused attention over a paged cache is for."""
@@ -73,6 +74,8 @@ def check_graph_mode(graph_mode: str, environment: Environment) -> None:
     if graph_mode == "reduce-overhead" and environment.get("TASK_QUEUE_ENABLE") == "2":
         raise ConfigError("TASK_QUEUE_ENABLE=2: torch_npu captures no graph with it (graph_mode reduce-overhead); "
                           "export TASK_QUEUE_ENABLE=1, or set enforce_eager")
+    if graph_mode == "reduce-overhead":
+        check_pinned_memory(environment)
 
 
 def _unset(wanted: dict[str, str], environment: Environment) -> dict[str, str]:

@@ -25,6 +25,7 @@ from npu_runner.platforms.base import (
 )
 from npu_runner.platforms.download import Download
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
+from npu_runner.platforms.npu.allocator_settings import allocator_defaults, check_allocator
 from npu_runner.platforms.npu.host_settings import (
     check_graph_mode,
     communicator_config,
@@ -49,7 +50,7 @@ _DEVICE_FAILURE = re.compile(r"\b507\d{3}\b|\bERR02\d{3}\b")
 
 
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-# Above it a paged cache in TND is documented by newer CANN only: tried before weights are loaded.
+# What every document of the attention names for a paged cache in TND. Others are tried before weights are loaded.
 _HEAD_DIM_OF_EVERY_CANN = 128
 
 
@@ -71,8 +72,7 @@ class NpuPlatform(Platform):
     def why_unavailable(cls) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
-        # Segments that grow lose less memory to pictures of ever different sizes. Read when the allocator starts.
-        os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
+        os.environ.update(allocator_defaults(os.environ))
         try:
             import torch_npu  # noqa: F401
         except Exception as error:  # noqa: BLE001 - the border to the vendor: it raises whatever its set-up lacks
@@ -83,7 +83,8 @@ class NpuPlatform(Platform):
         return None if is_usable else "no NPU is visible; npu-runner doctor says what to do"
 
     def __init__(self) -> None:
-        """Raises ConfigError where torch_npu or CANN is too old: by name now, not by a TypeError of the first step."""
+        """Raises ConfigError where torch_npu or CANN is too old, or the allocator's variables are one too many: by name
+        now, not by an error of the first step."""
         import torch_npu
 
         scatter = torch.ops.npu.npu_scatter_pa_kv_cache.default
@@ -91,6 +92,7 @@ class NpuPlatform(Platform):
                       old_cann(cann_version())):
             if found is not None:
                 raise ConfigError(f"{found.reason}; {found.remedy}, or set platform to cpu")
+        check_allocator(os.environ, torch_npu.__version__)
 
     def prepare_process(self, rank: int, num_ranks: int) -> None:
         if num_ranks > 1:
@@ -155,9 +157,9 @@ class NpuPlatform(Platform):
         if dtype == torch.float32 and (name == "auto" or not attention.takes(dtype, head_dim)):
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "
                               "dtype to one of them")
-        if dtype != torch.float32 and head_dim > _HEAD_DIM_OF_EVERY_CANN and not attention.takes(dtype, head_dim):
+        if dtype != torch.float32 and head_dim != _HEAD_DIM_OF_EVERY_CANN and not attention.takes(dtype, head_dim):
             raise ConfigError(f"head dim {head_dim}: the fused attention of CANN {cann_version() or '(unknown)'} does "
-                              "not take it over a paged cache, newer ones do; upgrade CANN, or set platform to cpu")
+                              "not take it over a paged cache, newer ones may; upgrade CANN, or set platform to cpu")
         self._attention = weakref.ref(attention)
         return attention
 

@@ -42,6 +42,8 @@ PAIRINGS = tuple(Pairing(torch_npu.partition(".post")[0], torch_npu, cann)
 OLD_WHEELS = ("2.9.0", "2.8.0.post2", "2.8.0", "2.7.1.post2", "2.7.1")
 """Wheels of CANN 8.3 and 8.5. They lack what is called here; tests/npu/operator_table has the proof."""
 _OLDEST_CANN = (9, 0)
+# The first of each torch whose library holds the name PYTORCH_ALLOC_CONF; of 2.9.0.post9 and 2.7.1.post11 none does.
+_READ_TORCHS_ALLOC_CONF = ("2.14.0", "2.13.0", "2.12.0.post3", "2.11.0.post3", "2.10.0.post7")
 
 # A wheel without it writes the cache in another layout (PA_NZ), and takes the keyword for an error.
 _NO_CACHE_MODE = "its npu_scatter_pa_kv_cache has no cache_mode, so the paged KV cache cannot be written as it is read"
@@ -68,6 +70,12 @@ def old_cann(cann: str | None) -> TooOld | None:
     """Whether this CANN is too old; one that is not known is not."""
     is_old = cann is not None and release(cann)[:2] < _OLDEST_CANN
     return TooOld(f"CANN {cann}: {_OLD_OPERATORS}", _NEWER_CANN) if is_old else None
+
+
+def reads_torchs_alloc_conf(torch_npu: str) -> bool:
+    """Whether this torch_npu reads PYTORCH_ALLOC_CONF beside PYTORCH_NPU_ALLOC_CONF."""
+    first = {release(wheel): _order(wheel) for wheel in _READ_TORCHS_ALLOC_CONF}
+    return _order(torch_npu) >= first.get(release(torch_npu), max(first.values()))
 
 
 def takes_argument(operator: Any, name: str) -> bool:

@@ -22,19 +22,24 @@ _MOST_CALLS_DEEP = 12
 
 @dataclass(frozen=True)
 class Use:
-    """One name and how it is called: by name and by place; both empty where it is not called."""
+    """One name and how it is called: by name and by place; both empty where it is not called.
+
+    `is_asked`: by hasattr, or by getattr with a default, so that a wheel may lack it.
+    """
 
     path: str
     keywords: tuple[str, ...]
     num_positional: int
     where: str
+    is_asked: bool = False
 
 
 @dataclass(frozen=True)
 class Vendor:
-    """Something of the vendor's, by the way to it."""
+    """Something of the vendor's, by the way to it. `is_asked`: somewhere on it a name may be missing."""
 
     path: str
+    is_asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,12 +88,14 @@ class Scope:
 class Reader:
     """Walks the modules of a folder, the package called `package`; `uses` has what was found.
 
-    `converters` are the operators for which converters to the graph engine are registered there.
+    `converters` are the operators for which converters to the graph engine are registered there; `asked_of_torch` are
+    names of torch itself that may be missing.
     """
 
     def __init__(self, folder: Path, package: str):
         self.uses: dict[Use, None] = {}
         self.converters: set[str] = set()
+        self.asked_of_torch: set[str] = set()
         self._package = package
         self._modules: dict[str, Scope] = {}
         self._files = {_module_name(folder, path, package): path for path in sorted(folder.rglob("*.py"))}
@@ -109,12 +116,14 @@ class Reader:
         return self._modules[name]
 
     def _record(self, path: str, node: ast.AST, scope: Scope, keywords: Iterable[str] = (),
-                positional: int = 0) -> None:
+                positional: int = 0, is_asked: bool = False) -> None:
         path = path.partition("._schema")[0].removesuffix(".default")
         is_vendor = path.startswith(_ROOTS) and not path.rpartition(".")[2].startswith("__")
         if is_vendor:
             where = f"{scope.module.rpartition('.')[2]}.py:{node.lineno}"  # type: ignore[attr-defined]
-            self.uses[Use(path, tuple(sorted(keywords)), positional, where)] = None
+            self.uses[Use(path, tuple(sorted(keywords)), positional, where, is_asked)] = None
+        elif is_asked:
+            self.asked_of_torch.add(path)
 
     # -- statements ------------------------------------------------------------------------------------------------
 
@@ -244,16 +253,16 @@ class Reader:
             self._value(child, scope)
         return ()
 
-    def _attribute(self, bases: Values, name: str, node: ast.AST, scope: Scope) -> Values:
+    def _attribute(self, bases: Values, name: str, node: ast.AST, scope: Scope, *, is_asked: bool = False) -> Values:
         found: list[Any] = []
         for base in bases:
             if isinstance(base, Scope):
                 found += base.find(name)
             elif isinstance(base, Vendor) and (not base.path.endswith("()") or base.path.endswith("CompilerConfig()")
                                                or "()." in base.path):
-                path = f"{base.path}.{name}"
-                self._record(path, node, scope)
-                found.append(Vendor(path))
+                reached = Vendor(f"{base.path}.{name}", is_asked or base.is_asked)
+                self._record(reached.path, node, scope, is_asked=reached.is_asked)
+                found.append(reached)
         return tuple(found)
 
     def _joined(self, node: ast.JoinedStr, scope: Scope) -> Values:
@@ -281,11 +290,12 @@ class Reader:
             if isinstance(function, Function):
                 result += self._run(function, self._arguments(function, places, named))
             elif isinstance(function, Vendor):
-                result += self._vendor_call(function.path, places, named, node, scope)
+                result += self._vendor_call(function, places, named, node, scope)
         return result
 
-    def _vendor_call(self, path: str, places: list[Values], named: dict[str | None, Values], node: ast.Call,
+    def _vendor_call(self, function: Vendor, places: list[Values], named: dict[str | None, Values], node: ast.Call,
                      scope: Scope) -> Values:
+        path = function.path
         if path == _BACKEND:
             for value in named.get("options", ()):
                 for key in value.keys if isinstance(value, Options) else ():
@@ -293,21 +303,22 @@ class Reader:
             return ()
         given = [name for name in named if name is not None]
         given += [key for value in named.get(None, ()) if isinstance(value, Options) for key in value.keys]
-        self._record(path, node, scope, given, len(places))
+        self._record(path, node, scope, given, len(places), function.is_asked)
         if path.endswith(".register_fx_node_ge_converter"):
             for operator in (value for values in places for value in values if isinstance(value, Vendor)):
                 self.converters.add(operator.path.removesuffix(".default"))
         for value in (value for values in (*places, *named.values()) for value in values):
             if isinstance(value, Text) and re.fullmatch(r"npu_\w+", value.value):
                 self._record(f"torch.ops.npu.{value.value}", node, scope)
-        return (Vendor(f"{path.removesuffix('.default')}()"),)
+        return (Vendor(f"{path.removesuffix('.default')}()", function.is_asked),)
 
     def _getattr(self, name: str, places: list[Values], node: ast.Call, scope: Scope) -> Values:
-        """A name that is asked for with a default, or by hasattr, may be missing: that is no use of it."""
-        if name == "hasattr" or len(places) != 2:
-            return ()
-        return tuple(value for text in places[1] if isinstance(text, Text)
-                     for value in self._attribute(places[0], text.value, node, scope))
+        """A name that is asked for with a default, or by hasattr, may be missing in a wheel, but not in all of them."""
+        is_asked = name == "hasattr" or len(places) > 2
+        found = tuple(value for text in places[1] if isinstance(text, Text)
+                      for value in self._attribute(places[0], text.value, node, scope, is_asked=is_asked))
+        default = places[2] if len(places) > 2 else ()
+        return () if name == "hasattr" else (*found, *default)
 
     def _arguments(self, function: Function, places: list[Values],
                    named: dict[str | None, Values]) -> dict[str, Values]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 _CONFIG = "CompilerConfig()"
@@ -70,11 +71,10 @@ class Wheel:
         """What torchair's converters to the graph engine take, by operator."""
         found = {}
         for path in sorted((self._roots["torchair"] / "_ge_concrete_graph/ge_converter/custom").glob("*.py")):
-            for node in _parse(path).body:
-                for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
-                    text = ast.unparse(decorator)
-                    if match := re.fullmatch(r"register_fx_node_ge_converter\((torch\.ops\.npu\.\w+)\.default\)", text):
-                        found[match[1]] = _parameters(node)  # type: ignore[arg-type]
+            for registration, function in _registrations(_parse(path)):
+                text = ast.unparse(registration)
+                if match := re.fullmatch(r"register_fx_node_ge_converter\((torch\.ops\.npu\.\w+)\.default\)", text):
+                    found[match[1]] = _parameters(function)
         return found
 
     # -- settings --------------------------------------------------------------------------------------------------
@@ -171,6 +171,18 @@ class Wheel:
 @functools.cache
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+def _registrations(module: ast.Module) -> Iterator[tuple[ast.expr, ast.FunctionDef]]:
+    """What a module's functions are given to, with the function: decorators, and calls like `register(op)(f)`."""
+    functions = {node.name: node for node in _statements(module.body) if isinstance(node, ast.FunctionDef)}
+    for function in functions.values():
+        yield from ((decorator, function) for decorator in function.decorator_list)
+    for node in _statements(module.body):
+        call = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+        given = call.args[0] if isinstance(call, ast.Call) and len(call.args) == 1 else None
+        if isinstance(call, ast.Call) and isinstance(given, ast.Name) and given.id in functions:
+            yield call.func, functions[given.id]
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.layers.sampler import Sampler
+from npu_runner.sampling.sampler import Sampler
 from tests.cann.programs.emulation import counters, reset_counters
 from tests.oracle.running import runner_of
 

@@ -21,8 +21,8 @@ import torch_npu  # noqa: F401 - imported for the children
 
 import npu_runner.runner.model_runner  # noqa: F401 - imported for the children
 from npu_runner import LLM, SamplingParams
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
 from npu_runner.errors import NpuRunnerError
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.cann.programs.emulation import set_failures
 from tests.oracle.running import runner_of
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.engine.executors import rank_process
 from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 from npu_runner.errors import EngineDeadError
+from npu_runner.processes import child
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 VICTIM = 1
@@ -30,8 +30,8 @@ class PopenOfRank(subprocess.Popen[bytes]):
     """Starts a rank, the victim with failures of its own."""
 
     def __init__(self, arguments: list[str], *, env: dict[str, str], **options: Any):
-        module = arguments.index("-m")
-        if int(arguments[module + 2]) == VICTIM:
+        module = arguments.index("npu_runner.engine.executors.worker")
+        if int(arguments[module + 1]) == VICTIM:
             env = {**env, "CANN_EMU_FAIL": os.environ["FAIL_OF_THE_VICTIM"]}
         super().__init__(arguments, env=env, **options)
 
@@ -49,7 +49,7 @@ def end_of_a_job(model: str, how: str, settings: dict[str, Any]) -> dict[str, An
     seconds = 0.0
     graphs = ""
     if "FAIL_OF_THE_VICTIM" in os.environ:
-        rank_process.subprocess.Popen = PopenOfRank  # type: ignore[misc]
+        child.subprocess.Popen = PopenOfRank  # type: ignore[misc]
     try:
         with LLM(model, platform="npu", tensor_parallel_size=2, max_model_len=512, max_num_seqs=4, **settings) as llm:
             executor = llm.engine._executor

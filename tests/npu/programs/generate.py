@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.assets.drawing import TEST_SEEDS, draw_example
+from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.oracle.running import runner_of
 
 WORDS = ["which", "of", "the", "two", "pictures", "shows", "a", "circle,", "and", "what", "colour", "is", "it"]

@@ -1,5 +1,5 @@
 """Draws tokens with every sampling parameter on the npu platform and writes them, as JSON, on the last line, with what
-of masks the emulation has run on the AI CPU.
+of masks the emulation has run on the AI CPU, and launched for one step's.
 
     python -m tests.npu.programs.sampling [--count]
 """
@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from npu_runner.grammars.compile import with_grammar
 from npu_runner.grammars.matchers import Matchers
-from npu_runner.layers.steering import SteeredRows
-from npu_runner.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.sampling.token_constraints import ConstrainedRows
 from tests.oracle.tiny_checkpoints import write_tokenizer
 from tests.runner.sampler_steps import Conversation, make_sampler
 from tests.runner.test_sampler_state import SEVERAL, VOCAB, conversation, spell
@@ -46,16 +46,16 @@ def draw(device: torch.device, draw_from_softmax: Any = None) -> list[list[int]]
             ] + draw_ruled(device, draw_from_softmax)
 
 
-def draw_ruled(device: torch.device, draw_from_softmax: Any) -> list[list[int]]:
+def draw_ruled(device: torch.device, draw_from_softmax: Any, **hooks: Any) -> list[list[int]]:
     """A vocabulary that is no multiple of 32; a row with a grammar alone, then beside others."""
     with tempfile.TemporaryDirectory() as folder:
         eos = write_tokenizer(Path(folder))["<|im_end|>"]
         tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
     found = []
     for number in (1, len(RULED)):
-        steered = SteeredRows(Matchers(tokenizer, _RULED_VOCAB, [eos]), None, [eos])
+        constrained = ConstrainedRows(Matchers(tokenizer, _RULED_VOCAB, [eos]), None, [eos])
         ruled = [Conversation(_resolved(params), [row + 3, 7], row) for row, params in enumerate(RULED[:number])]
-        found += draw_together(ruled, device, draw_from_softmax, _RULED_VOCAB, steered=steered)
+        found += draw_together(ruled, device, draw_from_softmax, _RULED_VOCAB, constrained=constrained, **hooks)
     return found
 
 
@@ -90,13 +90,21 @@ def main() -> None:
     device, draw_from_softmax = platform.set_device(0), platform.make_ops().softmax_draw()
     tokens = draw(device, draw_from_softmax)
     on_ai_cpu: dict[str, int] = {}
+    launches: dict[str, int] = {}
     if "--count" in sys.argv:  # only the emulation can
         from tests.cann.programs.emulation import calls, reset_counters
 
         reset_counters()
         draw_ruled(device, draw_from_softmax)
         on_ai_cpu = calls("ai_cpu")
-    print(json.dumps({"tokens": tokens, "masks_on_ai_cpu": on_ai_cpu}))
+        logits_BV, words_BW = (torch.zeros(size, dtype=dtype, device=device) for size, dtype in (
+            ((4, 320), torch.bfloat16), ((4, 10), torch.int32)))
+        ops = platform.make_ops()
+        ops.allow_tokens(logits_BV, None, words_BW)
+        reset_counters()
+        ops.allow_tokens(logits_BV, None, words_BW)
+        launches = calls("launches")
+    print(json.dumps({"tokens": tokens, "masks_on_ai_cpu": on_ai_cpu, "mask_launches": launches}))
 
 
 if __name__ == "__main__":

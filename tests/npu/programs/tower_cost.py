@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.model_config import VisionConfig
+from npu_runner.layers.weights_loader import load_weights
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.upload import upload_together
-from npu_runner.weights.loader import load_weights
 from tests.cann.programs.emulation import calls, reset_counters
 
 GRIDS = [(8, 12), (4, 4), (4, 4)]

@@ -55,7 +55,7 @@ def examine(found: Survey, num_ranks: int = 1, *, is_eager: bool = False) -> Ite
     yield software.check_cann_version(host, packages)
     yield software.check_packages(packages, for_npu=True)
     yield software.check_libatb(host, found.libraries)
-    yield from devices.check_variables(host.environment, is_eager=is_eager)
+    yield from devices.check_variables(host.environment, is_eager=is_eager, torch_npu=packages.get("torch_npu"))
     yield devices.check_shared_memory(host.shared_memory, num_ranks)
     yield devices.check_ports(host.environment, num_ranks)
     if packages.get("torch_npu") is None:

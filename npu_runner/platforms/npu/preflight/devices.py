@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from npu_runner.platforms.npu import allocator_settings as alloc
 from npu_runner.platforms.npu.host_settings import A2, A3
 from npu_runner.platforms.npu.preflight.errors import explain
 from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome
 from npu_runner.platforms.npu.preflight.software import import_remedy
+from npu_runner.platforms.npu.versions import reads_torchs_alloc_conf
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -145,13 +147,13 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def check_variables(environment: Environment, *, is_eager: bool = False) -> list[Check]:
+def check_variables(environment: Environment, *, is_eager: bool = False, torch_npu: str | None = None) -> list[Check]:
     """Variables that contradict graphs, the allocator or each other; those that are unset are fine.
 
-    is_eager: no graph is asked for, so what forbids graphs only slows this host down.
+    is_eager: no graph is asked for, so what forbids graphs only slows this host down. torch_npu: the wheel, if any.
     """
-    return [_launch_blocking(environment, is_eager), _task_queue(environment, is_eager), _allocator(environment),
-            _visible(environment), _expansion_mode(environment)]
+    return [_launch_blocking(environment, is_eager), _task_queue(environment, is_eager),
+            _allocator(environment, is_eager, torch_npu), _visible(environment), _expansion_mode(environment)]
 
 
 def _launch_blocking(environment: Environment, is_eager: bool) -> Check:
@@ -178,21 +180,35 @@ def _task_queue(environment: Environment, is_eager: bool) -> Check:
     return Check(name, "failed", f"{value!r} is not 0, 1 or 2", remedy)
 
 
-def _allocator(environment: Environment) -> Check:
-    name = "PYTORCH_NPU_ALLOC_CONF"
-    if name not in environment:
-        return Check(name, "ok", "not set; npu-runner sets expandable_segments:True")
-    value = environment[name]
-    entries = dict(entry.partition(":")[::2] for entry in value.replace(" ", "").split(",") if entry)
+def _allocator(environment: Environment, is_eager: bool, torch_npu: str | None) -> Check:
+    name, set_here = alloc.VENDORS, [name for name in (alloc.VENDORS, alloc.TORCHS) if name in environment]
+    if alloc.refuses_both(environment, torch_npu):
+        reader = f"torch_npu {torch_npu} reads" if torch_npu else "torch_npu of TorchNPU 26.2.0 and later reads"
+        return Check(name, "failed", f"{' and '.join(set_here)} are both set: {reader} both, and takes one",
+                     alloc.ONE_OF_TWO)
+    if not set_here:
+        return Check(name, "ok", f"not set; npu-runner sets {alloc.WANTED}")
+    if torch_npu and alloc.VENDORS not in environment and not reads_torchs_alloc_conf(torch_npu):
+        return Check(name, "warning", f"{alloc.TORCHS} is set, which torch_npu {torch_npu} does not read: pictures of "
+                     "ever different sizes fragment the memory", f"export {name}={alloc.WANTED}")
+    return _allocator_value(set_here[0], environment[set_here[0]], is_eager)
+
+
+def _allocator_value(variable: str, value: str, is_eager: bool) -> Check:
+    name, found = alloc.VENDORS, value if variable == alloc.VENDORS else f"{variable}={value}"
+    entries = alloc.entries(value)
     if entries.get("expandable_segments", "").lower() != "true":
-        return Check(name, "warning", f"{value!r} is without expandable_segments:True: pictures of ever different "
-                     "sizes fragment the memory", f"export {name}=expandable_segments:True, or unset it")
+        return Check(name, "warning", f"{found!r} is without {alloc.WANTED}: pictures of ever different sizes fragment "
+                     "the memory", f"export {variable}={alloc.WANTED}, or unset it")
     # torch_npu says so at the first allocation.
     others = [key for key in ("max_split_size_mb", "garbage_collection_threshold") if key in entries]
     if others:
-        return Check(name, "failed", f"{value!r}: torch_npu refuses {' and '.join(others)} beside expandable_segments",
-                     f"export {name}=expandable_segments:True")
-    return Check(name, "ok", value)
+        return Check(name, "failed", f"{found!r}: torch_npu refuses {' and '.join(others)} beside expandable_segments",
+                     f"export {variable}={alloc.WANTED}")
+    if alloc.has_growing_pinned_memory(value):
+        return Check(name, "warning" if is_eager else "failed", f"{found!r}: {alloc.NO_CAPTURE}",
+                     f"export {variable}={alloc.WANTED}, or run with --enforce-eager")
+    return Check(name, "ok", found)
 
 
 def _expansion_mode(environment: Environment) -> Check:

@@ -20,6 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from npu_runner.processes import commands
+from npu_runner.processes.child import describe_exit
+from npu_runner.processes.stopwatch import Stopwatch
+
 STATUSES = ("ok", "warning", "failed", "skipped")
 
 
@@ -60,22 +64,32 @@ class Outcome:
     is_timeout: bool = False
 
 
-def run_program(host: Host, arguments: Sequence[str], timeout_seconds: float | None = None) -> Outcome:
-    """Run the host's Python with `arguments`; reports are the lines it writes to the file named by its last argument.
+def run_program(host: Host, module: str, arguments: Sequence[str], timeout_seconds: float | None = None) -> Outcome:
+    """Run a module of ours on the host's Python. Reports are the lines it writes to the file its last argument names.
 
     Not its standard output: libraries of the vendor write there, too.
     """
     limit = host.timeout_seconds if timeout_seconds is None else timeout_seconds
+    return _run(host, commands.module_command(module, *arguments, python=host.python), limit)
+
+
+def run_function(host: Host, function: Callable[[str], None]) -> Outcome:
+    """Run `function`, which imports what it needs and appends to the file that it is given, on the host's Python."""
+    code = f"{inspect.getsource(function)}\nimport sys\n{function.__name__}(sys.argv[1])"
+    return _run(host, commands.code_command(code, python=host.python), host.timeout_seconds)
+
+
+def _run(host: Host, command: list[str], limit: float) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         reports, output = Path(folder, "reports"), Path(folder, "output")
         reports.touch()
         with output.open("w") as file:
-            process = subprocess.Popen([host.python, *arguments, str(reports)], env=dict(host.environment), stdout=file,
-                                       stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                [*command, str(reports)], env=commands.environment(host.environment), stdin=subprocess.DEVNULL,
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
             try:
-                status: int | None = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                status = None
+                status = _status_within(limit, process)
             finally:
                 _end(process)
         text = output.read_text(errors="replace")
@@ -83,9 +97,12 @@ def run_program(host: Host, arguments: Sequence[str], timeout_seconds: float | N
     return Outcome(found, _what_went_wrong(status, limit, text), text, status is None)
 
 
-def run_function(host: Host, function: Callable[[str], None]) -> Outcome:
-    """Run `function`, which imports what it needs and appends to the file that it is given, on the host's Python."""
-    return run_program(host, ["-c", f"{inspect.getsource(function)}\nimport sys\n{function.__name__}(sys.argv[1])"])
+def _status_within(limit: float, process: subprocess.Popen[bytes]) -> int | None:
+    watch = Stopwatch()
+    while not watch.exceeds(limit):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(watch.look_seconds(limit))
+    return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -104,6 +121,6 @@ def _what_went_wrong(status: int | None, limit: float, output: str) -> str | Non
     if status is None:
         return f"no end after {limit:g} s{first}"
     if status < 0:
-        return f"died by {signal.Signals(-status).name}{first}"
+        return f"{describe_exit(status)}{first}"
     lines = output.strip().splitlines()
     return errors[0] if errors else lines[-1] if lines else f"exit status {status}"

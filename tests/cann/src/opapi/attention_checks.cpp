@@ -107,6 +107,19 @@ void check_paged_of_old_versions(const AttentionCall& call) {
   require_tiling(head_dim == 128, "head dim ", head_dim, " in TND with a paged cache wants CANN 9.0 or later; 128 does not");
 }
 
+// The operator's document names head dims 128 and 192 in TND; that others work over a paged cache is known by report only. So a
+// version may be met that takes less: CANN_EMU_PAGED_HEAD_DIMS, a list as "128,192", says what this one takes.
+void check_paged_head_dim(const AttentionCall& call) {
+  static const std::string taken = [] {
+    const char* value = std::getenv("CANN_EMU_PAGED_HEAD_DIMS");
+    return value == nullptr || *value == '\0' ? std::string() : "," + std::string(value) + ",";
+  }();
+  if (taken.empty() || call.layout != "TND") return;
+  int64_t head_dim = head_dim_of(call.query, call.layout, call.num_heads);
+  require_tiling(taken.find("," + std::to_string(head_dim) + ",") != std::string::npos, "head dim ", head_dim,
+                 " in TND with a paged cache; CANN_EMU_PAGED_HEAD_DIMS names what is taken");
+}
+
 // A band: from pre_tokens before a query's own place to next_tokens behind it.
 void check_band(const AttentionCall& call) {
   int64_t longest = 0;
@@ -213,6 +226,7 @@ AttentionCall checked_call(const Input& query, const std::vector<Input>& key, co
   }
   if (block_table.is_given()) {
     check_paged_of_old_versions(call);
+    check_paged_head_dim(call);
     check_paged(call);
   }
   check_mask(call);

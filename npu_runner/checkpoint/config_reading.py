@@ -1,0 +1,188 @@
+"""What families share in reading config.json: where fields stand, their defaults, and what must be refused.
+
+Field meanings and defaults follow the configuration classes of Hugging Face transformers. Knows no family by name,
+nothing of tensors or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from npu_runner.checkpoint.files import require_json
+from npu_runner.checkpoint.generation_config import GenerationConfig, read_generation_config, token_ids
+from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, RopeConfig
+from npu_runner.errors import ModelError
+from npu_runner.request.limits import shown
+
+_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "half": "float16"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# What Qwen2 and Qwen3 configurations have where the file says nothing.
+WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
+
+
+@dataclass(frozen=True)
+class RawConfig:
+    """A checkpoint's config.json as it stands: all of it, and the language model's part (`text_config`, or all)."""
+
+    path: Path
+    raw: dict[str, Any]
+    text: dict[str, Any]
+    generation: GenerationConfig
+
+    @property
+    def model_type(self) -> str:
+        return str(self.raw.get("model_type"))
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text["num_hidden_layers"])
+
+
+@contextmanager
+def reading_config(folder: Path) -> Iterator[RawConfig]:
+    """config.json and generation_config.json of a checkpoint folder; what it turns out to lack becomes a ModelError.
+
+    Raises ModelError for a missing or broken file too, and for quantised weights.
+    """
+    raw, path = require_json(folder, "config.json"), folder / "config.json"
+    try:
+        text = raw.get("text_config", raw)
+        if not isinstance(text, dict):
+            raise TypeError(f"text_config is {text!r}, not an object")
+        _refuse_quantised(raw, text)
+        yield RawConfig(path, raw, text, read_generation_config(folder))
+    except KeyError as missing:
+        raise ModelError(f"{path}: field {missing} is missing for model_type {raw.get('model_type')!r}") from None
+    except (TypeError, ValueError) as broken:
+        raise ModelError(f"{path}: {broken}") from broken
+
+
+def decoder_config(config: RawConfig, *, layers: Sequence[LayerConfig], rope: RopeConfig, head_dim: int | None = None,
+                   tie_word_embeddings: bool = False, **family: Any) -> ModelConfig:
+    """A ModelConfig of the fields that every decoder has, and of what the family says.
+
+    `head_dim`: where the file says nothing; None: hidden_size over heads. `tie_word_embeddings`: likewise.
+    """
+    raw, text = config.raw, config.text
+    num_heads = int(text["num_attention_heads"])
+    hidden_act = text.get("hidden_act", "silu")
+    if hidden_act != "silu":
+        raise ModelError(f"hidden_act {hidden_act!r} is not supported in the language model; supported is silu")
+    return ModelConfig(
+        model_type=config.model_type,
+        vocab_size=int(text["vocab_size"]),
+        hidden_size=int(text["hidden_size"]),
+        num_heads=num_heads,
+        num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
+        head_dim=int(text.get("head_dim") or head_dim or int(text["hidden_size"]) // num_heads),
+        layers=tuple(layers),
+        max_position_embeddings=int(text["max_position_embeddings"]),
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", tie_word_embeddings))),
+        rope=rope,
+        dtype=read_dtype(config),
+        eos_token_ids=read_eos(config),
+        generation_defaults=config.generation.defaults,
+        generation_not_served=config.generation.not_served,
+        **family,
+    )
+
+
+def read_rope(config: RawConfig, *, theta: float = 10000.0, section: tuple[int, int, int] | None = None,
+              section_is_interleaved: bool = True, rotary_share: float = 1.0,
+              head_dim: int | None = None) -> RopeConfig:
+    """The rotary embedding. What follows `config` stands for what the file does not say; `section` makes it M-RoPE.
+
+    `rotary_share`: of the head's dims that turn (`partial_rotary_factor`), of `head_dim` dims.
+    """
+    text = config.text
+    parameters = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    if kind == "mrope":  # the name Qwen's first vision models used for plain frequencies with sections
+        kind = "default"
+    own_theta = parameters.pop("rope_theta", None) or text.get("rope_theta")
+    own_section = parameters.pop("mrope_section", None)
+    parameters.pop("mrope_interleaved", None)
+    share = float(parameters.pop("partial_rotary_factor", None) or text.get("partial_rotary_factor") or rotary_share)
+    if share != 1.0 and head_dim is None:
+        raise ModelError(f"partial_rotary_factor {share} is not supported for model_type {config.model_type!r}; 1 is")
+    section = own_section or section
+    return RopeConfig(
+        kind=kind, theta=float(own_theta or theta), parameters=parameters,
+        rotary_dim=None if share == 1.0 or head_dim is None else int(head_dim * share),
+        mrope_section=tuple(int(s) for s in section) if section else None,  # type: ignore[arg-type]
+        mrope_is_interleaved=section_is_interleaved,
+    )
+
+
+def layer_windows(config: RawConfig) -> list[int | None]:
+    """The sliding window of each layer, as Qwen2 and Qwen3 tell it.
+
+    `use_sliding_window` must ask for it; `layer_types` then names the layers, else those from `max_window_layers` on
+    slide.
+    """
+    text, count = config.text, config.num_layers
+    types = text.get("layer_types")
+    window = window_length(config, text.get("sliding_window", WINDOW)) if text.get("use_sliding_window") else None
+    if types is None:
+        first = int(text.get("max_window_layers", _MAX_WINDOW_LAYERS))
+        return [window if index >= first else None for index in range(count)]
+    check_layer_types(types, count, (_FULL, _SLIDING))
+    if _SLIDING in types and window is None:
+        raise ModelError(f"layer_types names {_SLIDING}, but use_sliding_window is {text.get('use_sliding_window')!r} "
+                         f"and sliding_window {text.get('sliding_window')!r}; both are needed")
+    return [window if kind == _SLIDING else None for kind in types]
+
+
+def window_length(config: RawConfig, value: Any) -> int | None:
+    """A `sliding_window` of the file as a number of tokens; None: there is none."""
+    if value is None:
+        return None
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{config.path}: sliding_window {value!r} is not a number of tokens, 1 or more")
+    return value
+
+
+def check_layer_types(types: Sequence[str], count: int, known: Sequence[str]) -> None:
+    """Raises ModelError unless there is one of the `known` types for each of `count` layers."""
+    unknown = sorted(set(types) - set(known))
+    if unknown:
+        raise ModelError(f"layer_types names {', '.join(map(repr, unknown))}, which is not supported; known are "
+                         f"{', '.join(known)}")
+    if len(types) != count:
+        raise ModelError(f"layer_types has {len(types)} entries for {count} layers")
+
+
+def _refuse_quantised(raw: dict[str, Any], text: dict[str, Any]) -> None:
+    """By transformers' field, the one of older compressed-tensors, and MindIE's."""
+    for name in ("quantization_config", "compression_config", "quantize"):
+        found = raw.get(name) or text.get(name)
+        if found:
+            method = found.get("quant_method") if isinstance(found, dict) else None
+            named = method or f"{name} {shown(found)}"
+            raise ModelError(f"the weights are quantised ({named}), which is not supported; take the checkpoint in "
+                             "bfloat16 or float16")
+
+
+def read_dtype(config: RawConfig) -> str:
+    """The dtype that the weights are meant to be computed in."""
+    raw, text = config.raw, config.text
+    name = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
+    name = str(name).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelError(f"dtype {name!r} is not supported; supported are float32, bfloat16, float16")
+    return _DTYPES[name]
+
+
+def read_eos(config: RawConfig) -> tuple[int, ...]:
+    """The first place that names any: a list in generation_config.json is longer than the one id of config.json."""
+    generation, raw, text, path = config.generation, config.raw, config.text, config.path
+    for ids in (generation.eos_token_ids, token_ids(raw, "eos_token_id", path), token_ids(text, "eos_token_id", path)):
+        if ids is not None:
+            return ids
+    return ()

@@ -1,0 +1,91 @@
+"""Decides when prompts that wait interrupt the sequences that decode. Knows counts of slots, tokens and blocks.
+
+A prefill of one prompt costs nearly as much as a prefill of many, so prompts are gathered while others decode. They are
+gathered no longer than that brings something: once all of them can join and no more arrive, or once they fill half a
+step, waiting for others would only leave slots empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from itertools import islice
+
+from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.sequence import Sequence
+
+# With sequences decoding, a prefill is due when this share of max_num_seqs can join together ...
+JOIN_SHARE = 8
+# ... or this share of what a step may compute, in tokens ...
+STEP_SHARE = 2
+# ... or this many decode steps after the last prefill.
+MAX_WAIT_STEPS = 16
+
+
+class Joining:
+    """Asked before each step; told what arrives, what each step was, and which admissions were refused."""
+
+    def __init__(self, block_manager: BlockManager):
+        self._blocks = block_manager
+        self.reset()
+
+    def reset(self) -> None:
+        """No step was made and nothing has arrived, whatever stood here."""
+        self._steps_since_prefill = 0
+        self._steps_since_arrival = self._last_gap = 0
+        self._num_arrivals = 0
+        self._refused: tuple[int, int] | None = None
+        self._looked_at: tuple[int, ...] = ()
+        self._can_join = False
+
+    def note_arrival(self) -> None:
+        self._last_gap, self._steps_since_arrival = self._steps_since_arrival, 0
+        self._num_arrivals += 1
+
+    def note_step(self, *, is_prefill: bool) -> None:
+        """A step was planned."""
+        self._steps_since_arrival += 1
+        self._steps_since_prefill = 0 if is_prefill else self._steps_since_prefill + 1
+
+    def note_refusal(self, num_running: int) -> None:
+        """The head of the queue got no blocks, beside so many that run."""
+        self._refused = self._blocks.num_given_back, num_running
+
+    def is_due(self, waiting: SequenceOf[Sequence], num_running: int, num_slots: int, *, max_num_seqs: int,
+               max_num_tokens: int) -> bool:
+        """Whether a prefill comes before the next decode step. `num_slots`: of those that wait so many may start."""
+        if not waiting:
+            return False
+        if not num_running:
+            return True
+        if self._refused == (self._blocks.num_given_back, num_running):
+            return False  # nothing was freed since
+        if waiting[0].block_table:
+            return True  # the rest of a prompt that is half computed
+        is_overdue = self._steps_since_prefill >= MAX_WAIT_STEPS
+        seen = (self._num_arrivals, len(waiting), num_slots, num_running, self._blocks.num_given_back, is_overdue,
+                self._is_quiet)
+        if seen != self._looked_at:
+            self._looked_at = seen
+            self._can_join = self._look(waiting, num_running, num_slots, max_num_seqs, max_num_tokens, is_overdue)
+        return self._can_join
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Nothing has arrived for a step, and for twice as many as lay between the last two arrivals."""
+        return self._steps_since_arrival >= max(1, 2 * self._last_gap)
+
+    def _look(self, waiting: SequenceOf[Sequence], num_running: int, num_slots: int, max_num_seqs: int,
+              max_num_tokens: int, is_overdue: bool) -> bool:
+        """Goes through those that can join, as far as it takes to know."""
+        num_free = self._blocks.num_free - num_running  # each of them may need one for its next token
+        num_joining = num_tokens = 0
+        for seq in islice(waiting, num_slots):
+            num_new = min(seq.num_tokens - self._blocks.num_findable_tokens(seq), max_num_tokens)
+            num_free -= self._blocks.num_blocks_for(num_new)
+            if num_free < 0:
+                break
+            num_joining += 1
+            num_tokens += num_new
+            if (is_overdue or num_joining * JOIN_SHARE >= max_num_seqs or num_tokens * STEP_SHARE >= max_num_tokens):
+                return True
+        return num_joining == len(waiting) and self._is_quiet

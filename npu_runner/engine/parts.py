@@ -1,0 +1,47 @@
+"""What an engine is put together from, as a runner that is ready tells it. Knows no requests."""
+
+from __future__ import annotations
+
+import logging
+
+from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.scheduler import SchedulerLimits
+from npu_runner.core.state_snapshots import StateSnapshots, state_alignment
+from npu_runner.runner.base import RunnerInfo
+
+logger = logging.getLogger(__name__)
+
+
+def make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> BlockManager:
+    """The KV cache's, with snapshots of states where the model has such."""
+    snapshots = None
+    if info.state is not None and enable_prefix_caching:
+        if info.state.num_snapshots:
+            snapshots = StateSnapshots(info.state.num_snapshots, info.state.first_snapshot,
+                                       state_alignment(info.block_size))
+        else:
+            logger.warning("no snapshot of states is kept, so there is no prefix cache: prompts that begin alike are "
+                           "computed anew; max_state_snapshots and the memory ledger say why")
+            enable_prefix_caching = False
+    return BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=enable_prefix_caching,
+                        snapshots=snapshots, sliding_window=info.sliding_window)
+
+
+def scheduler_limits(info: RunnerInfo) -> SchedulerLimits:
+    """What a step may have, as memory allows it."""
+    return SchedulerLimits(
+        max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
+        max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
+        state_alignment=None if info.state is None else state_alignment(info.block_size),
+    )
+
+
+def warn_of_what_is_not_done(model_config: ModelConfig) -> None:
+    """What the checkpoint's own files ask for beside the model."""
+    if model_config.pooling is not None and model_config.pooling.default_prompt is not None:
+        logger.warning("the checkpoint's config_sentence_transformers.json puts its prompt %r before every text, which "
+                       "is not done here: write it into the texts that need it", model_config.pooling.default_prompt)
+    if model_config.generation_not_served:
+        logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
+                       "from those it was made for: %s", model_config.generation_not_served)

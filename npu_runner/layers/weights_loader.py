@@ -1,0 +1,119 @@
+"""Fills a model's parameters from a checkpoint. Every tensor must be accounted for, on both sides.
+
+A module says in `weight_parts` which checkpoint tensors (or slices) make up its parameters; a parameter without an
+entry is the checkpoint tensor of its own name, `weight_offset` of the module added. A module that computes something
+from its parameters does so in `weights_are_loaded()`, which is called once they are filled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.errors import WeightsError
+from npu_runner.layers.expert_weights import ExpertWeights
+from npu_runner.layers.parallel import WeightPart
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Buffers that old checkpoints stored and every model computes.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+def load_weights(model: nn.Module, reader: CheckpointReader, *, ignored: tuple[str, ...] = (),
+                 ignored_prefixes: tuple[str, ...] = (), renamed: Mapping[str, str] | None = None) -> int:
+    """Copy this rank's slices of every tensor into `model`; returns the bytes read.
+
+    `ignored`: checkpoint names that the model does without, or how they begin; those that begin so are logged.
+    `renamed`: how names begin in the checkpoint, by how they begin here. Raises WeightsError naming every missing,
+    left-over or misshapen tensor before anything is read.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertWeights):
+            module.match_checkpoint(_renamed(name.removesuffix("experts"), renamed or {}), reader.names, reader.shape)
+    wanted = [(parameter, dataclasses.replace(part, name=_renamed(part.name, renamed or {})))
+              for parameter, part in _wanted(model)]
+    left_out = {name for name in reader.names if name.startswith(ignored_prefixes)}
+    if left_out:
+        logger.info("%d tensors of %s are left out: %s", len(left_out), reader.path, ", ".join(ignored_prefixes))
+    _check(wanted, reader, {*ignored, *left_out})
+    num_bytes = 0
+    for parameter, part in wanted:
+        values = reader.read(part.name, part.dim, part.start, part.length)
+        if values.dtype not in _DTYPES:
+            raise WeightsError(f"{part.name} holds {values.dtype}; quantised or integer weights are not supported")
+        target = part.place(parameter.data)
+        target.copy_(values)
+        if part.offset:
+            target.add_(part.offset)
+        num_bytes += values.numel() * values.element_size()
+    _weights_are_loaded(model)
+    return num_bytes
+
+
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+    for ours, theirs in renamed.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
+
+
+def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name and whole shape of every checkpoint tensor that `model` is loaded from."""
+    return {part.name: part.shape for _, part in _wanted(model)}
+
+
+def fill_with_random_weights(model: nn.Module, seed: int) -> None:
+    """Small random values for every parameter, drawn on its device: real shapes and speed without a checkpoint."""
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        generator = torch.Generator(device=parameter.device).manual_seed(seed + index)
+        if name.endswith("norm.weight") or "norm" in name.rsplit(".", 2)[-2]:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+    _weights_are_loaded(model)
+
+
+def _weights_are_loaded(model: nn.Module) -> None:
+    for module in model.modules():
+        derive = getattr(module, "weights_are_loaded", None)
+        if derive is not None:
+            derive()
+
+
+def _wanted(model: nn.Module) -> Iterator[tuple[nn.Parameter, WeightPart]]:
+    """(parameter, part with its full checkpoint name), each parameter once even where two modules share it."""
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        declared: dict[str, list[WeightPart]] = getattr(module, "weight_parts", {})
+        parent, _, own_name = module_name.rpartition(".")
+        prefix = f"{parent}." if parent else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            offset = getattr(module, "weight_offset", 0.0)
+            parts = declared.get(name) or [WeightPart(f"{own_name}.{name}", tuple(parameter.shape), offset=offset)]
+            for part in parts:
+                yield parameter, dataclasses.replace(part, name=prefix + part.name)
+
+
+def _check(wanted: list[tuple[nn.Parameter, WeightPart]], reader: CheckpointReader, ignored: set[str]) -> None:
+    expected = {part.name: part.shape for _, part in wanted}
+    left_over = {name for name in reader.names - set(expected) - ignored if not name.endswith(_IGNORED_SUFFIXES)}
+    problems = [f"missing: {name} {list(expected[name])}" for name in sorted(set(expected) - reader.names)]
+    problems += [f"left over: {name} {list(reader.shape(name))}" for name in sorted(left_over)]
+    for name in sorted(set(expected) & reader.names):
+        actual, right = reader.shape(name), expected[name]
+        if actual != right:
+            turned = " (its last two dims the other way round)" if actual == (*right[:-2], *right[:-3:-1]) else ""
+            problems.append(f"misshapen: {name} is {list(actual)}, config.json makes it {list(right)}{turned}")
+    if problems:
+        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise WeightsError(f"{reader.path}: the weights do not fit the config:\n  {shown}")

@@ -1,0 +1,102 @@
+"""A process of ours as the one that started it sees it: running, stopped, ended, and how. Knows nothing of its work.
+
+One recipe for workers, ranks and replicas: nothing of the working directory is imported (commands.py), Ctrl-C in a
+terminal is not for it, standard output is the parent's standard error, and it dies with its parent (inside.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from npu_runner.processes import commands
+from npu_runner.processes.start_thread import in_start_thread
+from npu_runner.processes.stopwatch import Stopwatch
+
+
+class Child:
+    """Runs `main(arguments)`, as text, of a module of this package.
+
+    title: its name in `ps` and `top`, of which Linux keeps 15 bytes. descriptors: those that it has too, under the same
+    numbers. variables: of its environment, beside this process's.
+    """
+
+    def __init__(self, title: str, module: str, *arguments: object, descriptors: Sequence[int] = (),
+                 variables: Mapping[str, str] | None = None):
+        command = commands.module_command("npu_runner.processes.inside", os.getpid(), title, module, *arguments)
+        environment = {**commands.environment(), **(variables or {})}
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command, pass_fds=descriptors, env=environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=2,  # the parent's own may be a job's answers
+            )  # fmt: skip
+
+        self._process = in_start_thread(start, unclaimed=_end)
+        self._stopped: Stopwatch | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def exit_status(self, timeout: float | None = None) -> int | None:
+        """Once it has ended, negative for a signal; None: it has not, within `timeout` seconds (None: wait)."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout)
+        return None
+
+    def signal_end(self) -> None:
+        """Kill it without waiting until it is gone: `kill` does that."""
+        if self.is_running:
+            self._process.kill()
+
+    def kill(self, patience: float = 0.0) -> int:
+        """Kill and reap it; returns its exit status. It may be dying by itself, and then its own status says why: it is
+        given `patience` seconds for that."""
+        if patience and self.is_running:
+            self.exit_status(patience)
+        return _end(self._process)
+
+    @property
+    def is_stopped(self) -> bool:
+        """As SIGSTOP leaves a process. False where the system does not say (it is not Linux)."""
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[0] == "T"
+
+    def is_stopped_for(self, seconds: float) -> bool:
+        """Whether it has been seen stopped for longer, by looks that come every second or so.
+
+        The system's word for it, and no heartbeat: a compiler may hold the GIL for minutes.
+        """
+        if not self.is_stopped:
+            self._stopped = None
+            return False
+        self._stopped = self._stopped or Stopwatch()
+        return self._stopped.exceeds(seconds)
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, in words; `status` as `Child.exit_status` gives it."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    if process.poll() is None:
+        process.kill()
+    return process.wait()

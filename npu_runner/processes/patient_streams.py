@@ -1,0 +1,103 @@
+"""Standard output and error that end nothing: words that cannot be written are dropped, and the reason is kept.
+
+For a process whose work is worth more than its words. Knows nothing of what is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO, cast
+
+_STANDARD = (1, 2)
+
+
+class PatientStream:
+    """A text stream whose `write` and `flush` raise no OSError. After the first one it is silent for good."""
+
+    def __init__(self, stream: TextIO, silence: str | None = None):
+        """`silence`: why it is silent already."""
+        self._stream = stream
+        self.silence = silence
+        """Why nothing is written any more; None: everything was written so far."""
+
+    def write(self, text: str) -> int:
+        self._do(lambda: self._stream.write(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._do(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _do(self, operation: Callable[[], object]) -> None:
+        try:
+            operation()
+        except OSError as error:
+            self._fall_silent(error.strerror or str(error))
+        except RuntimeError:
+            pass  # a signal's handler, or a second thread, speaks in the midst of a write: these words are dropped
+        except ValueError as error:
+            if not self._stream.closed:
+                raise
+            self._fall_silent(str(error))
+
+    def _fall_silent(self, reason: str) -> None:
+        self.silence = self.silence or reason
+        # Native code, children that are started later and Python at its end write to the descriptor as well.
+        with contextlib.suppress(OSError, ValueError):
+            if self._stream.fileno() in _STANDARD:
+                _lead_to_null(self._stream.fileno())
+                self._stream.flush()
+
+
+def patient(stream: TextIO | PatientStream | None) -> PatientStream:
+    """The stream, made patient; None is a stream that was closed before Python began."""
+    if isinstance(stream, PatientStream):
+        return stream
+    if stream is None:
+        return PatientStream(open(os.devnull, "w"), "it is closed")
+    return PatientStream(stream)
+
+
+@contextlib.contextmanager
+def patient_stderr() -> Iterator[PatientStream]:
+    """sys.stderr is patient within."""
+    before = sys.stderr
+    stream = patient(before)
+    sys.stderr = cast(TextIO, stream)
+    try:
+        yield stream
+    finally:
+        stream.flush()
+        sys.stderr = before
+
+
+def make_standard_streams_patient() -> None:
+    """For a child that says little, to whoever its parent speaks to: its words must not fail its work."""
+    sys.stdout, sys.stderr = cast(TextIO, patient(sys.stdout)), cast(TextIO, patient(sys.stderr))
+
+
+def hold_standard_descriptors() -> None:
+    """Open those of 0, 1 and 2 that are closed: else the next file takes the number, and gets what others print."""
+    for number in (0, *_STANDARD):
+        try:
+            os.fstat(number)
+        except OSError:
+            _lead_to_null(number)
+
+
+def _lead_to_null(number: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    if null == number:
+        os.set_inheritable(null, True)
+        return
+    os.dup2(null, number)
+    os.close(null)

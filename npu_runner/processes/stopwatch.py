@@ -1,0 +1,39 @@
+"""Measures time in which this process ran, for limits on what other processes do. Knows nothing of what that is.
+
+A suspended job (SIGSTOP, a cgroup freezer) is stopped with all its processes, and the system's clocks go on. Whoever
+watches others looks every half second. A look that comes much later says that the watching process did not run.
+"""
+
+from __future__ import annotations
+
+import time
+
+LOOK_SECONDS = 0.5
+"""How long whoever waits with a limit waits at a time."""
+# Between two looks no more than this counts. A process that runs looks in time, or is late by its own doing.
+_MOST_SECONDS_A_LOOK = 2.0
+# So much is left after a suspension: those that are watched may be continued later than the one that watches them.
+_GRACE_SECONDS = 5.0
+
+
+class Stopwatch:
+    """Counts from the moment when it is made."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._looked_at = time.monotonic()
+        self._was_late = False
+
+    def exceeds(self, limit_seconds: float) -> bool:
+        """Whether more time than that has passed. The limit is to be the same each time."""
+        now = time.monotonic()
+        passed, self._looked_at = now - self._looked_at, now
+        self._seconds += min(passed, _MOST_SECONDS_A_LOOK)
+        was_late, self._was_late = self._was_late, passed > _MOST_SECONDS_A_LOOK
+        if self._was_late and not was_late:  # only once: a process that is always late comes to an end, too
+            self._seconds = min(self._seconds, max(0.0, limit_seconds - _GRACE_SECONDS))
+        return self._seconds > limit_seconds
+
+    def look_seconds(self, limit_seconds: float) -> float:
+        """How long to wait at most before the next look."""
+        return max(0.0, min(limit_seconds - self._seconds, LOOK_SECONDS))

@@ -1,0 +1,1 @@
+"""A conversation, a text or token ids in; `PromptInputs` out: what a worker process does. Knows no network."""

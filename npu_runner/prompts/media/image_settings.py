@@ -1,0 +1,213 @@
+"""How a checkpoint wants its pictures: sizes, patches, normalisation. Knows nothing of pixels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from npu_runner.checkpoint.files import read_json
+from npu_runner.errors import ConfigError, ModelError, RequestError
+
+MAX_ASPECT_RATIO = 200
+LOW_DETAIL_PIXELS = 512 * 512
+BICUBIC = 3
+RESAMPLING = (0, 1, 2, 3, 4, 5)  # Pillow's numbers, which is also what checkpoints write
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings:
+    """Everything that decides which numbers the vision tower sees for a picture.
+
+    The device computes `(pixel * rescale_factor - image_mean) / image_std` per channel; a checkpoint that wants no
+    rescaling or no normalisation has 1, 0 and 1 here. Defaults are those of transformers' Qwen2-VL image processor.
+    """
+
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    resample: int = BICUBIC
+    rescale_factor: float = 1 / 255
+    image_mean: tuple[float, ...] = CLIP_MEAN
+    image_std: tuple[float, ...] = CLIP_STD
+
+    @property
+    def side_multiple(self) -> int:
+        """Height and width of a resized picture are multiples of this: one merged token's side in pixels."""
+        return self.patch_size * self.merge_size
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest names them, whatever becomes of the names here."""
+        return {
+            "min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "patch_size": self.patch_size,
+            "temporal_patch_size": self.temporal_patch_size, "merge_size": self.merge_size, "resample": self.resample,
+            "rescale_factor": self.rescale_factor, "image_mean": self.image_mean, "image_std": self.image_std,
+        }  # fmt: skip
+
+    def digest(self) -> bytes:
+        """16 bytes that differ when any setting differs."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Prompt tokens of a picture that already has its final size."""
+        return (height // self.side_multiple) * (width // self.side_multiple)
+
+    def fit(self, height: int, width: int) -> tuple[int, int]:
+        """Final (height, width) of a picture: the rule of Qwen2-VL's image processor (`smart_resize`).
+
+        Sides become multiples of `side_multiple`, the area comes between min_pixels and max_pixels, the shape stays
+        as near as that allows. Raises RequestError when one side is more than 200 times the other.
+        """
+        long, short = max(height, width), min(height, width)
+        if short < 1:
+            raise RequestError(f"the image is {width}x{height} pixels: it has no area", code="image_empty")
+        if long / short > MAX_ASPECT_RATIO:
+            raise RequestError(
+                f"the image is {width}x{height} pixels, a ratio of {long / short:.1f}; the model takes at most "
+                f"{MAX_ASPECT_RATIO}; crop it or cut it into several images",
+                code="image_aspect_ratio",
+            )
+        side = self.side_multiple
+        rounded_height, rounded_width = round(height / side) * side, round(width / side) * side
+        if rounded_height * rounded_width > self.max_pixels:
+            shrink = math.sqrt((height * width) / self.max_pixels)
+            return (
+                max(side, math.floor(height / shrink / side) * side),
+                max(side, math.floor(width / shrink / side) * side),
+            )
+        if rounded_height * rounded_width < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            return math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
+        return rounded_height, rounded_width
+
+    def with_low_detail(self) -> ImageSettings:
+        """OpenAI's `detail: low`: no more pixels than a picture of 512 x 512, as far as the model takes so few."""
+        most = max(self.min_pixels, LOW_DETAIL_PIXELS)
+        return replace(self, max_pixels=min(self.max_pixels, most))
+
+    def largest_size(self, max_tokens: int) -> tuple[int, int]:
+        """(height, width) with the most tokens that `fit` can ever return, up to `max_tokens`; the squarest of equals.
+
+        Where min_pixels are more than that, `fit` returns nothing so small: then it is what a device can try.
+        """
+        candidates = ((short, min(long, max_tokens // short))
+                      for short, long in self._largest_candidates() if short <= max_tokens)
+        units_hw = max(candidates, key=lambda hw: (hw[0] * hw[1], min(hw)))
+        return units_hw[0] * self.side_multiple, units_hw[1] * self.side_multiple
+
+    def _largest_candidates(self) -> Iterator[tuple[int, int]]:
+        """Short and long side, in tokens, of the widest result of each branch of `fit` for each short side."""
+        area = self.side_multiple**2
+        most, least = self.max_pixels / area, self.min_pixels / area
+        # Shrinking never makes a side shorter than one token, so a thin strip can exceed max_pixels.
+        yield 1, max(1, math.floor(math.sqrt(most * MAX_ASPECT_RATIO)))
+        for short in range(1, math.isqrt(math.floor(most)) + 1):
+            # Rounding takes less than a token from the short side.
+            yield short, min(math.floor(most) // short, MAX_ASPECT_RATIO * (short + 1))
+        # Growing rounds both sides up, so a picture just over `short - 1` tokens high becomes `short` high.
+        thinnest = math.sqrt(least / MAX_ASPECT_RATIO)
+        for short in range(max(1, math.ceil(thinnest)), math.ceil(math.sqrt(least)) + 1):
+            yield short, max(short, math.ceil(least / max(short - 1, thinnest)))
+
+
+def read_image_settings(
+    folder: Path, config: Mapping[str, Any], *, min_pixels: int | None = None, max_pixels: int | None = None
+) -> ImageSettings:
+    """Settings of the checkpoint in `folder`, with the user's bounds on the area where given.
+
+    `processor_config.json` (its `image_processor` entry) goes before `preprocessor_config.json`, as in transformers.
+    Raises ModelError for a checkpoint whose pictures we cannot prepare, ConfigError for bounds that contradict.
+    """
+    values = (read_json(folder, "processor_config.json") or {}).get("image_processor")
+    source = "processor_config.json"
+    if values is None:
+        source = "preprocessor_config.json"
+        values = read_json(folder, source)
+    if not isinstance(values, dict):
+        raise ModelError(f"{folder / source} is missing or has no settings; a model with vision needs it")
+    try:
+        settings = settings_from(values)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder / source}: {error}; compare it with the original checkpoint") from error
+    check_against_tower(settings, config["vision_config"], source)
+    settings = replace(
+        settings,
+        min_pixels=settings.min_pixels if min_pixels is None else min_pixels,
+        max_pixels=settings.max_pixels if max_pixels is None else max_pixels,
+    )
+    if settings.min_pixels > settings.max_pixels:
+        raise ConfigError(
+            f"image_min_pixels {settings.min_pixels} is more than image_max_pixels {settings.max_pixels} "
+            f"(what is not given comes from {source}); set both"
+        )
+    return settings
+
+
+def settings_from(values: Mapping[str, Any]) -> ImageSettings:
+    """What a preprocessor's file says. Raises TypeError, ValueError or KeyError for what is no such file."""
+    for name in ("do_center_crop", "do_pad"):
+        if values.get(name):
+            raise ValueError(f"{name} is set, which this runner does not do")
+    if not values.get("do_resize", True):
+        raise ValueError("do_resize is false, but the vision tower needs sides that are multiples of its patches")
+    default = ImageSettings()
+    size = values.get("size") or {}
+    if not isinstance(size, Mapping):
+        raise TypeError(f"size is {size!r}, shortest_edge and longest_edge are needed")
+    rescales, normalises = values.get("do_rescale", True), values.get("do_normalize", True)
+    resample = values.get("resample")
+    if resample not in (None, *RESAMPLING):
+        raise ValueError(f"resample is {resample!r}, not one of Pillow's filters {RESAMPLING}")
+    settings = ImageSettings(
+        min_pixels=positive_integer(values.get("min_pixels"), size.get("shortest_edge"), default.min_pixels),
+        max_pixels=positive_integer(values.get("max_pixels"), size.get("longest_edge"), default.max_pixels),
+        patch_size=positive_integer(values.get("patch_size"), default.patch_size),
+        temporal_patch_size=positive_integer(values.get("temporal_patch_size"), default.temporal_patch_size),
+        merge_size=positive_integer(values.get("merge_size"), default.merge_size),
+        resample=BICUBIC if resample is None else resample,
+        rescale_factor=float(values.get("rescale_factor", default.rescale_factor)) if rescales else 1.0,
+        image_mean=_channels(values.get("image_mean", default.image_mean)) if normalises else (0.0,) * 3,
+        image_std=_channels(values.get("image_std", default.image_std)) if normalises else (1.0,) * 3,
+    )
+    if 0.0 in settings.image_std:
+        raise ValueError(f"image_std {settings.image_std} divides by zero")
+    return settings
+
+
+def positive_integer(*values: Any) -> int:
+    """The first that is not None. Raises ValueError where it is no integer above 0."""
+    value = next(value for value in values if value is not None)
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise ValueError(f"{value!r} is not a positive integer")
+    return int(value)
+
+
+def _channels(values: Any) -> tuple[float, ...]:
+    channels = tuple(float(value) for value in (values if isinstance(values, (list, tuple)) else [values] * 3))
+    if len(channels) != 3:
+        raise ValueError(f"{values!r} needs one number per colour")
+    return channels
+
+
+def check_against_tower(settings: ImageSettings, vision_config: Mapping[str, Any], source: str) -> None:
+    """Raises ModelError where `source` and config.json mean different patches."""
+    for ours, theirs in (
+        ("patch_size", "patch_size"),
+        ("merge_size", "spatial_merge_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+    ):
+        expected = vision_config.get(theirs)
+        if expected is not None and expected != getattr(settings, ours):
+            raise ModelError(
+                f"{ours} is {getattr(settings, ours)} in {source} but {theirs} is {expected} in config.json's "
+                f"vision_config; one of the two files belongs to another checkpoint"
+            )

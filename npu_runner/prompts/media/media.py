@@ -1,0 +1,252 @@
+"""Fetches the bytes that an address of a picture or a film means: inline data, a file in the allowed folder, no more.
+
+Addresses are counted and measured first; each different one is then read once, when its turn comes. Knows nothing of
+what the bytes are. No network: a job reads only what its owner put on this machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from npu_runner.errors import ConfigError, RequestError
+from npu_runner.prompts.media.allowed_folder import AllowedFolder, OutsideError
+from npu_runner.request.limits import LIMITS
+
+_KINDS = {"image_url": "image", "video_url": "video"}
+DETAILS = (None, "auto", "high", "low")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaRules:
+    """Which addresses may be read, and how much behind them."""
+
+    allowed_dir: Path | str | None = None
+    max_images: int = LIMITS.max_images_per_prompt
+    max_bytes: int = LIMITS.max_media_bytes
+    """Of one file or decoded data: URL."""
+    max_total_bytes: int = LIMITS.max_prompt_media_bytes
+    """Of all different ones of a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Media:
+    """A picture or a film that is still an address. `where`: the field that it stood in first."""
+
+    url: str
+    where: str
+    rules: MediaRules
+    detail: str | None = None
+    """OpenAI's: "low" is seen with few tokens."""
+
+    def load(self) -> bytes:
+        """Its bytes, read now. Raises RequestError naming the field, as `load_media` does."""
+        with _named(self.where):
+            return load_media(self.url, self.rules.allowed_dir, max_bytes=self.rules.max_bytes)
+
+    def num_bytes(self) -> int:
+        """How many `load` gives, without reading a file; of a data: URL an upper bound."""
+        with _named(self.where):
+            return _num_bytes(self.url, self.rules)
+
+
+def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int = LIMITS.max_media_bytes) -> bytes:
+    """The bytes behind a data: URL, a file:// URL or a plain path; a relative path starts at `allowed_media_dir`.
+
+    Files must lie below `allowed_media_dir` once links are resolved; None refuses all files. Raises RequestError with
+    code media_scheme, media_bad_data_url, media_not_allowed, media_missing, media_unreadable or media_too_large. Its
+    message repeats the given address at most, never where a link leads or whether something outside exists.
+    """
+    kind, rest = _kind_of(url)
+    if kind == "data":
+        return _decode_data_url(rest, max_bytes)
+    return _read_allowed(rest, allowed_media_dir, max_bytes)
+
+
+def _kind_of(url: Any) -> tuple[str, str]:
+    """("data", what follows the colon) or ("file", its path)."""
+    if not isinstance(url, str):
+        raise RequestError(f"a URL must be text, not {type(url).__name__}", code="invalid_type")
+    if not url.isascii() and _has_lone_surrogate(url):
+        raise RequestError("a URL must be valid Unicode", code="invalid_unicode")
+    if url[:5].lower() == "data:":
+        return "data", url[5:]
+    if len(url) > LIMITS.max_path_chars:
+        raise RequestError(
+            f"the address has {len(url)} characters, a file's name at most {LIMITS.max_path_chars}: {_shown(url)}",
+            code="media_unreadable",
+        )
+    if url[:5].lower() == "file:":
+        return "file", _path_of_file_url(url)
+    if "://" in url:
+        scheme = url.split("://", 1)[0][:20]
+        raise RequestError(
+            f"{scheme}:// addresses are not fetched; download them and give a path, or a data: URL", code="media_scheme"
+        )
+    return "file", url
+
+
+def _num_bytes(url: str, rules: MediaRules) -> int:
+    kind, rest = _kind_of(url)
+    if kind == "data":
+        return len(rest)
+    with _file_errors(rest), _allowed_folder(rules.allowed_dir) as folder:
+        size = folder.num_bytes(rest)
+    if size > rules.max_bytes:
+        raise _too_large(rules.max_bytes)
+    return size
+
+
+def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
+    """Messages with every `image_url` part turned into an `image` part of Media, every `video_url` part into a `video`
+    part; all else is left as it is.
+
+    The same address is the same Media. Raises RequestError naming the part, or that there are too many or too large
+    ones, before any of them is read.
+    """
+    addresses = [part for message in messages for part in _parts(message) if _is_address(part)]
+    if len(addresses) > rules.max_images:
+        raise RequestError(
+            f"messages: {len(addresses)} pictures and films, at most {rules.max_images} are allowed "
+            "(max_images_per_prompt)",
+            "too_many_images",
+            "messages",
+        )
+    known: dict[tuple[str, str | None], Media] = {}
+    resolved = [
+        {**message, "content": [
+            _resolve_part(part, f"messages[{i}].content[{j}]", rules, known)
+            for j, part in enumerate(message["content"])
+        ]} if _parts(message) else message
+        for i, message in enumerate(messages)
+    ]  # fmt: skip
+    total = sum({media.url: media.num_bytes() for media in known.values()}.values())
+    if total > rules.max_total_bytes:
+        raise RequestError(
+            f"messages: the {len(known)} different pictures and films have {total} bytes together, at most "
+            f"{rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
+            "media_too_large",
+            "messages",
+        )
+    return resolved
+
+
+def _parts(message: Any) -> Sequence[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, (list, tuple)) else ()
+
+
+def _is_address(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[str, str | None], Media]) -> Any:
+    if not _is_address(part):
+        return part
+    name, kind = part["type"], _KINDS[part["type"]]
+    value, where = part.get(name), f"{where}.{name}"
+    detail = value.get("detail") if isinstance(value, Mapping) else None
+    if detail not in DETAILS if kind == "image" else detail is not None:
+        raise RequestError(
+            f"{where}.detail: {str(detail)[:40]!r} is not supported; of pictures low, high and auto are",
+            code="unsupported_field",
+            param=f"{where}.detail",
+        )
+    url = value.get("url") if isinstance(value, Mapping) else value
+    with _named(where):
+        _kind_of(url)
+    assert isinstance(url, str), "_kind_of has refused all else"
+    low = detail if detail == "low" else None
+    media = known.setdefault((url, low), Media(url=url, where=where, rules=rules, detail=low))
+    return {"type": kind, kind: media}
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{where}: {error.message}", error.code, where) from error
+
+
+def _decode_data_url(rest: str, max_bytes: int) -> bytes:
+    head, comma, body = rest.partition(",")
+    if not comma:
+        raise RequestError("the data: URL has no comma before its data", code="media_bad_data_url")
+    if not head.lower().rstrip().endswith(";base64"):
+        return _bounded(unquote_to_bytes(body), max_bytes)
+    if len(body) > 4 * max_bytes:  # even percent-encoded, that is more than max_bytes
+        raise _too_large(max_bytes)
+    text = b"".join(unquote_to_bytes(body).split())
+    text += b"=" * (-len(text) % 4)  # browsers accept missing padding, so people write it
+    try:
+        return _bounded(base64.b64decode(text, validate=True), max_bytes)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"the data: URL is not valid base64 ({error})", code="media_bad_data_url") from error
+
+
+def _path_of_file_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise RequestError(f"{_shown(url)}: not a file URL ({error})", code="media_scheme") from error
+    if parts.netloc not in ("", "localhost"):
+        raise RequestError(f"{_shown(url)}: names another host; use file:///path", code="media_scheme")
+    if parts.query or parts.fragment:
+        raise RequestError(f"{_shown(url)}: write ? and # in file names as %3F and %23", code="media_scheme")
+    return os.fsdecode(unquote_to_bytes(parts.path))
+
+
+def _read_allowed(given: str, allowed_media_dir: Path | str | None, max_bytes: int) -> bytes:
+    with _file_errors(given), _allowed_folder(allowed_media_dir) as folder:
+        return _bounded(folder.read(given, max_bytes + 1), max_bytes)
+
+
+def _allowed_folder(allowed_media_dir: Path | str | None) -> AllowedFolder:
+    if allowed_media_dir is None:
+        raise RequestError(
+            "files are not allowed here; name their folder with --allowed-media-dir, or allowed_media_dir in Python",
+            code="media_not_allowed",
+        )
+    try:
+        return AllowedFolder(allowed_media_dir)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"allowed_media_dir {str(allowed_media_dir)!r} is not a folder") from error
+
+
+@contextlib.contextmanager
+def _file_errors(given: str) -> Iterator[None]:
+    try:
+        yield
+    except OutsideError as error:
+        raise RequestError(f"{_shown(given)}: outside the folder allowed_media_dir", "media_not_allowed") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError(f"{_shown(given)}: no such file", code="media_missing") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = error.strerror if isinstance(error, OSError) else "not a file name"
+        raise RequestError(f"{_shown(given)}: cannot be read ({reason})", code="media_unreadable") from error
+
+
+def _bounded(data: bytes, max_bytes: int) -> bytes:
+    if len(data) > max_bytes:
+        raise _too_large(max_bytes)
+    return data
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(f"the file is larger than {max_bytes} bytes; scale it down", code="media_too_large")
+
+
+def _has_lone_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _shown(address: str) -> str:
+    return repr(address if len(address) <= 200 else address[:197] + "...")

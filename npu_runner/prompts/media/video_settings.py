@@ -1,0 +1,194 @@
+"""How a checkpoint wants its films: which frames, how large, the times it is told. Knows nothing of files or pixels.
+
+The rules are those of transformers' Qwen3-VL video processor, in whose terms a film is frames x height x width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npu_runner.checkpoint.files import read_json
+from npu_runner.config import MAX_VIDEO_FPS
+from npu_runner.errors import ModelError, RequestError
+from npu_runner.prompts.media.image_settings import (
+    MAX_ASPECT_RATIO,
+    ImageSettings,
+    check_against_tower,
+    positive_integer,
+    settings_from,
+)
+from npu_runner.request.limits import LIMITS, shown
+
+ASSUMED_FPS = 24.0
+"""Of a film that does not say how fast it is."""
+_DEFAULTS = {
+    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+    "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSettings:
+    """Everything that decides which numbers the vision tower sees for a film."""
+
+    frame: ImageSettings
+    """Patches and colours of a frame; its min_pixels and max_pixels bound the pixels of all frames together."""
+    fps: float = 2.0
+    """Frames taken of each second, ..."""
+    num_frames: int | None = None
+    """... or how many of the whole film, whatever its length."""
+    min_frames: int = 4
+    max_frames: int = 768
+    cap_pixels_per_frame: bool = False
+    """A frame takes no more than `max_video_tokens`, nor than its share of the film's pixels."""
+    max_video_tokens: int = 768
+
+    def asked(self, kwargs: Mapping[str, Any]) -> VideoSettings:
+        """These, as one request wants them: `mm_processor_kwargs` with `fps`, `num_frames` or `max_frames`.
+
+        Raises RequestError for another name, and for a value that cannot be.
+        """
+        given = checked_kwargs(kwargs)
+        wanted = replace(self, num_frames=None) if "fps" in given else self
+        wanted = replace(wanted, **given)
+        return replace(wanted, min_frames=min(wanted.min_frames, wanted.max_frames))
+
+    def sample(self, num_source_frames: int, source_fps: float) -> np.ndarray:
+        """Which of a film's frames are shown: int64, ascending, evenly from the first to the last."""
+        num_frames = self.num_frames
+        if num_frames is None:
+            num_frames = int(num_source_frames / source_fps * self.fps)
+            num_frames = min(max(num_frames, self.min_frames), self.max_frames)
+        return np.linspace(0, num_source_frames - 1, min(num_frames, num_source_frames)).round().astype(np.int64)
+
+    def timestamps(self, indices: Sequence[int], source_fps: float) -> list[float]:
+        """The time in seconds of each group of frames that makes one patch: the middle of its first and its last."""
+        group = self.frame.temporal_patch_size
+        times = [index / source_fps for index in indices]
+        times += times[-1:] * (-len(times) % group)
+        return [(times[start] + times[start + group - 1]) / 2 for start in range(0, len(times), group)]
+
+    def fit(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Final (height, width) of the frames of a film, `smart_resize` in transformers.
+
+        Sides become multiples of one token's, the film comes between its least and its most pixels. Raises RequestError
+        when one side is more than 200 times the other.
+        """
+        side, group = self.frame.side_multiple, self.frame.temporal_patch_size
+        num_frames = max(num_frames, group)  # a film of one frame shows it twice
+        least, most = self.frame.min_pixels, self._most_pixels(num_frames)
+        if min(height, width) < side:
+            grow = max(side / height, side / width)
+            height, width = int(height * grow), int(width * grow)
+        if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+            raise RequestError(
+                f"the film is {width}x{height} pixels, a ratio of more than {MAX_ASPECT_RATIO}; crop it",
+                code="video_aspect_ratio",
+            )
+        fitted = round(height / side) * side, round(width / side) * side
+        num_pixels = round(num_frames / group) * group * fitted[0] * fitted[1]
+        if num_pixels > most:
+            shrink = math.sqrt((num_frames * height * width) / most)
+            return (
+                max(side, math.floor(height / shrink / side) * side),
+                max(side, math.floor(width / shrink / side) * side),
+            )
+        if num_pixels < least:
+            grow = math.sqrt(least / (num_frames * height * width))
+            return math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
+        return fitted
+
+    def _most_pixels(self, num_frames: int) -> int:
+        most = self.frame.max_pixels
+        if not self.cap_pixels_per_frame:
+            return most
+        cap = self.max_video_tokens * self.frame.side_multiple**2
+        return max(min(cap, most // num_frames), int(self.frame.min_pixels * 1.05)) * num_frames
+
+    def largest_frame(self, max_tokens: int) -> tuple[int, int]:
+        """(height, width) with the most tokens, up to `max_tokens`, that a frame of any film can get."""
+        group = self.frame.temporal_patch_size
+        most = self._most_pixels(group) // group
+        least = min(most, -(-self.frame.min_pixels // group))
+        return replace(self.frame, min_pixels=least, max_pixels=most).largest_size(max_tokens)
+
+
+def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """`mm_processor_kwargs` without what asks for nothing. Raises RequestError naming what cannot be."""
+    field = "mm_processor_kwargs"
+    if not isinstance(kwargs, Mapping):
+        raise RequestError(f"{field}: an object is needed, not {type(kwargs).__name__}", "invalid_type", field)
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    most = {"fps": MAX_VIDEO_FPS, "num_frames": LIMITS.max_video_frames, "max_frames": LIMITS.max_video_frames}
+    for name, value in given.items():
+        where = f"{field}.{str(name)[:60]}"
+        if name not in most:
+            raise RequestError(f"{where}: not supported; {', '.join(most)} are", "unsupported_field", where)
+        is_number = isinstance(value, (int, float) if name == "fps" else int) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= most[name]:
+            message = f"{where}: {shown(value)} is not above 0 and up to {most[name]:g}"
+            raise RequestError(message, "invalid_value", where)
+    if "fps" in given and "num_frames" in given:
+        message = f"{field}: fps and num_frames contradict each other; give one of them"
+        raise RequestError(message, "invalid_value", field)
+    return given
+
+
+def read_video_settings(
+    folder: Path, config: Mapping[str, Any], *, fps: float | None = None, max_frames: int | None = None
+) -> VideoSettings:
+    """Settings of the checkpoint in `folder`, with the user's own where given.
+
+    The files are looked at in transformers' order. Raises ModelError for a checkpoint that has none of them, or one
+    whose films we cannot prepare.
+    """
+    values, source = _read_values(folder)
+    try:
+        settings = _from_values(values)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder / source}: {error}; compare it with the original checkpoint") from error
+    check_against_tower(settings.frame, config["vision_config"], source)
+    if fps is not None:
+        settings = replace(settings, fps=fps, num_frames=None)
+    if max_frames is not None:
+        settings = replace(settings, max_frames=max_frames, min_frames=min(settings.min_frames, max_frames))
+    return settings
+
+
+def _read_values(folder: Path) -> tuple[Mapping[str, Any], str]:
+    nested = (read_json(folder, "processor_config.json") or {}).get("video_processor")
+    if isinstance(nested, Mapping):
+        return nested, "processor_config.json"
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        values = read_json(folder, name)
+        if isinstance(values, Mapping):
+            return values, name
+    raise ModelError(f"{folder}: video_preprocessor_config.json is missing, which says how films are prepared")
+
+
+def _from_values(values: Mapping[str, Any]) -> VideoSettings:
+    if not values.get("do_sample_frames", True):
+        raise ValueError("do_sample_frames is false, but films are sampled here")
+    own = {name: value for name, value in values.items() if name not in ("min_pixels", "max_pixels")}
+    size = own.get("size", _DEFAULTS["size"])
+    if not isinstance(size, Mapping) or not size.get("shortest_edge") or not size.get("longest_edge"):
+        raise ValueError(f"size is {size!r}, shortest_edge and longest_edge are needed")
+    frame = settings_from({**_DEFAULTS, **{name: value for name, value in own.items() if value is not None}})
+    default = VideoSettings(frame=frame)
+    fps = float(own.get("fps") or default.fps)
+    if not 0 < fps <= MAX_VIDEO_FPS:
+        raise ValueError(f"fps is {fps}, not above 0 and up to {MAX_VIDEO_FPS:g}")
+    num_frames = own.get("num_frames")
+    return VideoSettings(
+        frame=frame, fps=fps, num_frames=None if num_frames is None else positive_integer(num_frames),
+        min_frames=positive_integer(own.get("min_frames"), default.min_frames),
+        max_frames=positive_integer(own.get("max_frames"), default.max_frames),
+        cap_pixels_per_frame=bool(own.get("cap_pixels_per_frame")),
+        max_video_tokens=positive_integer(own.get("max_video_tokens"), default.max_video_tokens),
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Turns an encoded film into pairs of resized frames, each as a picture of six colours. Knows nothing of prompts.
+
+More than two where a checkpoint's patches are deeper. A pair is what the tower sees at once, what a prompt has a place
+for, and what the vision cache keeps: a film that is shown again, or overlaps another one, costs only what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from npu_runner.errors import RequestError
+from npu_runner.prompts.media.images import image_input
+from npu_runner.prompts.media.media import Media
+from npu_runner.prompts.media.video_files import VideoFile
+from npu_runner.prompts.media.video_settings import VideoSettings
+from npu_runner.request.prompt_inputs import ImageInput
+
+# H, W sides of a resized frame
+
+
+@dataclass(frozen=True)
+class Video:
+    """A film of a message that was not read yet: encoded bytes, or their address."""
+
+    source: bytes | Media
+
+    @classmethod
+    def of(cls, given: Any, where: str) -> Video:
+        """Whatever a film may be given as: encoded bytes of any kind, their address, or one of these.
+
+        Raises RequestError naming `where`.
+        """
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, (bytes, bytearray, memoryview)):
+            return cls(bytes(given))
+        if isinstance(given, Media):
+            return cls(given)
+        message = (f"{where}: the encoded bytes of a film are needed, not {type(given).__name__}; decoded frames do "
+                   "not say when they are shown: encode them, or send them as pictures")
+        raise RequestError(message, "invalid_type", where)
+
+
+@dataclass(frozen=True)
+class VideoInput:
+    """A film as the tower sees it, and when each pair is shown, in seconds."""
+
+    pairs: list[ImageInput]
+    timestamps: list[float]
+
+
+def prepare_video(data: bytes, settings: VideoSettings, *, check_tokens: Callable[[int], None]) -> VideoInput:
+    """Sample, decode and resize. `check_tokens` is told how many tokens the pairs will have, before they are decoded.
+
+    Raises RequestError, never anything else, for a bad film.
+    """
+    with VideoFile(data) as file:
+        indices = settings.sample(file.num_frames, file.fps).tolist()
+        height, width = settings.fit(len(indices), file.height, file.width)
+        timestamps = settings.timestamps(indices, file.fps)
+        check_tokens(len(timestamps) * settings.frame.num_tokens(height, width))
+        frames = (_resized(frame, len(indices), settings) for frame in file.frames(indices))
+        return VideoInput(list(_pairs(frames, settings)), timestamps)
+
+
+def _resized(pixels_HWC: np.ndarray, num_frames: int, settings: VideoSettings) -> np.ndarray:
+    height, width = settings.fit(num_frames, *pixels_HWC.shape[:2])
+    # Pillow on uint8, as for pictures.
+    image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
+    return np.asarray(image.resize((width, height), resample=Image.Resampling(settings.frame.resample)))
+
+
+def _pairs(frames: Iterator[np.ndarray], settings: VideoSettings) -> Iterator[ImageInput]:
+    """Frames in groups of as many as a patch is deep; the last one is repeated to fill its group."""
+    group: list[np.ndarray] = []
+    for frame in frames:
+        group.append(frame)
+        if len(group) == settings.frame.temporal_patch_size:
+            yield _pair(group, settings)
+            group = []
+    if group:
+        yield _pair(group + group[-1:] * (settings.frame.temporal_patch_size - len(group)), settings)
+
+
+def _pair(frames: list[np.ndarray], settings: VideoSettings) -> ImageInput:
+    return image_input(np.concatenate(frames, axis=2), settings.frame)
+
+
+def no_videos(why: str, where: str) -> RequestError:
+    """The error of a film for a model that takes none."""
+    return RequestError(f"{where}: this model takes no films here: {why}; send frames of it as pictures",
+                        "model_has_no_video", where)

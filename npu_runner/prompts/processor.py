@@ -1,0 +1,410 @@
+"""From chat messages or a raw prompt to token ids, pictures and positions. Knows nothing of torch, models or devices.
+
+It reads the checkpoint's own files with tokenizers, jinja2, numpy and Pillow: importing transformers would cost every
+worker process seconds. Its results equal those of transformers' processors, which the tests take as their oracle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import PIL
+import tokenizers
+from PIL import Image
+from tokenizers import Tokenizer
+
+from npu_runner.checkpoint.files import model_folder, require_json
+from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.config import DEFAULT_MAX_MODEL_LEN
+from npu_runner.errors import ConfigError, ModelError, RequestError
+from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
+from npu_runner.prompts.film_prompts import read_film_prompts
+from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
+from npu_runner.prompts.media.images import image_input
+from npu_runner.prompts.media.mrope import asks_for_mrope
+from npu_runner.prompts.media.videos import Video
+from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.prompt_forms import plain_ids
+from npu_runner.prompts.prompt_sources import file_digests, package_versions, refuse_changes
+from npu_runner.prompts.text.chat_prompt import ChatPrompts
+from npu_runner.prompts.text.chat_template import read_chat_template
+from npu_runner.prompts.text.control_tokens import ControlTokens
+from npu_runner.prompts.text.messages import check_ending, checked_text, parse_messages
+from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thinking_after
+from npu_runner.prompts.text.sampling_ids import resolve_sampling
+from npu_runner.prompts.text.text_length import TextLength
+from npu_runner.prompts.text.tokenizer import read_special_tokens, read_tokenizer
+from npu_runner.prompts.text.tool_parsers import find_tool_parser, forced_calls
+from npu_runner.prompts.text.tools import parse_tools, strings_in
+from npu_runner.prompts.vision_prompts import Seen, VisionPrompts, not_cut, read_image_token, read_vision_tokens
+from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
+from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.prompt_inputs import ImageInput, PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+_DEFAULTS = ProcessorSettings()
+
+
+class ChatProcessor:
+    """Prepares prompts for one checkpoint. Cheap to pickle: a worker process reads the files again.
+
+    Raises ModelError when the folder lacks a file or has a broken one, RequestError for a prompt it cannot prepare.
+    Unpickling raises JobError where the files, or the packages that read them, are not those of the pickled one.
+    """
+
+    def __init__(self, model_path: str, settings: ProcessorSettings = _DEFAULTS):
+        self.model_path = str(model_path)
+        self.settings = settings
+        self.pooling = settings.pooling
+        self.max_logprobs = settings.max_logprobs
+        folder = model_folder(model_path)
+        # Before anything is read: what changes in between is another file to every worker.
+        self._file_digests = file_digests(folder)
+        config = require_json(folder, "config.json")
+        self.tokenizer: Tokenizer = read_tokenizer(folder)
+        self._eos_token = read_special_tokens(folder).get("eos_token")
+        text_config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        self.hidden_size: int | None = text_config.get("hidden_size")
+        self.vocab_size: int | None = text_config.get("vocab_size", config.get("vocab_size"))
+        num_positions = text_config.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)
+        self.max_model_len: int = settings.max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN)
+        """The engine's may be shorter, where memory is."""
+        self._text_length = TextLength(self.tokenizer, self.max_model_len)
+        self.has_vision = isinstance(config.get("vision_config"), dict)
+        self.uses_mrope = asks_for_mrope(config) if settings.uses_mrope is None else settings.uses_mrope
+        self.image_settings: ImageSettings | None = None
+        if self.has_vision:
+            self.image_settings = read_image_settings(folder, config, min_pixels=settings.image_min_pixels,
+                                                      max_pixels=settings.image_max_pixels)
+        self._vision = self._vision_prompts(folder, config)
+        self._package_versions = package_versions(["pillow", "tokenizers", *self._decoders()])
+        self._template = read_chat_template(folder, has_vision=self.has_vision)
+        finds_reasoning = settings.reasoning_parser == "auto"
+        self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if finds_reasoning else None
+        """Answers to conversations are split at them; None: they stay as they are."""
+        self._tool_call_parser = find_tool_parser(settings.tool_call_parser,
+                                                  self._template.source if self._template else None)
+        self._control = ControlTokens(
+            self.tokenizer, self._template.literals() if self._template else (),
+            read_vision_tokens(config, self.tokenizer), of_assistants=chain.from_iterable(PAIRS),
+        )  # fmt: skip
+        self._chat = ChatPrompts(model_path=self.model_path, template=self._template, control=self._control,
+                                 adds_special_tokens=self.has_vision)
+        self._template_kwargs = self._kwargs_of_settings()
+
+    def _kwargs_of_settings(self) -> dict[str, Any]:
+        try:
+            return self._chat.checked_kwargs(self.settings.chat_template_kwargs or {})
+        except RequestError as error:  # nobody's request: a setting
+            raise ConfigError(error.message) from error
+
+    def _vision_prompts(self, folder: Path, config: Mapping[str, Any]) -> VisionPrompts:
+        """Raises ConfigError for settings of films that the model does not take."""
+        settings = self.settings
+        films, no_films = None, "its family has none here"
+        if settings.takes_videos:
+            try:
+                films = read_film_prompts(folder, config, self.tokenizer, fps=settings.video_fps,
+                                          max_frames=settings.video_max_frames)
+            except ModelError as error:  # pictures and text are served all the same
+                no_films = str(error)
+        for name, value in settings.of_films().items():
+            if films is None and value is not None:
+                raise ConfigError(f"{name} {value}: this model takes no films: {no_films}")
+        return VisionPrompts(
+            image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
+            video_token_id=config.get("video_token_id"), settings=self.image_settings, films=films, no_films=no_films,
+            text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope,
+        )  # fmt: skip
+
+    def __reduce__(self) -> tuple[Callable[..., ChatProcessor], tuple[Any, ...]]:
+        return _read_again, (type(self), self.model_path, self.settings, self._file_digests, self._package_versions)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Without one only `from_text` works."""
+        return self._template is not None
+
+    def parser_of_calls(self) -> str | None:
+        """The name of what reads calls out of an answer; None: they are to stay text.
+
+        Raises RequestError where nobody has said so and no parser is known.
+        """
+        if self._tool_call_parser is None and self.settings.tool_call_parser == "auto":
+            raise RequestError(
+                "tools: how this model writes its calls is not known; name a parser with --tool-call-parser, or none "
+                "to have them as text", "unsupported_parameter", "tools",
+            )  # fmt: skip
+        return self._tool_call_parser
+
+    def grammar_of_calls(self, tools: Any, *, name: str | None, is_parallel: bool) -> StructuredOutputsParams:
+        """What an answer is that is nothing but calls of `tools`, as OpenAI has them; of the one called `name` alone,
+        then once. Raises RequestError where this model's calls, or these, cannot be forced."""
+        checked = parse_tools(tools, is_call_forced=True)
+        return forced_calls(self.parser_of_calls(), checked, name=name, is_parallel=is_parallel)
+
+    def template_reads(self, name: str) -> bool:
+        """Whether `chat_template_kwargs` may have this name."""
+        return self._template is not None and name in self._template.variables
+
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, is_call_forced: bool = False,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> PromptInputs:
+        """The prompt of a conversation, up to where the assistant's answer begins.
+
+        `messages`: {"role", "content"}, and what else OpenAI's have; content is text or parts {"type": "text", "text"}
+        and {"type": "image", "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as
+        ordinary characters. `chat_template_kwargs`: what the template reads beside them, over the settings' own.
+        With `continue_final_message` it ends where the last message, the assistant's, does; with
+        `add_generation_prompt` False behind it, whoever speaks next. `truncate_prompt_tokens`: keep the last so many
+        tokens, as `most_prompt_tokens` says. `mm_processor_kwargs`: how films are sampled, by `fps`, `num_frames` or
+        `max_frames`.
+        """
+        films = self._vision.films_as(mm_processor_kwargs)
+        kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
+        conversation = parse_messages(messages, has_vision=self.has_vision, needs_text=self.pooling is None,
+                                      max_images=self.settings.max_images_per_prompt)
+        check_ending(conversation, add_generation_prompt, continue_final_message)
+        checked_tools = None if tools is None else parse_tools(tools, is_call_forced=is_call_forced)
+        texts = [text for _, text in conversation.texts()] + strings_in(checked_tools)
+        self._text_length.check(texts, is_cut=truncate_prompt_tokens is not None)
+        token_ids = self._chat.token_ids(
+            conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt is not False,
+        )
+        seen = self._vision.in_order(token_ids, conversation.seen)
+        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, films)
+        if self.reasoning_tokens is None:
+            return prompt
+        return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))
+
+    def from_text(
+        self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (),
+        videos: Sequence[Video | bytes] = (), *, truncate_prompt_tokens: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> PromptInputs:
+        """A raw prompt, as text or token ids, with one image token where each picture stands, and one video token where
+        each film, encoded bytes, does.
+
+        Control tokens in it are control tokens, and no chat template is applied. `mm_processor_kwargs`: as for a
+        conversation.
+        """
+        films = self._vision.films_as(mm_processor_kwargs)
+        located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
+        places = (f"videos[{number}]" for number in range(len(videos)))
+        located += [(Video.of(video, where), where) for video, where in zip(videos, places, strict=True)]
+        self._check_seen(located)
+        token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
+        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, films)
+
+    def _check_seen(self, located: Sequence[tuple[Seen, str]]) -> None:
+        if located and not self.has_vision:
+            where = located[0][1].partition("[")[0]
+            raise RequestError(f"this model reads text only; remove the {where}", "model_has_no_vision", where)
+        if len(located) > self.settings.max_images_per_prompt:
+            raise RequestError(
+                f"{len(located)} pictures and films, at most {self.settings.max_images_per_prompt} are allowed "
+                "(max_images_per_prompt)", "too_many_images", located[-1][1].partition("[")[0],
+            )  # fmt: skip
+
+    def most_prompt_tokens(self, params: SamplingParams | PoolingParams) -> int | None:
+        """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
+        more than the model takes."""
+        name, asked = "truncate_prompt_tokens", params.truncate_prompt_tokens
+        if asked is None:
+            return None
+        most = self.max_model_len - (params.max_tokens or 1)
+        if asked > self.max_model_len or (asked == -1 and most < 1):
+            raise RequestError(
+                f"{name}: {asked} with max_tokens {params.max_tokens} leaves no prompt that fits into the model's "
+                f"{self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter", name,
+            )  # fmt: skip
+        return most if asked == -1 else asked
+
+    def check_length(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
+        """Raises RequestError for a prompt that was prepared without the truncation that is asked for, or has more
+        tokens than log probabilities of them may be given."""
+        if isinstance(params, SamplingParams):
+            check_prompt_logprobs(len(prompt.token_ids), params.prompt_logprobs, self.max_logprobs)
+        most = self.most_prompt_tokens(params)
+        if most is not None and len(prompt.token_ids) > most:
+            raise not_cut(len(prompt.token_ids), most, "was prepared without it")
+
+    def check_thinking(self, prompt: PromptInputs, params: SamplingParams) -> None:
+        """Raises RequestError for a thinking budget that nothing would come of."""
+        if params.max_thinking_tokens is not None and prompt.thinking is None:
+            raise RequestError("max_thinking_tokens: a raw prompt does not say where reasoning begins; ask in a chat",
+                               "unsupported_parameter", "max_thinking_tokens")
+
+    def check_can_think(self) -> None:
+        """Raises RequestError where a thinking budget would limit nothing."""
+        if self.reasoning_tokens is None:
+            raise RequestError("max_thinking_tokens: this model has no end-of-thinking token, or reasoning_parser is "
+                               "none; leave it out", "unsupported_parameter", "max_thinking_tokens")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt's tokens, special ones included."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def end_token_ids(self, model_config: ModelConfig) -> tuple[int, ...]:
+        """What ends an answer: the ids of the configs, and the tokenizer's own end token, which a fine-tune may have
+        changed there alone."""
+        ids = [*model_config.eos_token_ids]
+        token_id = None if self._eos_token is None else self.tokenizer.token_to_id(self._eos_token)
+        if token_id is not None and token_id not in ids:
+            ids.append(token_id)
+        return tuple(i for i in ids if i < model_config.vocab_size)  # the model cannot say the others
+
+    def check_runner(self, runner: str) -> None:
+        """Raises RequestError where a request is for text (`generate`) and the model gives vectors, or the other way
+        round (`pooling`)."""
+        if runner == "pooling" and self.pooling is None:
+            raise RequestError(
+                "the model generates text and was loaded for that: a vector needs a checkpoint whose modules.json says "
+                "how it is pooled, or runner pooling (--runner pooling)", "wrong_endpoint",
+            )  # fmt: skip
+        if runner == "generate" and self.pooling is not None:
+            raise RequestError(
+                "the model was loaded for vectors and generates no text: ask for embeddings (/v1/embeddings, "
+                "LLM.embed), or load it with runner generate (--runner generate)", "wrong_endpoint",
+            )  # fmt: skip
+
+    def check_rules(self, params: Iterable[object]) -> None:
+        """Check the rules for answers of many requests, several at once; `resolve_params` finds what came of it."""
+        rules = (one.structured_outputs for one in params if isinstance(one, SamplingParams))
+        different = {id(rule): rule for rule in rules if isinstance(rule, StructuredOutputsParams)}
+        check_side_by_side(list(different.values()))
+
+    @overload
+    def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
+    @overload
+    def resolve_params(self, params: PoolingParams) -> PoolingParams: ...
+    def resolve_params(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
+        """`params` as the engine takes them: bad words as token ids, structured_outputs as a grammar. May be
+        called twice.
+
+        Raises RequestError for token ids that the model lacks, for more log probabilities than an answer may hold, for
+        a schema, an expression or a grammar that cannot be served or that forces text the model has no room for, and
+        for params of what the model was not loaded for (`check_runner`).
+        """
+        if isinstance(params, PoolingParams):
+            self.check_runner("pooling")
+            self._check_dimensions(params.dimensions)
+            return params
+        self.check_runner("generate")
+        check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
+
+        def encode(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+        if params.max_thinking_tokens is not None:
+            self.check_can_think()
+        params = resolve_sampling(params, encode, self.vocab_size)
+        structured = params.structured_outputs
+        if not isinstance(structured, StructuredOutputsParams):
+            return params
+        fitting = with_room(with_grammar(structured), encode, self._text_length)
+        return params if fitting is structured else params.replace(structured_outputs=fitting)
+
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is None or self.pooling is None:
+            return
+        served = self.pooling.dimensions
+        if served is not None and dimensions not in served:
+            message = f"dimensions: {dimensions} is none of those the checkpoint names, {', '.join(map(str, served))}"
+            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
+        if self.hidden_size is not None and dimensions > self.hidden_size:
+            message = f"dimensions: {dimensions} is more than the vector has, which is {self.hidden_size}"
+            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
+
+    def largest_image(self, max_tokens: int) -> ImageInput:
+        """Made-up grey with the most tokens, up to `max_tokens`, that any picture or pair of frames can get, for memory
+        profiling; where there are films, with the colours of theirs."""
+        settings = self.image_settings
+        if settings is None:
+            raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no pictures")
+        sizes, num_frames = [settings.largest_size(max_tokens)], 1
+        if self._vision.films is not None:
+            sizes.append(self._vision.films.settings.largest_frame(max_tokens))
+            num_frames = settings.temporal_patch_size
+        height, width = max(sizes, key=lambda size: size[0] * size[1])
+        return image_input(np.full((height, width, 3 * num_frames), 127, dtype=np.uint8), settings)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that shapes prompts, JSON-ready: two processors with equal identities make equal prompts."""
+        template = self._template
+        return {
+            "tokenizer": _digest(self.tokenizer.to_str()),
+            "chat_template": _digest(template.source) if template else None,
+            "template_variables": template.token_variables if template else {},
+            "image_token_id": self._vision.image_token_id,
+            "image_settings": self.image_settings.to_json() if self.image_settings else None,
+            "uses_mrope": self.uses_mrope,
+            "max_images_per_prompt": self.settings.max_images_per_prompt,
+            "max_source_pixels": self.settings.max_source_pixels,
+            # Another resizing or another split into words is another prompt.
+            "pillow": PIL.__version__,
+            "tokenizers": tokenizers.__version__,
+            # Only where they say something: an output that was begun before they existed goes on with them unset.
+            **({"decoders": decoders} if (decoders := self._decoders()) else {}),
+            **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
+            **({"reasoning_tokens": self.reasoning_tokens.to_json()} if self.reasoning_tokens else {}),
+            **{name: value for name, value in self.settings.of_films().items() if value is not None},
+            # What auto comes to follows from the template.
+            **({"tool_call_parser": setting} if (setting := self.settings.tool_call_parser) != "auto" else {}),
+        }
+
+    def _decoders(self) -> dict[str, str]:
+        """Versions of the packages that are installed to decode what not everybody sends: another one may give other
+        pixels. FFmpeg and libheif come with their wheels."""
+        packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.films is not None)
+        return {name: version for name, version in package_versions(packages).items() if version is not None}
+
+    def _raw_token_ids(self, prompt: str | Sequence[int], *, is_cut: bool) -> list[int]:
+        if isinstance(prompt, str):
+            self._text_length.check([prompt], is_cut=is_cut)
+            token_ids = self._control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
+        else:
+            token_ids = _checked_ids(plain_ids(prompt), self.tokenizer.get_vocab_size())
+        if not token_ids:
+            raise RequestError("prompt: it is empty", "empty_prompt", "prompt")
+        return token_ids
+
+
+def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+        raise RequestError(
+            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt"
+        )
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
+            )
+    return list(prompt)
+
+
+def _read_again(
+    kind: type[ChatProcessor], model_path: str, settings: ProcessorSettings, digests: Mapping[str, str | None],
+    versions: Mapping[str, str | None],
+) -> ChatProcessor:  # fmt: skip
+    """The same processor in another process. Raises JobError where it would be another one."""
+    try:
+        return kind(model_path, settings)
+    finally:  # after the files are read, and also where a change has made them unreadable
+        refuse_changes(Path(model_path), digests, versions)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

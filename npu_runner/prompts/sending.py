@@ -1,0 +1,109 @@
+"""Makes a caller's pictures fit to travel to a worker process. Decodes only what has to be.
+
+Encoded bytes travel as they are, and so does the file of a PIL image that was opened and not read yet: the worker
+decodes them. A PIL image whose pixels the caller has already is made upright RGB here and travels as these pixels.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageFile
+
+from npu_runner.errors import RequestError
+from npu_runner.prompts.media.images import FORMATS, exif_orientation, open_image
+from npu_runner.prompts.media.media import Media, MediaRules, resolve_media
+from npu_runner.prompts.media.videos import Video
+from npu_runner.prompts.text.messages import Conversation, parse_messages
+
+
+class _Pixels:
+    """Decoded pixels, uint8 (height, width, 3); on the other side of a process border it is a PIL image."""
+
+    def __init__(self, image: Image.Image):
+        self.pixels_HWC = np.asarray(image)
+
+    def __reduce__(self) -> tuple[Any, tuple[np.ndarray]]:
+        return Image.fromarray, (self.pixels_HWC,)
+
+
+def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool) -> Conversation:
+    """The conversation, its addresses not read yet, all text in it plain strings.
+
+    Raises RequestError for whatever can be seen without reading an address or decoding a picture.
+    """
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+    conversation = parse_messages(
+        resolve_media(messages, rules) if is_list else messages, has_vision=has_vision, max_images=rules.max_images
+    )
+    # A string of a class of its own may be one that no worker knows.
+    conversation.messages = conversation.map_text(lambda role, text, is_part: str.__str__(text))
+    return conversation
+
+
+def sendable_pictures(pictures: Sequence[tuple[Any, str]], max_source_pixels: int) -> list[tuple[Any, str]]:
+    """What travels in the place of each (picture, where it stood); of the same picture it is the same object.
+
+    Raises RequestError for a picture that is decoded here and cannot be.
+    """
+    known: dict[int, Any] = {}
+    for picture, where in pictures:
+        if id(picture) not in known:
+            known[id(picture)] = _sendable(picture, where, max_source_pixels)
+    return [(known[id(picture)], where) for picture, where in pictures]
+
+
+def num_bytes(pictures: Sequence[tuple[Any, str]]) -> int:
+    """What sendable pictures take until they are prepared, about."""
+    return sum({id(picture): _size(picture) for picture, _ in pictures}.values())
+
+
+def _size(picture: Any) -> int:
+    if isinstance(picture, Video):
+        picture = picture.source
+    if isinstance(picture, _Pixels):
+        return int(picture.pixels_HWC.nbytes)
+    return len(picture.url) if isinstance(picture, Media) else len(picture)
+
+
+def _sendable(image: Any, where: str, max_source_pixels: int) -> Any:
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return bytes(image)
+    if isinstance(image, (Media, Video)):
+        return image
+    data = unread_file(image)
+    if data is not None:
+        return data
+    try:
+        return _Pixels(open_image(image, max_source_pixels=max_source_pixels))
+    except RequestError as error:
+        raise RequestError(f"{where}: {error.message}", error.code, where) from error
+
+
+def unread_file(image: Image.Image) -> bytes | None:
+    """The file of a picture that nobody has decoded yet; None where there is none, or where its bytes would be decoded
+    to something else than the picture (a later frame, a smaller draft, an orientation that was changed)."""
+    file = getattr(image, "fp", None)
+    if not isinstance(image, ImageFile.ImageFile) or not image.tile or file is None:
+        return None
+    try:
+        position = file.tell()
+        file.seek(0)
+        data = file.read()
+        file.seek(position)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as again:
+            return data if _is_as(again, image) else None
+    except (OSError, ValueError, SyntaxError):  # a closed file, a format of Pillow's that is none of ours
+        return None
+
+
+def _is_as(again: Image.Image, image: ImageFile.ImageFile) -> bool:
+    assert isinstance(again, ImageFile.ImageFile), "Image.open opens files"
+    same = again.size == image.size and again.mode == image.mode and again.tile == image.tile
+    same = same and again.info.get("transparency") == image.info.get("transparency")
+    # Where nobody has asked for EXIF yet nobody has changed it; to ask would decode a PNG.
+    is_untouched = getattr(image, "_exif", None) is None
+    return same and (is_untouched or exif_orientation(again) == exif_orientation(image))

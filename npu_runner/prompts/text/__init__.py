@@ -1,0 +1,1 @@
+"""Chat templates, tools, tokens. May know that a message holds media, not how they are read."""

@@ -1,0 +1,117 @@
+"""Renders a checked conversation through the chat template into token ids. Knows nothing of pictures' pixels.
+
+What a person typed stays text: messages, calls and tools with control tokens in them are rendered between fences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from npu_runner.errors import RequestError
+from npu_runner.prompts.text.chat_template import ChatTemplate
+from npu_runner.prompts.text.control_tokens import ControlTokens, unused_fences
+from npu_runner.prompts.text.messages import Conversation
+from npu_runner.prompts.text.tools import map_strings, strings_in
+from npu_runner.request.limits import plain_template_kwargs
+
+_UNSAID = "tools"  # the role in whose name tools are typed: nobody's, so that every control token in them counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompts:
+    """Prompts of one checkpoint. `template`: None where it has none; `adds_special_tokens`: its processor does."""
+
+    model_path: str
+    template: ChatTemplate | None
+    control: ControlTokens
+    adds_special_tokens: bool
+
+    def checked_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of `chat_template_kwargs`. Raises RequestError for what the template does not read."""
+        if not kwargs:
+            return {}
+        plain = plain_template_kwargs(kwargs)
+        self._needed_template().check_kwargs(plain)
+        if self.control.typed_in(("", text) for text in strings_in(list(plain.values()))):
+            raise RequestError(
+                "chat_template_kwargs: a control token of the model stands in it; only the template writes those",
+                "special_token_in_text",
+                "chat_template_kwargs",
+            )
+        return plain
+
+    def token_ids(
+        self, conversation: Conversation, kwargs: Mapping[str, Any], *, tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True, continue_final_message: bool = False,
+    ) -> list[int]:
+        """`tools`: checked. Raises RequestError where the template refuses, or reads no tools."""
+        template = self._needed_template()
+        if tools and not template.reads_tools:
+            message = "tools: the model's chat template reads none; describe them in a message, or choose another model"
+            raise RequestError(message, "unsupported_parameter", "tools")
+        texts = conversation.texts() + [(_UNSAID, text) for text in strings_in(tools)]
+        fences, messages = None, conversation.messages
+        if self.control.typed_in(texts):
+            fences = unused_fences([text for _, text in texts])
+            messages = conversation.map_text(partial(self.control.fence, fences=fences))
+            tools = map_strings(tools, lambda text: self.control.fence(_UNSAID, text, False, fences=fences))
+        render = partial(template.render, kwargs=kwargs, tools=tools)
+        if continue_final_message:
+            rendered = _rendered_up_to_the_end(render, messages, mark=_unused_mark(texts, fences))
+        else:
+            rendered = render(messages, add_generation_prompt=add_generation_prompt)
+        _refuse_escaped(fences or (), rendered)
+        return self.control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered), fences=fences)
+
+    def _needed_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise RequestError(
+                f"the model in {self.model_path} has no chat template (chat_template.jinja); send a raw prompt instead",
+                code="model_has_no_chat_template",
+            )
+        return self.template
+
+    def _adds_special_tokens(self, rendered: str) -> bool:
+        """transformers' rule: tokenizers never add to a chat, processors do unless the template wrote BOS itself."""
+        bos_token = self.template.token_variables.get("bos_token") if self.template else None
+        return self.adds_special_tokens and not (bos_token and rendered.startswith(bos_token))
+
+
+def _rendered_up_to_the_end(render: Any, messages: list[dict[str, Any]], *, mark: str) -> str:
+    """The prompt up to the last character of the last message, which is not ended: transformers' rule."""
+    rendered = render([*messages[:-1], _marked(messages[-1], f"{mark} ")], add_generation_prompt=False)
+    if mark not in rendered:
+        raise RequestError(
+            "continue_final_message: the model's chat template leaves the last message out", "chat_template_error",
+            "continue_final_message",
+        )  # fmt: skip
+    at = rendered.rindex(mark)
+    # A template that trims its messages has taken the space behind the mark, and would have taken those before it.
+    return str(rendered[:at]) if rendered[at + 1 : at + 2] == " " else str(rendered[:at].rstrip())
+
+
+def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    last = max(index for index, part in enumerate(content) if part["type"] == "text")
+    parts = [{**part, "text": part["text"] + mark} if index == last else part for index, part in enumerate(content)]
+    return {**message, "content": parts}
+
+
+def _unused_mark(texts: list[tuple[str, str]], fences: tuple[str, str] | None) -> str:
+    return unused_fences([*(text for _, text in texts), *(fences or ())])[0]
+
+
+def _refuse_escaped(fences: tuple[str, ...], rendered: str) -> None:
+    """A template that escapes what it writes would hide the fences, and let control tokens through."""
+    for fence in fences:
+        if json.dumps(fence)[1:-1] in rendered:
+            raise RequestError(
+                "the model's chat template escapes characters, so a control token of the model in these messages would "
+                "not stay text; take it out", "special_token_in_text", "messages",
+            )  # fmt: skip

@@ -1,0 +1,177 @@
+"""Finds a checkpoint's chat template and renders it as transformers does. Knows nothing of tokens or pictures.
+
+Templates come from checkpoints, so they run in jinja2's sandbox and see plain strings, lists and dicts only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.utils
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from npu_runner.checkpoint.files import read_json, read_text
+from npu_runner.errors import ModelError, RequestError
+from npu_runner.prompts.text.tokenizer import read_special_tokens
+
+# What an expression of a faulty template can raise besides jinja2's own errors.
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""What makes a prompt of a conversation, and is not for a request to set."""
+
+
+class ChatTemplate:
+    """One compiled template. A template that does not compile is a ModelError."""
+
+    def __init__(self, source: str, token_variables: Mapping[str, str]):
+        self.source = source
+        self.token_variables = dict(token_variables)
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self._syntax_tree = environment.parse(source)
+            read = jinja2.meta.find_undeclared_variables(self._syntax_tree)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the chat template does not compile, line {error.lineno}: {error.message}") from error
+        self.reads_tools = "tools" in read
+        self.variables = frozenset(read - _OURS - self.token_variables.keys())
+        """What it reads beside the conversation: names that `chat_template_kwargs` may have."""
+
+    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises RequestError for a name that the template never reads: whoever gives it expects it to do something."""
+        for name in kwargs:
+            where = f"chat_template_kwargs.{name[:60]}"
+            if name in _OURS or name in self.token_variables:
+                raise RequestError(f"{where}: is not for a request to set", "unsupported_parameter", where)
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables)) or "no others"
+                message = f"{where}: the model's chat template reads no such name; it reads {known}"
+                raise RequestError(message, "unknown_parameter", where)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt text; with `add_generation_prompt` it ends where the assistant's answer begins. A template that
+        refuses is a RequestError.
+
+        kwargs: `chat_template_kwargs`, checked.
+        """
+        ours = {
+            "messages": messages, "tools": tools or None, "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }  # fmt: skip
+        try:
+            return self._template.render({**(kwargs or {}), **self.token_variables, **ours})
+        except _TEMPLATE_FAULTS as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages{' with these chat_template_kwargs' * bool(kwargs)}: "
+                f"{error or type(error).__name__}",
+                code="chat_template_error",
+                param="messages",
+            ) from error
+
+    def literals(self) -> list[str]:
+        """Every piece of text the template itself can write or compare with."""
+        pieces = [node.data for node in self._syntax_tree.find_all(jinja2.nodes.TemplateData)]
+        constants = (node.value for node in self._syntax_tree.find_all(jinja2.nodes.Const))
+        return pieces + [value for value in constants if isinstance(value, str)]
+
+
+def read_chat_template(folder: Path, *, has_vision: bool) -> ChatTemplate | None:
+    """The checkpoint's template, None when it has none.
+
+    Order as in transformers: models with a processor look into processor_config.json and chat_template.json first,
+    all then at chat_template.jinja and last into tokenizer_config.json; of several named templates `default` counts.
+    """
+    tokenizer_config = read_json(folder, "tokenizer_config.json") or {}
+    source: Any = None
+    for name in ("processor_config.json", "chat_template.json") if has_vision else ():
+        if source is None:
+            source = (read_json(folder, name) or {}).get("chat_template")
+    if source is None:
+        source = read_text(folder, "chat_template.jinja")
+    if source is None:
+        source = tokenizer_config.get("chat_template")
+    if source is None:
+        return None
+    return ChatTemplate(_default_of(source, folder), read_special_tokens(folder))
+
+
+def _default_of(source: Any, folder: Path) -> str:
+    if isinstance(source, list):  # [{"name": ..., "template": ...}]
+        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+    if isinstance(source, dict):
+        names = sorted(str(name) for name in source)
+        source = source.get("default")
+        if source is None:
+            raise ModelError(f"{folder}: chat templates {names} have no 'default'; name one of them so")
+    if not isinstance(source, str):
+        raise ModelError(f"{folder}: the chat template is a {type(source).__name__}, text is needed")
+    return source
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training masks; here it is only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own interface
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _GuardedNamespace(jinja2.utils.Namespace):
+    """jinja2's namespace() without underscore names, through which a template could reach the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self` by name: namespace(self=...) is legal
+        for name in dict(*args[1:], **kwargs):
+            _GuardedNamespace._refuse_private(name)
+        jinja2.utils.Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _GuardedNamespace._refuse_private(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _refuse_private(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} starts with an underscore")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json  # jinja2's own escapes HTML characters
+    environment.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=lambda pattern: datetime.now().strftime(pattern),
+        dict=lambda *args, **kwargs: dict(*args, **kwargs),  # the function, not the class with its attributes
+        namespace=_GuardedNamespace,
+    )
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,131 @@
+"""Keeps control tokens that a person typed from becoming control tokens. Knows tokenizers, not template syntax.
+
+Typed ones are fenced by two characters that occur nowhere in the conversation, the template renders around the fences,
+and what stands between them is encoded as ordinary characters. Text without them takes the plain path unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from tokenizers import AddedToken, Tokenizer
+
+from npu_runner.errors import RequestError
+
+_FENCE_CANDIDATES = range(0xE000, 0xF8FF)  # private use: never part of a word, a space or another character
+
+
+class ControlTokens:
+    """The added tokens of one checkpoint that steer the model, and how to encode around typed ones."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template_literals: Sequence[str] = (), always: Iterable[str] = (), *,
+        of_assistants: Iterable[str] = (),
+    ):  # fmt: skip
+        """`always`: tokens that count whatever their flags (the picture's); `of_assistants`: those that do in all
+        messages but the assistant's own (the tags of reasoning)."""
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().values()
+        self.tokens = _select(added, template_literals, {*always, *of_assistants})
+        self._pattern = _pattern(self.tokens)
+        special = _select(added, (), set(always))
+        # What the model itself wrote may hold its tags (`<think>`) as tokens; ending a turn is for the template alone.
+        self._patterns = {"assistant": _pattern(special)}
+        self._ids = {tokenizer.token_to_id(token) for token in self.tokens}
+        self._beginnings = tuple({token[:length] for token in self.tokens for length in range(1, len(token))})
+        self._newline_ids = tokenizer.encode("\n", add_special_tokens=False).ids
+        self._prefix_ids, self._suffix_ids = _surroundings(tokenizer)
+
+    def typed_in(self, texts: Iterable[tuple[str, str]]) -> bool:
+        """Whether any of the (role, text) holds a control token that only the template may write."""
+        return any(self._patterns.get(role, self._pattern).search(text) for role, text in texts)
+
+    def fence(self, role: str, text: str, is_part: bool, *, fences: tuple[str, str]) -> str:
+        """The text with its control tokens fenced in; a part that ends within one is kept apart from the next part."""
+        opening, closing = fences
+        pattern = self._patterns.get(role, self._pattern)
+        fenced = pattern.sub(lambda match: f"{opening}{match[0]}{closing}", text)
+        # Templates write parts side by side: "<|im_" and "end|>" would join into a token. A lone fence stops that.
+        return fenced + closing if is_part and text.endswith(self._beginnings) else fenced
+
+    def encode(self, text: str, *, add_special_tokens: bool, fences: tuple[str, str] | None = None) -> list[int]:
+        """Token ids of `text`; control tokens in it are control tokens unless they are fenced.
+
+        `add_special_tokens`: with what the checkpoint's post-processor puts around a text (a BOS token).
+        Raises RequestError when a control token comes out that nobody wrote as one.
+        """
+        pieces = [text] if fences is None else self._split_at(fences, text)
+        ids: list[int] = []
+        num_trusted = 0
+        for number, piece in enumerate(pieces):  # trusted, typed, trusted, typed, ...; typed is None at a lone fence
+            if not piece:
+                continue
+            if number % 2 == 1:
+                ids += self._after_other_text(piece, self._encode_plainly)
+                continue
+            num_trusted += len(self._pattern.findall(piece))
+            ids += self._encode_trusted(piece) if number == 0 else self._after_other_text(piece, self._encode_trusted)
+        if sum(token in self._ids for token in ids) > num_trusted:
+            raise RequestError(
+                "the tokenizer makes a control token of ordinary characters in this prompt; remove what looks like one",
+                code="special_token_in_text",
+            )
+        return self._prefix_ids + ids + self._suffix_ids if add_special_tokens else ids
+
+    def _split_at(self, fences: tuple[str, str], text: str) -> list[str]:
+        opening, closing = fences
+        return re.split(f"{opening}({self._pattern.pattern}){closing}|[{opening}{closing}]", text)
+
+    def _encode_trusted(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _encode_plainly(self, text: str) -> list[int]:
+        # The tokenizer's stages by hand: its `encode_special_tokens` skips special added tokens but not the others.
+        if self._tokenizer.normalizer is not None:
+            text = self._tokenizer.normalizer.normalize_str(text)
+        words = [text]
+        if self._tokenizer.pre_tokenizer is not None:
+            words = [word for word, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for word in words for token in self._tokenizer.model.tokenize(word)]
+
+    def _after_other_text(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        # Some tokenizers put a space before the first word. A newline in front, taken off again, shows them that
+        # this is not the first; where it melts into the text the tokenizer is not of that kind.
+        ids = encode("\n" + text)
+        num_newline = len(self._newline_ids)
+        return ids[num_newline:] if ids[:num_newline] == self._newline_ids else encode(text)
+
+
+def unused_fences(texts: Sequence[str]) -> tuple[str, str]:
+    """Two private-use characters that occur in none of the texts."""
+    used = set().union(*texts)
+    free = [chr(code) for code in _FENCE_CANDIDATES if chr(code) not in used]
+    if len(free) < 2:
+        raise RequestError("messages: the text holds every private-use character", "invalid_unicode", "messages")
+    return free[0], free[1]
+
+
+def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _select(added: Iterable[AddedToken], template_literals: Sequence[str], always: set[str]) -> frozenset[str]:
+    written = "\0".join(template_literals)  # joined by what no token holds, so that none spans two literals
+    return frozenset(
+        token.content
+        for token in added
+        if token.special
+        or token.content in always
+        or (token.content in written and not token.content.isspace())  # whitespace tokens are ordinary text
+    )
+
+
+def _surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before and after a text."""
+    probe = "a"
+    bare = tokenizer.encode(probe, add_special_tokens=False).ids
+    whole = tokenizer.encode(probe, add_special_tokens=True).ids
+    start = next(i for i in range(len(whole) + 1) if whole[i : i + len(bare)] == bare)
+    return whole[:start], whole[start + len(bare) :]

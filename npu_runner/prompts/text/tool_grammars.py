@@ -1,0 +1,160 @@
+"""Grammars of forced tool calls, in the ways that models write them. Knows schemas and Lark, no tokens or requests.
+
+A grammar admits what the parser of the same format reads back as calls whose arguments fit their schemas, and nothing
+else. Where a format cannot promise that for a schema, the request is refused with the place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from npu_runner.errors import RequestError
+from npu_runner.grammars.compile import with_grammar
+from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+Tools = Sequence[Mapping[str, Any]]
+_WHITE_SPACE = {"x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}}
+# What a schema of arguments may say beside its properties: each property is written and checked by itself.
+_OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
+                         "$id", "title", "description", "default", "examples"))  # fmt: skip
+# What a text may say, where it stands between tags as it is.
+_OF_TEXTS = frozenset(("type", "enum", "const", "title", "description", "default", "examples", "nullable"))
+_TAGS = ("</parameter>", "<parameter=", "</function>", "<function=", "</tool_call>", "<tool_call>")
+
+
+def calls_grammar(tools: Tools, call: Callable[[Mapping[str, Any], str, str], str], *, is_single: bool) -> str:
+    """One call or, unless `is_single`, one behind the other, each on lines of its own. Lark.
+
+    call(function, rule, where): the rules of one function's call, the first of which is `rule`; `where` names the
+    schema of its arguments. Raises RequestError for a schema that cannot be served.
+    """
+    rules = [f"call_{number}" for number in range(len(tools))]
+    lines = ["start: call" if is_single else 'start: call ("\\n" call)*', "call: " + " | ".join(rules)]
+    for tool, rule in zip(tools, rules, strict=True):
+        function = tool["function"]
+        where = f"tools.{function['name']}.parameters"
+        # The whole schema first: what is wrong with it has a place in it.
+        with_grammar(StructuredOutputsParams(json=arguments_schema(function, where), origin=where))
+        lines.append(call(function, rule, where))
+    return "\n".join(lines) + "\n"
+
+
+def arguments_schema(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object. Raises RequestError where it says something else."""
+    schema = dict(function.get("parameters") or {})
+    if schema.setdefault("type", "object") != "object":
+        raise RequestError(f"{where}: arguments are an object, and the schema's type is {schema['type']!r}",
+                           "invalid_value", "tools")  # fmt: skip
+    return schema
+
+
+def hermes_call(function: Mapping[str, Any], rule: str, where: str) -> str:
+    """JSON between tags."""
+    head = f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": '
+    schema = arguments_schema(function, where)
+    return f"{rule}: {_text(head)} {rule}_arguments {_text('}' + chr(10) + '</tool_call>')}\n" \
+           f"{rule}_arguments: %json {json.dumps({**schema, **_WHITE_SPACE})}"
+
+
+def qwen3_coder_call(function: Mapping[str, Any], rule: str, where: str) -> str:
+    """A tag for each argument, in the order of the schema; what need not be there may be left out."""
+    schema = arguments_schema(function, where)
+    _refuse_others(schema, _OF_OBJECTS, where)
+    properties = schema.get("properties") or {}
+    required = set(schema.get("required") or ())
+    if missing := sorted(required - properties.keys()):
+        raise _unserved(f"{where}#/required", f"{missing[0]!r} is none of the properties")
+    head = _text(f"<tool_call>\n<function={function['name']}>\n")
+    parts, rules = [head], []
+    for number, (name, value) in enumerate(properties.items()):
+        part = f"{rule}_{number}"
+        parts.append(part if name in required else f"{part}?")
+        place = f"{where}#/properties/{name}"
+        if any(character in name for character in ">\n<"):
+            raise _unserved(place, "a name with these characters cannot stand in a tag")
+        rules += [f"{part}: {_text(f'<parameter={name}>{chr(10)}')} {part}_value",
+                  *_value_rules(f"{part}_value", value, schema, place)]  # fmt: skip
+    parts.append(_text("</function>\n</tool_call>"))
+    return "\n".join([f"{rule}: {' '.join(parts)}", *rules])
+
+
+def _value_rules(rule: str, schema: Any, root: Mapping[str, Any], place: str) -> Iterator[str]:
+    """A value and the end of its tag."""
+    end = "\n</parameter>\n"
+    kinds = _kinds(schema, place)
+    if "string" in kinds or not kinds:
+        # What is written is text then, whatever else it might be.
+        yield from _text_rules(rule, _text_branch(schema, place), end, place)
+        return
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    whole = {**schema, **definitions, **_WHITE_SPACE} if isinstance(schema, dict) else schema
+    yield f"{rule}: {rule}_json {_text(end)}"
+    yield f"{rule}_json: %json {json.dumps(whole)}"
+
+
+def _text_rules(rule: str, schema: Any, end: str, place: str) -> Iterator[str]:
+    """Text as it is, or one of those that the schema names."""
+    given = schema if isinstance(schema, dict) else {}
+    _refuse_others(given, _OF_TEXTS, place)
+    values = [given["const"]] if "const" in given else given.get("enum")
+    if values is None:
+        # `suffix` ends the text where its tag ends it; another tag in it would end it elsewhere for who reads it.
+        tags = "|".join(tag.replace("/", "\\/") for tag in _TAGS)
+        yield f"{rule}[suffix={_text(end)}]: {rule.upper()}_TEXT"
+        yield f"{rule.upper()}_TEXT: /(?s:.*)/ & ~/(?s:.*)({tags})(?s:.*)/"
+        return
+    texts = [value for value in values if isinstance(value, str) and not any(tag in value for tag in _TAGS)]
+    if len(texts) < len(values) or not texts:
+        raise _unserved(place, "one of the values cannot be written as text between tags")
+    yield f"{rule}: ({' | '.join(map(_text, texts))}) {_text(end)}"
+
+
+def _text_branch(schema: Any, place: str) -> Mapping[str, Any]:
+    """What a schema that admits texts says of them."""
+    if not isinstance(schema, dict):
+        return {}
+    items = [item for name in ("anyOf", "oneOf") for item in schema.get(name) or ()]
+    branches = [item for item in items if "string" in _kinds(item, place)]
+    if not branches:
+        return schema
+    if len(branches) > 1 or schema.keys() & {"enum", "const", "type"}:
+        raise _unserved(place, "it says in two places what a text may be")
+    return _text_branch(branches[0], place)
+
+
+def _kinds(schema: Any, place: str) -> set[str]:
+    """The JSON types that a value may have, as far as whoever reads calls can see; none: it is taken for text.
+
+    He looks at type, anyOf and oneOf, and follows no reference, so neither may a text lie behind one.
+    """
+    if not isinstance(schema, dict):
+        return set()
+    said = schema.get("type")
+    found = set(said if isinstance(said, list) else [said] if said else [])
+    for name in ("anyOf", "oneOf"):
+        for item in schema.get(name) or ():
+            found |= _kinds(item, place)
+    if not found and schema.keys() & {"$ref", "allOf", "enum", "const"} - _OF_TEXTS:
+        raise _unserved(place, "its type stands elsewhere; say it here, beside the reference")
+    if not found and not all(isinstance(value, str) for value in schema.get("enum", ())):
+        raise _unserved(place, "values without a type are taken for text; say the type")
+    return found
+
+
+def _refuse_others(schema: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    other = next((name for name in schema if name not in known), None)
+    if other is not None:
+        raise _unserved(f"{where}/{other}" if "#" in where else f"{where}#/{other}",
+                        "the way in which this model writes calls leaves no room for it")  # fmt: skip
+
+
+def _unserved(place: str, why: str) -> RequestError:
+    return RequestError(f"tool_choice: a call cannot be forced, for {place}: {why}", "unsupported_parameter",
+                        "tool_choice")  # fmt: skip
+
+
+def _text(text: str) -> str:
+    """As Lark writes it."""
+    return json.dumps(text)

@@ -1,0 +1,270 @@
+"""How models write tool calls, and how they are read out of an answer. Knows text and schemas, no tokens or requests.
+
+A package may bring a parser of its own: an entry point "npu_runner.tool_parsers", a subclass of ToolParser.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from npu_runner.errors import ConfigError, RequestError
+from npu_runner.grammars.compile import followed
+from npu_runner.prompts.text.tool_grammars import calls_grammar, hermes_call, qwen3_coder_call
+from npu_runner.request.limits import shown
+from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
+ENTRY_POINTS = "npu_runner.tool_parsers"
+_OPEN = "<tool_call>"
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
+# What ends without its closing tag ends with what is around it.
+_END_OF_VALUE = re.compile(r"</parameter>|(?=<parameter=|</function>|</tool_call>)|\Z")
+_END_OF_FUNCTION = re.compile(r"\s*(?:</function>|(?=</tool_call>)|\Z)")
+_END_OF_BLOCK = re.compile(r"\s*(?:</tool_call>|\Z)")
+_SPACE = re.compile(r"\s*")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_JSON = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call. `arguments`: JSON text of an object, as OpenAI has it."""
+
+    name: str
+    arguments: str
+
+
+class ToolParser(ABC):
+    """One way to write calls. Without state: `parse` is called for answers of all kinds of requests."""
+
+    @abstractmethod
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+        """What is left of the answer's text, and the calls in it, in order; `tools` as the request has them.
+
+        Raises ValueError where a call is begun that cannot be read: the whole answer is then text.
+        """
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str | None:
+        """What an answer of calls alone is, in llguidance's Lark: of these tools, one call or more, whose arguments fit
+        their schemas as `parse` reads them. None: no call can be forced in this format.
+
+        Raises RequestError, with the place, for a schema that it cannot be done for.
+        """
+        return None
+
+    def reads(self, template: str) -> bool:
+        """Whether a chat template of this source asks for calls to be written so: `auto` takes it then."""
+        return False
+
+
+class HermesParser(ToolParser):
+    """JSON between tags: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; Qwen2.5, Qwen3, Hermes."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+        return _blocks(text, self._read)
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str:
+        return calls_grammar(tools, hermes_call, is_single=is_single)
+
+    def reads(self, template: str) -> bool:
+        return _OPEN in template and "<function=" not in template
+
+    def _read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        call, end = _JSON.raw_decode(text, _skip(_SPACE, text, at))  # a tag within its strings ends nothing
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError("a call has no name")
+        arguments = call.get("arguments")
+        if not isinstance(arguments, dict):
+            raise ValueError("a call's arguments are no object")
+        return [ToolCall(call["name"], _as_json(arguments))], end
+
+
+class Qwen3CoderParser(ToolParser):
+    """Tags for each argument: <tool_call><function=NAME><parameter=NAME>value</parameter></function></tool_call>;
+    Qwen3-Coder, Qwen3.5 and later. Values are text, and become what the tool's schema says."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+        return _blocks(text, functools.partial(self._read, tools=tools))
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str:
+        return calls_grammar(tools, qwen3_coder_call, is_single=is_single)
+
+    def reads(self, template: str) -> bool:
+        return _OPEN in template and "<function=" in template
+
+    def _read(self, text: str, at: int, tools: Sequence[Mapping[str, Any]]) -> tuple[list[ToolCall], int]:
+        calls = []
+        while (function := _FUNCTION.match(text, at)) is not None:
+            arguments, at = self._arguments(text, function.end(), _types_of(function[1].strip(), tools))
+            calls.append(ToolCall(function[1].strip(), _as_json(arguments)))
+        if not calls:
+            raise ValueError("a call names no function")
+        return calls, at
+
+    def _arguments(self, text: str, at: int, types: Mapping[str, frozenset[str]]) -> tuple[dict[str, Any], int]:
+        """The arguments that begin at `at`, and the place behind their function."""
+        arguments: dict[str, Any] = {}
+        while (parameter := _PARAMETER.match(text, at)) is not None:
+            name = parameter[1].strip()
+            arguments[name], at = _value_at(text, parameter.end(), types.get(name, frozenset()))
+        return arguments, _skip(_END_OF_FUNCTION, text, at)
+
+
+_BUILT_IN: dict[str, type[ToolParser]] = {"hermes": HermesParser, "qwen3_coder": Qwen3CoderParser}
+
+
+@functools.lru_cache(maxsize=32)
+def tool_parser(name: str) -> ToolParser:
+    """The parser of that name. Raises ConfigError where there is none, or where a package's does not load."""
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]()
+    points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in points:
+        known = ", ".join(["auto", "none", *_BUILT_IN, *sorted(points)])
+        raise ConfigError(f"tool_call_parser: {name!r} is not one of {known}")
+    try:
+        parser = points[name].load()()
+    except Exception as error:  # the border to somebody else's package
+        raise ConfigError(f"tool_call_parser {name!r} does not load ({type(error).__name__}: {error})") from error
+    if not isinstance(parser, ToolParser):
+        raise ConfigError(f"tool_call_parser {name!r}: {points[name].value} is no ToolParser")
+    return parser
+
+
+def find_tool_parser(setting: str, template: str | None) -> str | None:
+    """The name of the parser that `setting` means for this template; None: calls stay text, or none is known.
+
+    Raises ConfigError for a name that nobody has.
+    """
+    if setting != "auto":
+        if setting != "none":
+            tool_parser(setting)  # raises where there is none
+        return None if setting == "none" else setting
+    names = [*_BUILT_IN, *sorted(point.name for point in entry_points(group=ENTRY_POINTS))]
+    return next((name for name in names if template and tool_parser(name).reads(template)), None)
+
+
+def forced_calls(
+    name_of_parser: str | None, tools: Sequence[Mapping[str, Any]], *, name: str | None, is_parallel: bool
+) -> StructuredOutputsParams:
+    """The grammar of calls of `tools`; of the one called `name` alone, once. Raises RequestError where none can be."""
+    field = "tool_choice"
+    wanted = [tool for tool in tools if name in (None, tool["function"]["name"])]
+    if not wanted:
+        raise RequestError(f"{field}: {name!r} is none of the tools", "invalid_value", field)
+    grammar = None
+    if name_of_parser is not None:
+        grammar = tool_parser(name_of_parser).grammar(wanted, is_single=name is not None or not is_parallel)
+    if grammar is None:
+        why = "with tool_call_parser none calls are text" if name_of_parser is None else (
+            f"the parser {name_of_parser!r} has no grammar of calls")
+        raise RequestError(f"{field}: a call cannot be forced: {why}", "unsupported_parameter", field)
+    return followed(grammar, field)
+
+
+def parse_calls(
+    name: str, text: str, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool = True
+) -> tuple[str, list[ToolCall]]:
+    """(content, calls) of an answer. What cannot be read as calls is content, all of it; without `is_parallel` the
+    first call alone counts."""
+    try:
+        content, calls = tool_parser(name).parse(text, tools)
+    except (ValueError, RecursionError):  # json's errors are ValueErrors
+        return text, []
+    except Exception as error:  # noqa: BLE001 - the border to somebody else's parser; one answer of it may fail
+        logger.warning("tool_call_parser %r failed (%s: %s); the answer is text", name, type(error).__name__, error)
+        return text, []
+    return (content, calls if is_parallel else calls[:1]) if calls else (text, [])
+
+
+def _blocks(
+    text: str, read: Callable[[str, int], tuple[list[ToolCall], int]]
+) -> tuple[str, list[ToolCall]]:
+    """What stands around the blocks between tags, and the calls in them. read(text, place behind an opening tag): the
+    calls of that block, and where they end."""
+    content, calls, at = "", [], 0
+    while (start := text.find(_OPEN, at)) >= 0:
+        content += text[at:start]
+        found, at = read(text, start + len(_OPEN))
+        calls += found
+        at = _skip(_END_OF_BLOCK, text, at)
+    return content + text[at:], calls
+
+
+def _skip(what: re.Pattern[str], text: str, at: int) -> int:
+    """The place behind `what`. Raises ValueError where something else stands there."""
+    match = what.match(text, at)
+    if match is None:
+        raise ValueError(f"a call holds text outside of its parts: {shown(text[at : at + 40])}")
+    return match.end()
+
+
+def _value_at(text: str, at: int, types: frozenset[str]) -> tuple[Any, int]:
+    """A parameter's value, and the place behind its tag. JSON is read as it is: a tag within a string ends nothing."""
+    if types and "string" not in types:
+        try:
+            value, end = _JSON.raw_decode(text, _skip(_SPACE, text, at))
+        except (ValueError, RecursionError):
+            value, end = None, -1
+        match = _END_OF_VALUE.match(text, _skip(_SPACE, text, end)) if end >= 0 else None
+        if match is not None:
+            return value, match.end()
+    match = _END_OF_VALUE.search(text, at)
+    assert match is not None, "the text's end is one"
+    return _value(_without_line_ends(text[at : match.start()]), types), match.end()
+
+
+def _types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[str]]:
+    """JSON types of each parameter of the function, as far as its schema says."""
+    function: Mapping[str, Any] = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
+    properties = (function.get("parameters") or {}).get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    return {key: _types(schema) for key, schema in properties.items()}
+
+
+def _types(schema: Any) -> frozenset[str]:
+    if not isinstance(schema, dict):
+        return frozenset()
+    said = schema.get("type")
+    found = {each for each in (_list(said) or [said]) if isinstance(each, str)}
+    for each in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
+        found |= _types(each)
+    return frozenset(found)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _value(text: str, types: frozenset[str]) -> Any:
+    """Text, but for a parameter whose schema wants something else and whose text is that."""
+    if text.strip() == "null" and "null" in types:
+        return None
+    if not types or "string" in types:
+        return text
+    spelled = text.strip().lower() if "boolean" in types and text.strip() in ("True", "False") else text
+    try:
+        return json.loads(spelled)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _without_line_ends(text: str) -> str:
+    """A value stands on lines of its own."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _as_json(arguments: Mapping[str, Any]) -> str:
+    """Half a surrogate pair, which no UTF-8 holds, keeps its escape."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return _HALF_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

@@ -1,0 +1,187 @@
+"""Puts a prompt's pictures and films in the place of their placeholders. Knows no chat template and no text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from PIL import Image
+from tokenizers import Tokenizer
+
+from npu_runner.errors import ModelError, RequestError
+from npu_runner.prompts.film_prompts import FilmPrompts, Shown
+from npu_runner.prompts.media.image_settings import ImageSettings
+from npu_runner.prompts.media.images import prepare_image
+from npu_runner.prompts.media.media import Media
+from npu_runner.prompts.media.mrope import mrope_positions
+from npu_runner.prompts.media.videos import Video, no_videos
+from npu_runner.prompts.text.text_length import TextLength
+from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
+
+Seen = bytes | Image.Image | Media | Video
+"""A picture or a film."""
+
+
+class VisionPrompts:
+    """Token ids, pictures and films to what the engine takes, for one checkpoint.
+
+    `image_token`: id and text of the placeholder, `settings`: None where the model reads text only. `films`: None where
+    it sees none, which `no_films` gives the reason for.
+    """
+
+    def __init__(
+        self, *, image_token: tuple[int, str] | None, video_token_id: int | None, settings: ImageSettings | None,
+        films: FilmPrompts | None, no_films: str, text_length: TextLength, max_source_pixels: int, uses_mrope: bool,
+    ):  # fmt: skip
+        self.image_token_id: int | None = image_token[0] if image_token else None
+        self.image_token: str | None = image_token[1] if image_token else None
+        self.video_token_id = video_token_id
+        self.settings = settings
+        self.films = films
+        self._no_films = no_films
+        self._text_length = text_length
+        self._max_source_pixels = max_source_pixels
+        self._uses_mrope = uses_mrope
+
+    def in_order(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]]) -> list[tuple[Seen, str]]:
+        """Pictures and films, each with where it stood, in the order of their placeholders.
+
+        Raises RequestError where placeholders are not as many, and for a film where the model sees none.
+        """
+        pictures = [located for located in seen if not isinstance(located[0], Video)]
+        films = [located for located in seen if isinstance(located[0], Video)]
+        if films and self.films is None:
+            raise no_videos(self._no_films, films[0][1])
+        if self.films is None and self.video_token_id in token_ids:
+            raise RequestError("the prompt has a video placeholder; videos are not supported", "unsupported_part")
+        _check_count(token_ids, self.image_token_id, self.image_token, "image", len(pictures))
+        if self.films is not None:
+            _check_count(token_ids, *self.films.video_token, "video", len(films))
+        waiting = {self.image_token_id: iter(pictures), self.video_token_id: iter(films)}
+        return [next(waiting[token]) for token in token_ids if token in waiting] if seen else []
+
+    def films_as(self, kwargs: Mapping[str, Any] | None) -> FilmPrompts | None:
+        """How a request wants its films, which says so in its `mm_processor_kwargs`. Raises RequestError."""
+        if not kwargs:
+            return self.films
+        if self.films is None:
+            name = "mm_processor_kwargs"
+            message = f"{name}: it is about films, and this model takes none: {self._no_films}; leave it out"
+            raise RequestError(message, "model_has_no_video", name)
+        return replace(self.films, settings=self.films.settings.asked(kwargs))
+
+    def prompt(
+        self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None,
+        films: FilmPrompts | None = None,
+    ) -> PromptInputs:  # fmt: skip
+        """`seen`: as `in_order` gives them, `films`: as `films_as` does. `most_tokens`: keep the last; None: all."""
+        if most_tokens is not None and not seen:
+            token_ids = token_ids[-most_tokens:]
+        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), films or self.films))
+        if most_tokens is not None and len(prompt.token_ids) > most_tokens:
+            raise not_cut(len(prompt.token_ids), most_tokens, "has pictures, and half of one is none")
+        return prompt
+
+    def _prepare(
+        self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, films: FilmPrompts | None
+    ) -> list[list[Shown]]:
+        """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
+        known: dict[tuple[bool, int], list[Shown]] = {}
+        num_tokens = num_text_tokens
+        self._text_length.check_tokens(num_tokens)
+        keys = [(isinstance(item, Video), id(item.source if isinstance(item, Video) else item)) for item, _ in seen]
+        for key, (item, where) in zip(keys, seen, strict=True):
+            if key not in known:
+                known[key] = self._show(item, where, num_tokens - 1, films)
+            num_tokens += sum(shown.num_tokens for shown in known[key]) - 1
+            self._text_length.check_tokens(num_tokens)
+        return [known[key] for key in keys]
+
+    def _show(self, item: Seen, where: str, num_tokens_before: int, films: FilmPrompts | None) -> list[Shown]:
+        source = item.source if isinstance(item, Video) else item
+        is_low = isinstance(source, Media) and source.detail == "low"
+        if isinstance(source, Media):
+            where, source = source.where, source.load()
+        try:
+            if not isinstance(item, Video):
+                return [Shown(self._prepare_image(source, is_low=is_low))]
+            assert films is not None, "films were refused before"
+            assert isinstance(source, bytes), "a film is encoded bytes"
+            return films.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
+        except RequestError as error:
+            raise RequestError(f"{where}: {error.message}", error.code, where) from error
+
+    def _prepare_image(self, image: bytes | Image.Image, *, is_low: bool) -> ImageInput:
+        assert self.settings is not None, "a prompt for a model that reads text only has no pictures"
+        return prepare_image(image, self.settings, max_source_pixels=self._max_source_pixels, is_low=is_low)
+
+    def _assemble(self, token_ids: list[int], seen: list[list[Shown]]) -> PromptInputs:
+        placeholders = (self.image_token_id, self.video_token_id)
+        token_ids, images, spans = _expand_placeholders(token_ids, placeholders, seen)
+        if not self._uses_mrope:
+            return PromptInputs(token_ids, images, spans)
+        merge_size = self.settings.merge_size if self.settings else 1
+        grids = [image.grid_thw for image in images]
+        positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size)
+        return PromptInputs(token_ids, images, spans, positions_3T, delta)
+
+
+def not_cut(num_tokens: int, most: int, why: str) -> RequestError:
+    """The error of a prompt that should have been truncated to `most` tokens."""
+    name = "truncate_prompt_tokens"
+    message = f"{name}: the prompt has {num_tokens} tokens, {most} are to be kept, but it {why}; shorten it"
+    return RequestError(message, "prompt_not_truncated", name)
+
+
+def read_image_token(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, str]:
+    """Id and text of the placeholder of pictures. Raises ModelError where there is none."""
+    token_id = config.get("image_token_id")
+    token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+    if token is None:
+        raise ModelError(
+            f"config.json has a vision_config but image_token_id {token_id!r} is not a token of tokenizer.json; "
+            f"the files belong to different checkpoints"
+        )
+    return token_id, token  # type: ignore[return-value]
+
+
+def read_vision_tokens(config: Mapping[str, Any], tokenizer: Tokenizer) -> list[str]:
+    """The texts of all tokens that stand around and in the place of what is seen."""
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = [config.get(name) for name in names]
+    tokens = [tokenizer.id_to_token(token_id) for token_id in ids if isinstance(token_id, int) and token_id >= 0]
+    return [token for token in tokens if token is not None]
+
+
+def _check_count(token_ids: list[int], token_id: int | None, token: str | None, kind: str, num_given: int) -> None:
+    num_placeholders = token_ids.count(token_id) if token_id is not None else 0
+    if num_placeholders != num_given:
+        raise RequestError(
+            f"the prompt has {num_placeholders} {kind} placeholders ({token}) for {num_given} {kind}s; "
+            f"give one for each",
+            code=f"{kind}_count_mismatch",
+        )
+
+
+def _expand_placeholders(
+    token_ids: list[int], placeholders: Sequence[int | None], seen: list[list[Shown]]
+) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
+    """Repeat each placeholder as often as what it stands for has tokens, with what is written around that."""
+    if not seen:
+        return token_ids, [], []
+    expanded: list[int] = []
+    images: list[ImageInput] = []
+    spans: list[ImageSpan] = []
+    waiting = iter(seen)
+    for token in token_ids:
+        if token not in placeholders:
+            expanded.append(token)
+            continue
+        for shown in next(waiting):
+            expanded.extend(shown.before)
+            spans.append(ImageSpan(len(expanded), shown.image.num_tokens, len(images)))
+            images.append(shown.image)
+            expanded.extend([token] * shown.image.num_tokens)
+            expanded.extend(shown.after)
+    return expanded, images, spans

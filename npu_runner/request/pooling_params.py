@@ -1,0 +1,49 @@
+"""What a caller asks of one request for a vector. Knows nothing of tensors, tokenizers or models."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from npu_runner.errors import RequestError
+from npu_runner.request.limits import shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """Settings of one request for a vector, under vLLM's names. Values out of range raise RequestError with the field's
+    name; what the model does not give is refused where the model is known."""
+
+    n: ClassVar[int] = 1
+    """Vectors of one prompt."""
+    max_tokens: ClassVar[int] = 1
+    """Room behind the prompt: the scheduler plans a vector as it does a prompt's first token."""
+
+    dimensions: int | None = None
+    """Keep the first so many numbers of the vector, cut before it is normalised (arXiv 2205.13147); None: all."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens of a longer prompt; -1: as many as the model takes. A prompt with pictures is not
+    cut but refused."""
+
+    def __post_init__(self) -> None:
+        self._check("dimensions", self.dimensions, 1)
+        self._check("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        if self.truncate_prompt_tokens == 0:
+            raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
+
+    def _check(self, name: str, value: Any, low: int) -> None:
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _error(name, f"{shown(value)} is not an integer")
+        if value < low:
+            raise _error(name, f"{shown(value)} is below {low}")
+
+    def replace(self, **changes: Any) -> PoolingParams:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+
+def _error(name: str, what: str) -> RequestError:
+    return RequestError(f"{name}: {what}", code="invalid_pooling_parameter", param=name)

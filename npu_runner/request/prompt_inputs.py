@@ -1,0 +1,53 @@
+"""What a prompt is once it is ready for the engine. Crosses process borders; knows nothing of torch or models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from npu_runner.request.thinking import Thinking
+
+# H, W pixels of the resized picture; T prompt tokens
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """One picture, decoded and resized, still in bytes: the device rescales and normalises it.
+
+    `pixels_HWC`: uint8 (H, W, 3), H and W multiples of patch_size * merge_size. Frames of a film that go through the
+    tower together are a picture, too, with the colours of each behind those of the one before: (H, W, 6) for two.
+    `content_hash`: 16 bytes over pixels, size and processor settings; equal hash means equal embeddings.
+    """
+
+    content_hash: bytes
+    pixels_HWC: np.ndarray
+    grid_thw: tuple[int, int, int]
+    """Patches in time (1), height and width, before merging."""
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """Where image number `image_index` of the prompt lies: tokens [start, start + num_tokens)."""
+
+    start: int
+    num_tokens: int
+    image_index: int
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """A tokenized prompt with its pictures.
+
+    `positions_3T`: int32 (3, T) temporal, height and width positions of M-RoPE models; None: 0..T-1.
+    `position_delta`: position of token i after the prompt is i + position_delta.
+    `thinking`: where it leaves a model that thinks; None: the answer is not split into reasoning and content.
+    """
+
+    token_ids: list[int]
+    images: list[ImageInput] = field(default_factory=list)
+    spans: list[ImageSpan] = field(default_factory=list)
+    positions_3T: np.ndarray | None = None
+    position_delta: int = 0
+    thinking: Thinking | None = None

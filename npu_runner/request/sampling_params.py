@@ -1,0 +1,225 @@
+"""What a caller asks of one request's decoding. Knows nothing of tensors, tokenizers or models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+from npu_runner.errors import RequestError
+from npu_runner.request.limits import LIMITS, check_count, shown
+from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Decoding settings of one request. Values out of range raise RequestError with the field's name.
+
+    Numbers may be numpy's; None stands for nothing asked where a list, a mapping or top_k is due, and -1 for all in
+    top_k. What is kept are Python's own.
+
+    The penalties are OpenAI's (frequency, presence: over generated tokens only, subtracted from the logits) and
+    CTRL's repetition penalty (arXiv 1909.05858: over prompt and generated tokens, positive logits divided,
+    negative ones multiplied).
+    """
+
+    n: int = 1
+    """Completions per prompt; each is a sequence of its own, seeded with `seed + index`."""
+    max_tokens: int | None = None
+    """Most tokens to generate; None: as many as the model's context leaves."""
+    min_tokens: int = 0
+    """Neither EOS nor a stop token may be sampled, nor a stop string end the text, before this many tokens."""
+    temperature: float = 1.0
+    """0 is greedy: the most probable token after penalties, bias and bans."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches p."""
+    min_p: float = 0.0
+    """Keep tokens at least min_p times as probable as the most probable one."""
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of the given token ids, -100 to 100."""
+    seed: int | None = None
+    """Same seed, same tokens, but for rounding: what else is in the batch changes the last digits of logits, and with
+    them one draw in some 27,000 (docs/batch.md). None draws a fresh one."""
+    stop: Sequence[str] = ()
+    """The text ends before the first of these strings, wherever token boundaries fall."""
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    """Strings that may not be generated (as token sequences, with and without a leading space)."""
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    """The same as token ids, which is what the sampler takes: `ChatProcessor.resolve_params` makes them."""
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    """The text ends behind the stop string, or the end token, that ended it, and not before."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text. An end token is in it only with include_stop_str_in_output as well."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens of a longer prompt; -1: as many as leave room for max_tokens. A prompt with pictures
+    is not cut but refused."""
+    logprobs: int | None = None
+    """None: no log probabilities. k: those of each sampled token and of the k most probable ones (0 to 20)."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """What the answer must be: JSON that fits a schema, a regular expression, one of some texts, a grammar. It ends
+    with it; behind the reasoning, where the model thinks."""
+    max_thinking_tokens: int | None = None
+    """In a chat: when the model has thought for so many tokens, its end-of-thinking token comes next. 0: at once."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt, but its first. Such a prompt is computed whole, whatever is cached."""
+
+    def __post_init__(self) -> None:
+        self._keep(
+            stop=_strings("stop", self.stop, LIMITS.max_stop_strings, LIMITS.max_stop_chars),
+            bad_words=_strings("bad_words", self.bad_words, LIMITS.max_bad_words, LIMITS.max_bad_word_chars),
+            bad_words_token_ids=_words(self.bad_words_token_ids),
+            stop_token_ids=_token_ids("stop_token_ids", self.stop_token_ids, LIMITS.max_stop_token_ids),
+            logit_bias=_biases(self.logit_bias),
+            n=_integer("n", self.n, 1, 128),
+            max_tokens=None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 1),
+            min_tokens=_integer("min_tokens", self.min_tokens, 0),
+            top_k=0 if self.top_k is None else max(0, _integer("top_k", self.top_k, -1)),
+            seed=None if self.seed is None else _integer("seed", self.seed, -(2**63), 2**63 - 1),
+            ignore_eos=_boolean("ignore_eos", self.ignore_eos),
+            include_stop_str_in_output=_boolean("include_stop_str_in_output", self.include_stop_str_in_output),
+            skip_special_tokens=_boolean("skip_special_tokens", self.skip_special_tokens),
+            logprobs=_num_top("logprobs", self.logprobs),
+            prompt_logprobs=_num_top("prompt_logprobs", self.prompt_logprobs),
+            temperature=_number("temperature", self.temperature, 0.0, 100.0),
+            top_p=_number("top_p", self.top_p, 0.0, 1.0),
+            min_p=_number("min_p", self.min_p, 0.0, 1.0),
+            repetition_penalty=_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
+            frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            presence_penalty=_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+        )
+        self._keep_answer_rules()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _error("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if self.truncate_prompt_tokens is not None:
+            self._keep(truncate_prompt_tokens=_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1))
+            if self.truncate_prompt_tokens == 0:
+                raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
+        if self.top_p == 0.0:
+            raise _error("top_p", "must be greater than 0; use temperature 0 for greedy decoding")
+
+    def _keep_answer_rules(self) -> None:
+        if self.max_thinking_tokens is not None:
+            self._keep(max_thinking_tokens=_integer("max_thinking_tokens", self.max_thinking_tokens, 0))
+        if self.structured_outputs is None:
+            return
+        self._keep(structured_outputs=StructuredOutputsParams.of(self.structured_outputs))
+        if self.ignore_eos:
+            raise _error("ignore_eos", "with structured_outputs nothing comes behind the answer's end; leave it out")
+
+    def _keep(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+
+def _error(name: str, what: str) -> RequestError:
+    return RequestError(f"{name}: {what}", code="invalid_sampling_parameter", param=name)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    # One of numpy's is a truth value, too; numpy itself is not loaded for that.
+    if not isinstance(value, bool) and type(value).__module__ + type(value).__name__.rstrip("_") != "numpybool":
+        raise _error(name, f"{shown(value)} is neither true nor false")
+    return bool(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _error(name, f"{shown(value)} is not an integer")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise _error(name, f"{shown(number)} is outside {low} to {'unlimited' if high is None else high}")
+    return number
+
+
+def _num_top(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value, 0, MAX_TOP_LOGPROBS)
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    # numpy's float32 and float16 count themselves among the real numbers, too.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not _is_finite(value):
+        raise _error(name, f"{shown(value)} is not a finite number")
+    number = float(value)
+    if not low <= number <= high:
+        raise _error(name, f"{shown(value)} is outside {low} to {high}")
+    return number
+
+
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
+
+
+def _strings(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else _items(name, value, most, "strings")
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise _error(name, f"{shown(item)} is not a non-empty string")
+        if len(item) > most_chars:
+            raise _error(name, f"{shown(item)} has {len(item)} characters, at most {most_chars} are allowed")
+    return items
+
+
+def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
+    return tuple(_integer(name, item, 0) for item in _items(name, value, most, "token ids"))
+
+
+def _words(value: Any) -> tuple[tuple[int, ...], ...]:
+    name = "bad_words_token_ids"
+    # A word has two spellings, and no token is less than a byte.
+    words = _items(name, value, 2 * LIMITS.max_bad_words, "lists of token ids")
+    ids = tuple(_token_ids(name, word, 4 * LIMITS.max_bad_word_chars + 1) for word in words)
+    if () in ids:
+        raise _error(name, "a word has no tokens")
+    return ids
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _error("logit_bias", f"{shown(value)} is not a mapping of token ids to numbers")
+    check_count("logit_bias", "entries", value, LIMITS.max_logit_bias, "invalid_sampling_parameter")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        # JSON has no other keys than strings.
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12
+        token_id = _integer("logit_bias", int(key) if is_digits else key, 0)
+        if token_id in biases:
+            raise _error("logit_bias", f"token id {token_id} is given twice")
+        biases[token_id] = _number("logit_bias", bias, -100.0, 100.0)
+    return biases
+
+
+def _items(name: str, value: Any, most: int, what: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _error(name, f"{shown(value)} is not a list of {what}")
+    if isinstance(value, Sized):
+        check_count(name, "entries", value, most, "invalid_sampling_parameter")
+    items = tuple(value)
+    check_count(name, "entries", items, most, "invalid_sampling_parameter")
+    return items

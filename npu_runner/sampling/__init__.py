@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, masks, draws and log probabilities. Knows no network."""

@@ -1,0 +1,374 @@
+"""Chooses the next token of every row of a step, in batched passes on the device.
+
+A sequence registers once with its slot; from then on neither its parameters nor its tokens cross again, but for rows
+with bad words of several tokens: they are told their last token before the next one is chosen. What only some rows ask
+for is done for those rows alone. Knows nothing of when a sequence ends or what its text is.
+
+Shapes: B rows of the step, A of them whose logits are adjusted, L of them that want log probabilities, G rows of one
+group, V vocabulary, K most top logprobs any row wants; a 1 is a kept dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.download import Download
+from npu_runner.platforms.ops import AllowedDraw
+from npu_runner.platforms.torch_ops import TokenLookUp
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.thinking import Thinking
+from npu_runner.sampling import sampling_ops as ops
+from npu_runner.sampling.bad_words import Watch
+from npu_runner.sampling.recorded_draw import RecordedDraw, Recorder
+from npu_runner.sampling.sampling_plan import DrawGroup, StepPlan
+from npu_runner.sampling.sampling_state import Field, SamplingState
+from npu_runner.sampling.token_constraints import ConstrainedRows, TokenConstraint
+from npu_runner.sampling.token_masks import TokenMasks
+
+NO_TOKEN, ALL_BANNED = -1, -2
+"""In the place of a token: the logits are no numbers; no token is left that may come."""
+
+
+@dataclass(frozen=True)
+class LogprobsTensors:
+    """Log probabilities of the model's own distribution, before penalties and temperature, on the device.
+
+    sampled_L float32; top_ids (L, K) int64 and top_logprobs (L, K) float32, most probable first.
+    """
+
+    sampled_L: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def records(self) -> Tensor:
+        """int32 (L, 1 + 2 * K): side by side, the floats as their bits."""
+        return torch.cat([self.sampled_L[:, None].view(torch.int32), self.top_ids.to(torch.int32),
+                          self.top_logprobs.view(torch.int32)], dim=1)
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """token_ids_B: int32 on the device; less than 0 where a row has no token: NO_TOKEN, its logits hold NaN or +inf,
+    or ALL_BANNED. What is on the device may be written anew by the next step, in the device's order."""
+
+    token_ids_B: Tensor
+    next_input_ids_B: Tensor
+    """int32 on the device, the same with some valid token where there is none: a step that goes on from here may be
+    under way before anybody on the host has seen that."""
+    logprobs: LogprobsTensors | None
+    """None when no row asked."""
+    logprob_rows: np.ndarray
+    """The rows that did, on the host."""
+    flat: Download
+    """int32, one dimension: the tokens, the step's receipts and the records of log probabilities."""
+    problems: dict[int, str] = field(default_factory=dict)
+    """Why rows have no token, where the host knew it before."""
+    num_flat_rows: int | None = None
+    """Rows of `flat`, those of a graph's padding included; None: the step's."""
+
+    def is_done(self) -> bool:
+        """Whether everything is in host memory."""
+        return self.flat.is_done()
+
+    def to_host(self) -> HostSample:
+        """Everything in host memory, by one copy; waits for the step, and for none after it."""
+        return self._on_host
+
+    @functools.cached_property
+    def _on_host(self) -> HostSample:
+        num_rows, num_records = len(self.token_ids_B), len(self.logprob_rows)
+        second = self.num_flat_rows or num_rows
+        flat = self.flat.wait()
+        records_LC = flat[2 * second:].reshape(num_records, -1) if num_records else None
+        return HostSample(flat[:num_rows], flat[second: second + num_rows], self.logprob_rows, records_LC,
+                          self.problems)
+
+
+@dataclass(frozen=True)
+class HostSample:
+    """A SamplerOutput in host memory, int32. Records: the sampled token's log probability as bits, the K most probable
+    ids, their log probabilities as bits; None when no row asked."""
+
+    token_ids_B: np.ndarray
+    receipts_B: np.ndarray
+    logprob_rows: np.ndarray
+    records_LC: np.ndarray | None
+    problems: dict[int, str] = field(default_factory=dict)
+
+
+class Sampler:
+    """Per-slot sampling state on one device. A slot is a row 0..max_num_seqs-1 that a running sequence holds.
+
+    Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words),
+    the masks of grammars and of spent thinking, then the argmax for temperature 0, else temperature, top_k, top_p,
+    min_p and one draw by inverse CDF. Where probabilities are equal the lower token id comes first in the kept sets,
+    and in the argmax where the device's own keeps that order (CPU and CUDA; Ascend documents none). The token depends
+    on the row's logits, parameters, seed and history alone, not on its slot or its neighbours: where the platform has a
+    draw of its own for rows that draw from the whole vocabulary, all of these take it in every step.
+    """
+
+    def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
+                 sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values,
+                 draw_from_softmax: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+                 draws_greedily: bool = False,
+                 allow_tokens: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None,
+                 allowed_draw: AllowedDraw | None = None,
+                 download: Callable[[Tensor], Download] = lambda x: Download(x.cpu()),
+                 host_buffer: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.int32),
+                 constrained: ConstrainedRows | None = None):
+        """sort_ascending, draw_from_softmax, draws_greedily, allow_tokens, allowed_draw: the platform's, see Ops;
+        download, host_buffer: likewise, see Platform. constrained: what follows grammars and ends thinking."""
+        self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=eos_token_ids,
+                                    device=device)
+        self._sort_ascending = sort_ascending
+        self._draw_from_softmax = draw_from_softmax
+        self._draws_greedily = draws_greedily
+        self._allow_tokens = allow_tokens or TokenLookUp()
+        self._allowed_draw = allowed_draw
+        self._has_drawn = False
+        self._recorded: dict[int, RecordedDraw] = {}
+        # The same rows as in the step before have the same temperatures and masks: their plan is the same object.
+        self._temperatures: tuple[StepPlan, Tensor] | None = None
+        self._mask_places: tuple[StepPlan, Tensor] | None = None
+        self._download = download
+        self._constrained = constrained or ConstrainedRows(None, None, eos_token_ids)
+        self._masks = TokenMasks(vocab_size, device, host_buffer)
+        self._untold: list[tuple[SamplerOutput, list[tuple[int, Watch | TokenConstraint]]]] = []
+
+    def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
+            output_token_ids: Sequence[int] = (), *, seed: int, thinking: Thinking | None = None) -> None:
+        """Register a sequence, new or back from preemption with its output so far. Its grammar should be built by now.
+
+        Raises RequestError when the parameters cannot be served; the slot is then free.
+        """
+        self.remove(slot)
+        self._state.add(slot, params, prompt_token_ids, output_token_ids, seed)
+        self._constrained.add(slot, params, thinking, output_token_ids)
+
+    def remove(self, slot: int) -> None:
+        """Free the slot, whether or not anything is registered there."""
+        self._state.remove(slot)
+        self._constrained.remove(slot)
+
+    def host_inputs(self, slots: np.ndarray) -> np.ndarray:
+        """float32 (B,): the uniform in [0, 1) that each row's next draw uses. Asking changes nothing."""
+        return self._state.uniforms(slots)
+
+    @torch.inference_mode()
+    def record(self, logits_PV: Tensor, arrays: Mapping[str, Tensor], recorder: Recorder) -> None:
+        """Have the plain draws of a decode graph recorded, see RecordedDraw; nothing where the platform's own draw does
+        not take all plain rows."""
+        if self._draw_from_softmax is not None and self._draws_greedily:
+            self._recorded[len(logits_PV)] = RecordedDraw(
+                self._draw_from_softmax, logits_PV, arrays, self._state.temperatures_S, recorder)
+
+    @torch.inference_mode()
+    def __call__(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, receipts_B: Tensor,
+                 host_slots: np.ndarray, graph_size: int | None = None) -> SamplerOutput:
+        """One token per row. logits_BV (any float type) is left as it is; host_slots says slots_B on the host.
+
+        receipts_B: int32 on the device, brought back with the tokens. What was sent with the step's own inputs shows
+        that the device ran this step, and that the tokens are not what an earlier one left in its memory.
+        graph_size: rows of the decode graph that made the logits and holds the other tensors, None for an eager step.
+        """
+        self._tell_tokens()
+        constrained = self._constrained.rows(host_slots)
+        masked = [(row, constraint) for row, constraint in constrained if constraint.restricts]
+        plan = self._state.plan(host_slots, [row for row, _ in masked])
+        recorded = None if graph_size is None else self._recorded.get(graph_size)
+        if recorded is not None and plan.is_plain:
+            output, tokens_B = _launch(recorded, logits_BV, plan, self._download)
+        else:
+            output, tokens_B = self._sample(logits_BV, slots_B, uniforms_B, receipts_B, plan, masked)
+        # Last: a call that fails for want of memory changes nothing, and can be made again.
+        self._state.prepare_advance(plan, slots_B, tokens_B, host_slots)()
+        listeners: list[tuple[int, Watch | TokenConstraint]] = [*self._state.watches(host_slots), *constrained]
+        if listeners:
+            self._untold.append((output, listeners))
+        return output
+
+    def _sample(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, receipts_B: Tensor, plan: StepPlan,
+                masked: Sequence[tuple[int, TokenConstraint]]) -> tuple[SamplerOutput, Tensor]:
+        """Operator by operator, whatever the rows ask for; and their tokens, any where there is none."""
+        words_CW = self._masks_of([constraint for _, constraint in masked]) if masked else None
+        if plan.counted is not None:
+            slots_B = slots_B.long()
+        self._compile_draw(logits_BV, uniforms_B)
+        tokens_B1, token_ids_B1, next_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan, words_CW)
+        logprobs = None
+        if plan.logprobs is not None:
+            logprobs = _logprobs(plan.logprobs.take(logits_BV).float(), plan.logprobs.take(tokens_B1),
+                                 plan.num_logprobs)
+        token_ids_B = token_ids_B1.squeeze(-1)
+        records = [logprobs.records().view(-1)] if logprobs is not None else []
+        problems = {row: constraint.problem for row, constraint in masked if constraint.problem is not None}
+        output = SamplerOutput(token_ids_B, next_B1.squeeze(-1), logprobs, plan.logprob_rows,
+                               self._download(torch.cat([token_ids_B, receipts_B, *records])), problems)
+        return output, tokens_B1.squeeze(-1)
+
+    def _tell_tokens(self) -> None:
+        """Tell rows with bad words, and those that are constrained, what was chosen, as far as it is there.
+
+        Waits for the step before, while the forward of this one is under way, only where somebody cannot go on without
+        knowing: not for a thinking budget that cannot be spent yet.
+        """
+        must_wait = any(listener.must_know(len(self._untold)) for _, listeners in self._untold
+                        for _, listener in listeners)
+        while self._untold and (must_wait or self._untold[0][0].is_done()):
+            output, listeners = self._untold[0]
+            tokens = output.to_host().token_ids_B.tolist()
+            del self._untold[0]  # what could not be fetched is told by a second call
+            for row, listener in listeners:
+                listener.observe(tokens[row])
+
+    def _compile_draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> None:
+        """The first step, a made-up one, draws whatever it asks for, from the model's logits and from adjusted ones,
+        with and without masks: a kernel is compiled when it is called."""
+        if self._draw_from_softmax is None or self._has_drawn:
+            return
+        ones_11, uniforms_11 = torch.ones_like(uniforms_B)[:1, None], uniforms_B[:1, None]
+        words_1W = torch.full((1, self._masks.num_words), -1, dtype=torch.int32, device=logits_BV.device)
+        for logits_1V in (logits_BV[:1], logits_BV[:1].float()):
+            self._draw_from_softmax(logits_1V, ones_11, uniforms_11)
+            self._allow_tokens(logits_1V, None, words_1W)
+        if self._allowed_draw is not None:
+            self._allowed_draw(logits_BV[:1], ones_11, uniforms_11, words_1W, torch.zeros_like(words_1W[0, :1]))
+        self._has_drawn = True
+
+    def _masks_of(self, constraints: Sequence[TokenConstraint]) -> Tensor:
+        """Bits (C, W) on the device, in one copy."""
+        return self._masks.to_device(len(constraints), lambda words: self._constrained.write_masks(constraints, words))
+
+    def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
+                words_CW: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, 1) each: a token per row, any or less than 0 where there is none; int32, there NO_TOKEN or ALL_BANNED;
+        int32, there a valid one."""
+        drawn_B1 = self._draw_at_once(logits_BV, slots_B, uniforms_B, plan, words_CW)
+        if drawn_B1 is not None and self._draws_all_at_once(plan):
+            int32_ids_B1 = drawn_B1.to(torch.int32)
+            return drawn_B1, int32_ids_B1, int32_ids_B1.clamp(min=0)
+        adjusted_AV = logits_BV if plan.adjusted is None else self._adjust(logits_BV, slots_B, plan, words_CW)
+        if plan.masks_all:  # they leave NaN and +inf to be seen: there is nothing to be looked for in the model's own
+            largest_B1, tokens_B1 = ops.most_probable(adjusted_AV)
+            is_unusable_A1, is_unusable_B1 = ops.is_unusable_and_why(adjusted_AV, largest_B1)
+        else:
+            largest_B1, tokens_B1, is_unusable_B1 = _most_probable(logits_BV)
+            is_unusable_A1 = is_unusable_B1
+            if plan.adjusted is not None:
+                largest_A1, tokens_A1, is_unusable_A1 = _most_probable(adjusted_AV)
+                largest_B1 = plan.adjusted.put(largest_B1.float(), largest_A1)
+                tokens_B1 = plan.adjusted.put(tokens_B1, tokens_A1)
+        for group in plan.groups:
+            if group.is_plain and drawn_B1 is not None:
+                drawn_G1 = group.rows.take(drawn_B1).clamp(min=0).to(tokens_B1.dtype)
+            else:
+                source = adjusted_AV if group.is_adjusted else logits_BV
+                drawn_G1 = self._draw(group, group.places.take(source).float(), group.rows.take(largest_B1).float(),
+                                      group.rows.take(tokens_B1), group.rows.take(slots_B),
+                                      group.rows.take(uniforms_B)[:, None])
+            tokens_B1 = group.rows.put(tokens_B1, drawn_G1)
+        next_B1 = token_ids_B1 = tokens_B1.to(torch.int32)
+        if plan.adjusted is not None:
+            token_ids_A1 = plan.adjusted.take(next_B1).masked_fill(is_unusable_A1, ALL_BANNED)
+            token_ids_B1 = plan.adjusted.put(token_ids_B1, token_ids_A1)
+        return tokens_B1, token_ids_B1.masked_fill(is_unusable_B1, NO_TOKEN), next_B1
+
+    def _draws_all_at_once(self, plan: StepPlan) -> bool:
+        """Whether the platform's own draw is all that a step takes."""
+        if plan.is_plain_but_masked:
+            return self._allowed_draw is not None
+        return plan.is_plain_draw or (plan.is_plain and self._draws_greedily)
+
+    def _draw_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
+                      words_CW: Tensor | None) -> Tensor | None:
+        """A draw for every row as the platform does it, for those that draw so, whatever their neighbours ask for; None
+        where it leaves that to `_draw`, or nobody does."""
+        wants = any(group.is_plain for group in plan.groups) or self._draws_all_at_once(plan)
+        if self._draw_from_softmax is None or not wants:
+            return None
+        if self._temperatures is None or self._temperatures[0] is not plan:
+            self._temperatures = plan, self._state.fields(slots_B)[Field.TEMPERATURE]
+        inputs = logits_BV, self._temperatures[1], uniforms_B[:, None]
+        if self._allowed_draw is None or not plan.is_plain_but_masked or words_CW is None:
+            return self._draw_from_softmax(*inputs)
+        return self._allowed_draw(*inputs, words_CW, self._places_of_masks(plan, words_CW, len(logits_BV)))
+
+    def _places_of_masks(self, plan: StepPlan, words_CW: Tensor, num_rows: int) -> Tensor:
+        """int32 (B,): which mask is a row's own, -1 where it has none. Of a plan that adjusts by masks alone."""
+        assert plan.adjusted is not None, "no row has a mask"
+        if self._mask_places is None or self._mask_places[0] is not plan:
+            none_B = torch.full((num_rows,), -1, dtype=torch.int32, device=words_CW.device)
+            places_C = torch.arange(len(words_CW), dtype=torch.int32, device=words_CW.device)
+            self._mask_places = plan, plan.adjusted.put(none_B, places_C)
+        return self._mask_places[1]
+
+    def _adjust(self, logits_BV: Tensor, slots_B: Tensor, plan: StepPlan, words_CW: Tensor | None) -> Tensor:
+        """A copy of the logits of rows that ask for it, after penalties, bias, bans and masks."""
+        assert plan.adjusted is not None, "no row asks for it"
+        if plan.masks_alone and words_CW is not None:
+            return self._allow_tokens(logits_BV, plan.adjusted.index, words_CW)
+        adjusted_AV = plan.adjusted.take(logits_BV)
+        adjusted_AV = adjusted_AV.to(torch.float32, copy=adjusted_AV is logits_BV)
+        if plan.penalised is not None and plan.counted is not None:
+            slots_P = plan.counted.take(slots_B)
+            fields_FP1 = self._state.fields(slots_P)
+            counts_PV = self._state.counts.rows(slots_P)
+            logits_PV = plan.penalised.take(adjusted_AV)
+            if plan.uses_repetition:
+                logits_PV = ops.repetition_penalty(logits_PV, counts_PV > 0.0, fields_FP1[Field.REPETITION])
+            if plan.uses_frequency:
+                logits_PV = ops.count_penalties(logits_PV, counts_PV.floor_(), fields_FP1[Field.FREQUENCY],
+                                                fields_FP1[Field.PRESENCE])
+            adjusted_AV = plan.penalised.put(adjusted_AV, logits_PV)
+        if plan.additions is not None:
+            plan.additions.add_to(adjusted_AV)
+        if plan.masked is None or words_CW is None:
+            return adjusted_AV
+        return plan.masked.put(adjusted_AV, self._allow_tokens(adjusted_AV, plan.masked.index, words_CW))
+
+    def _draw(self, group: DrawGroup, logits_GV: Tensor, largest_G1: Tensor, greedy_G1: Tensor, slots_G: Tensor,
+              uniforms_G1: Tensor) -> Tensor:
+        fields_FG1 = self._state.fields(slots_G)
+        temperature_G1 = fields_FG1[Field.TEMPERATURE]
+        min_p_G1 = fields_FG1[Field.MIN_P] if group.uses_min_p else None
+        if self._draw_from_softmax is not None and not group.sorts and not group.uses_min_p:
+            return self._draw_from_softmax(logits_GV, temperature_G1, uniforms_G1).clamp(min=0).to(greedy_G1.dtype)
+        if not group.sorts:
+            weights_GV = ops.token_weights(logits_GV, largest_G1, temperature_G1)
+            return ops.draw(weights_GV, greedy_G1, uniforms_G1, min_p_B1=min_p_G1)
+        return ops.draw_from_top(
+            logits_GV, largest_G1, temperature_G1, uniforms_G1, num_candidates=group.most_k,
+            top_k_B1=fields_FG1[Field.TOP_K] if group.least_k < group.most_k else None,
+            top_p_B1=fields_FG1[Field.TOP_P], min_p_B1=min_p_G1, sort_ascending=self._sort_ascending)
+
+
+def _launch(recorded: RecordedDraw, logits_BV: Tensor, plan: StepPlan,
+            download: Callable[[Tensor], Download]) -> tuple[SamplerOutput, Tensor]:
+    """What `Sampler._sample` gives, from one launch."""
+    num_rows = len(logits_BV)
+    recorded(logits_BV)
+    tokens_B = recorded.flat[:num_rows]
+    return SamplerOutput(tokens_B, recorded.next_P[:num_rows], None, plan.logprob_rows, download(recorded.flat),
+                         num_flat_rows=recorded.num_rows), tokens_B
+
+
+def _most_probable(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(largest logit, its token id, whether the row has no token), (B, 1) each."""
+    largest_B1, tokens_B1 = ops.most_probable(logits_BV)
+    return largest_B1, tokens_B1, ops.is_unusable(logits_BV, largest_B1)
+
+
+def _logprobs(logits_LV: Tensor, tokens_L1: Tensor, num_top: int) -> LogprobsTensors:
+    log_total_L1 = logits_LV.logsumexp(-1, keepdim=True)
+    top_LK, top_ids = logits_LV.topk(min(num_top, logits_LV.shape[-1]), dim=-1)
+    return LogprobsTensors(
+        sampled_L=(logits_LV.gather(-1, tokens_L1) - log_total_L1).squeeze(-1),
+        top_ids=top_ids,
+        top_logprobs=top_LK - log_total_L1,
+    )

@@ -1,0 +1,204 @@
+"""Which rows of a step need what, so that nobody pays for his neighbours. Knows slots and features, not logits.
+
+All of it is decided on the host; the device gets row numbers.
+
+Shapes: S slots, B rows of the step, A of them whose logits are adjusted, P of those penalised, G of one group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from npu_runner.sampling.logit_rules import Additions
+
+GREEDY = -1
+_WHOLE, _WHOLE_ABOVE_MIN_P = 0, 1  # from the whole vocabulary, or from what min_p keeps of it; nothing is sorted
+_TOP_K_CLASSES = (64, 1024)  # who keeps few tokens does not wait for those who sort more
+
+
+def draw_class(top_k: int, vocab_size: int, top_p: float, min_p: float) -> int:
+    """Rows of one class draw together. The higher it is the more they sort."""
+    if top_k >= vocab_size and top_p >= 1.0:
+        return _WHOLE_ABOVE_MIN_P if min_p > 0.0 else _WHOLE
+    return 1 + _WHOLE_ABOVE_MIN_P + sum(top_k > most for most in _TOP_K_CLASSES)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row numbers on the device, int64; None stands for all rows, which are then taken as they are."""
+
+    index: Tensor | None = None
+
+    def take(self, values: Tensor) -> Tensor:
+        return values if self.index is None else values.index_select(0, self.index)
+
+    def put(self, values: Tensor, part: Tensor) -> Tensor:
+        """`values` with `part` in these rows."""
+        return part if self.index is None else values.index_copy(0, self.index, part)
+
+
+@dataclass(frozen=True)
+class DrawGroup:
+    """Rows that draw the same way. `rows` count through the step, `places` through the logits they are drawn from."""
+
+    rows: Rows
+    places: Rows
+    is_adjusted: bool
+    """Drawn from the adjusted logits, not from the model's."""
+    sorts: bool
+    uses_min_p: bool
+    least_k: int
+    """Smallest and largest top_k, the vocabulary where there is none."""
+    most_k: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Drawn from the whole of the model's own distribution."""
+        return not (self.is_adjusted or self.sorts or self.uses_min_p)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step does beyond the argmax; None and empty where no row asks for it."""
+
+    adjusted: Rows | None
+    penalised: Rows | None
+    """Among the adjusted."""
+    counted: Rows | None
+    """The penalised among all rows."""
+    uses_repetition: bool
+    uses_frequency: bool
+    additions: Additions | None
+    masked: Rows | None
+    """Among the adjusted, those that a mask leaves only some tokens."""
+    groups: list[DrawGroup]
+    logprobs: Rows | None
+    logprob_rows: np.ndarray
+    """The same on the host."""
+    num_logprobs: int
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """All rows draw from the whole of the model's own distribution or take its most probable token, and nothing
+        else is asked for."""
+        return self.adjusted is None and self.logprobs is None and all(group.is_plain for group in self.groups)
+
+    @functools.cached_property
+    def masks_alone(self) -> bool:
+        """Nothing but masks changes logits."""
+        return self.masked is not None and self.penalised is None and self.additions is None
+
+    @property
+    def masks_all(self) -> bool:
+        """The same, and they change those of every row."""
+        return self.masks_alone and self.adjusted is not None and self.adjusted.index is None
+
+    @functools.cached_property
+    def is_plain_but_masked(self) -> bool:
+        """As `is_plain`, of what masks leave of that distribution."""
+        is_simple = self.masks_alone and self.logprobs is None
+        return is_simple and not any(group.sorts or group.uses_min_p for group in self.groups)
+
+    @functools.cached_property
+    def is_plain_draw(self) -> bool:
+        """The same, and all rows draw."""
+        return self.is_plain and len(self.groups) == 1 and self.groups[0].rows.index is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOfStep:
+    """What each row asks for, on the host; (B,) each."""
+
+    slots: np.ndarray
+    uses_repetition: np.ndarray
+    uses_frequency: np.ndarray
+    is_biased: np.ndarray
+    is_banned: np.ndarray
+    """Before min_tokens."""
+    is_masked: np.ndarray
+    wants_logprobs: np.ndarray
+    uses_min_p: np.ndarray
+    draws: np.ndarray
+    top_k: np.ndarray
+    hits: list[tuple[int, int]] = field(default_factory=list)
+    """(row, token) that would complete a bad word."""
+
+    @functools.cached_property
+    def is_penalised(self) -> np.ndarray:
+        return self.uses_repetition | self.uses_frequency
+
+    @functools.cached_property
+    def is_adjusted(self) -> np.ndarray:
+        wanted = self.is_penalised | self.is_biased | self.is_banned | self.is_masked
+        wanted[[row for row, _ in self.hits]] = True
+        return wanted
+
+    @functools.cached_property
+    def place(self) -> np.ndarray:
+        """Of each adjusted row among the adjusted."""
+        return (np.cumsum(self.is_adjusted) - 1).astype(np.int32)
+
+    @property
+    def has_additions(self) -> bool:
+        return bool(self.is_biased.any() or self.is_banned.any() or self.hits)
+
+    @property
+    def adjusted_hits(self) -> list[tuple[int, int]]:
+        return [(int(self.place[row]), token) for row, token in self.hits]
+
+    def row_of_part(self, num_slots: int) -> np.ndarray:
+        """int32 (2 * S,): the adjusted row in which each part of the rule table holds, else -1."""
+        rows = np.full(2 * num_slots, -1, dtype=np.int32)
+        rows[2 * self.slots[self.is_biased]] = self.place[self.is_biased]
+        rows[2 * self.slots[self.is_banned] + 1] = self.place[self.is_banned]
+        return rows
+
+    @functools.cached_property
+    def _groups(self) -> dict[str, np.ndarray]:
+        """Rows of each group that is not empty, by its name."""
+        drawn = np.unique(self.draws[self.draws != GREEDY]).tolist()
+        masks = {f"{kind} {'adjusted' if is_adjusted else 'plain'}":
+                 (self.draws == kind) & (self.is_adjusted == is_adjusted)
+                 for kind in drawn for is_adjusted in (False, True)}
+        return {name: np.flatnonzero(mask) for name, mask in masks.items() if mask.any()}
+
+    @functools.cached_property
+    def indices(self) -> dict[str, np.ndarray]:
+        """int32 row numbers for the device, by name; no entry where there are none, an empty one for all rows."""
+        num_rows, num_adjusted = len(self.slots), int(self.is_adjusted.sum())
+        wanted = {
+            "adjusted": (np.flatnonzero(self.is_adjusted), num_rows),
+            "penalised": (self.place[self.is_penalised], num_adjusted),
+            "counted": (np.flatnonzero(self.is_penalised), num_rows),
+            "masked": (self.place[self.is_masked], num_adjusted),
+            "logprobs": (np.flatnonzero(self.wants_logprobs), num_rows),
+        }
+        for name, rows in self._groups.items():
+            is_adjusted = bool(self.is_adjusted[rows[0]])
+            wanted[f"{name} rows"] = (rows, num_rows)
+            wanted[f"{name} places"] = (self.place[rows], num_adjusted) if is_adjusted else (rows, num_rows)
+        return {name: np.zeros(0, dtype=np.int32) if len(rows) == count else rows.astype(np.int32)
+                for name, (rows, count) in wanted.items() if len(rows)}
+
+    def plan(self, on_device: Mapping[str, Tensor], additions: Additions | None, *, num_logprobs: int) -> StepPlan:
+        """on_device: `indices`, there."""
+        rows = {name: Rows(index.long() if len(index) else None) for name, index in on_device.items()}
+        return StepPlan(
+            adjusted=rows.get("adjusted"), penalised=rows.get("penalised"), counted=rows.get("counted"),
+            uses_repetition=bool(self.uses_repetition.any()), uses_frequency=bool(self.uses_frequency.any()),
+            additions=additions, masked=rows.get("masked"),
+            groups=[self._group(name, members, rows) for name, members in self._groups.items()],
+            logprobs=rows.get("logprobs"), logprob_rows=np.flatnonzero(self.wants_logprobs), num_logprobs=num_logprobs,
+        )
+
+    def _group(self, name: str, members: np.ndarray, rows: Mapping[str, Rows]) -> DrawGroup:
+        return DrawGroup(
+            rows=rows[f"{name} rows"], places=rows[f"{name} places"], is_adjusted=bool(self.is_adjusted[members[0]]),
+            sorts=bool(self.draws[members[0]] > _WHOLE_ABOVE_MIN_P), uses_min_p=bool(self.uses_min_p[members].any()),
+            least_k=int(self.top_k[members].min()), most_k=int(self.top_k[members].max()),
+        )

@@ -1,0 +1,244 @@
+"""What each running sequence asks of sampling, by slot: numpy on the host, tensors where the device needs them.
+
+Whatever newcomers bring is staged in numpy and crosses in one copy with the next step; a step of the same rows as the
+one before copies nothing, and what changes from step to step the device keeps up by itself. Knows nothing of logits.
+
+Shapes: S slots, B rows of the step, G of one group, F fields.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_runner.errors import RequestError
+from npu_runner.platforms.upload import upload_together
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.sampling.bad_words import Watch
+from npu_runner.sampling.logit_rules import LogitRules, RuleTable, logit_rules
+from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, draw_class
+from npu_runner.sampling.token_counts import TokenCounts
+
+_REACHED = 1.0 - 2.0**-20  # a set that is short of top_p by rounding alone has reached it
+_LEAST_TEMPERATURE = 1e-5  # a lower one could overflow the scaled logits; here only ties are still left to chance
+
+
+class Feature(enum.IntFlag):
+    """What a row needs beyond a draw."""
+
+    MIN_P = enum.auto()
+    REPETITION = enum.auto()
+    FREQUENCY = enum.auto()
+    """Frequency or presence penalty."""
+    LOGPROBS = enum.auto()
+
+
+class Field(enum.IntEnum):
+    """Rows of the parameter table on the device."""
+
+    TEMPERATURE = 0
+    TOP_K = 1
+    TOP_P = 2
+    MIN_P = 3
+    REPETITION = 4
+    FREQUENCY = 5
+    PRESENCE = 6
+
+
+class SamplingState:
+    """Seeds, parameters, token counts and rules of every slot."""
+
+    def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device):
+        self.vocab_size, self.device = vocab_size, device
+        self.counts = TokenCounts(max_num_seqs, vocab_size, device)
+        self._rules = RuleTable(vocab_size, device)
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._features_S = np.zeros(max_num_seqs, dtype=np.int32)
+        self._draws_S = np.full(max_num_seqs, GREEDY, dtype=np.int32)
+        self._mixed_seeds_S = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._top_k_S = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_logprobs_S = np.zeros(max_num_seqs, dtype=np.int64)
+        self._is_biased_S = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._banned_until_S = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_generated_S = np.zeros(max_num_seqs, dtype=np.int64)
+        self._fields_FS = np.zeros((len(Field), max_num_seqs), dtype=np.float32)
+        self._watches: dict[int, Watch] = {}
+        self._last_watches: tuple[bytes, list[tuple[int, Watch]]] | None = None
+        self._newcomers: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+        # A made-up step may draw before anybody has registered, and what is recorded reads it where it is.
+        self._device_fields_FS = torch.zeros(self._fields_FS.shape, dtype=torch.float32, device=device)
+        self._last_rules: tuple[SamplingParams, LogitRules] | None = None
+        self._last_plan: tuple[bytes, StepPlan] | None = None
+
+    def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
+            output_token_ids: Sequence[int], seed: int) -> None:
+        """Register a sequence as it stands after `output_token_ids`. Raises RequestError, the slot then free."""
+        self.remove(slot)
+        rules = self._rules_of(params)
+        if rules.largest_token >= self.vocab_size:
+            raise RequestError(f"token id {rules.largest_token} is asked for, the model has {self.vocab_size} "
+                               "tokens; correct logit_bias, bad_words or stop_token_ids",
+                               code="invalid_sampling_parameter")
+        self._rules.add(slot, rules)
+        if rules.bad_words is not None:
+            self._watches[slot] = Watch(rules.bad_words, output_token_ids)
+            self._last_watches = None
+        self._is_biased_S[slot] = len(rules.tokens) > 0
+        self._banned_until_S[slot] = rules.banned_until
+        self._features_S[slot] = _features(params)
+        self._mixed_seeds_S[slot] = _mixed(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))[0]
+        self._num_generated_S[slot] = len(output_token_ids)
+        top_k = min(params.top_k or self.vocab_size, self.vocab_size)
+        self._draws_S[slot] = GREEDY if params.is_greedy else draw_class(
+            top_k, self.vocab_size, params.top_p, params.min_p)
+        self._top_k_S[slot] = top_k
+        self._num_logprobs_S[slot] = params.logprobs or 0
+        self._fields_FS[:, slot] = _fields(params, top_k)
+        self._newcomers[slot] = (prompt_token_ids, output_token_ids)
+
+    def remove(self, slot: int) -> None:
+        self._features_S[slot] = 0
+        self._draws_S[slot] = GREEDY
+        self._is_biased_S[slot] = False
+        self._banned_until_S[slot] = 0
+        self._newcomers.pop(slot, None)
+        if self._watches.pop(slot, None) is not None:
+            self._last_watches = None
+        self._rules.remove(slot)
+
+    def _rules_of(self, params: SamplingParams) -> LogitRules:
+        """Made once for all completions of a request, which come one after the other."""
+        if self._last_rules is None or self._last_rules[0] is not params:
+            assert params.bad_words_token_ids or not params.bad_words, "bad_words are resolved before they are queued"
+            self._last_rules = params, logit_rules(params, self._eos_token_ids)
+        return self._last_rules[1]
+
+    def uniforms(self, host_slots: np.ndarray) -> np.ndarray:
+        """float32 (B,) in [0, 1): a hash of each sequence's seed and the number of tokens it has generated."""
+        if (self._draws_S[host_slots] == GREEDY).all():
+            return np.zeros(len(host_slots), dtype=np.float32)  # nobody reads them
+        steps_B = self._num_generated_S[host_slots].view(np.uint64)
+        bits_B = _mixed(self._mixed_seeds_S[host_slots] + steps_B)
+        return ((bits_B >> np.uint64(40)) * 2.0**-24).astype(np.float32)
+
+    def fields(self, slots_G: Tensor) -> Tensor:
+        """Parameters of the rows on the device, (F, G, 1) float32, in the order of Field."""
+        return self._device_fields_FS.index_select(1, slots_G)[..., None]
+
+    @property
+    def temperatures_S(self) -> Tensor:
+        """(S,) float32 on the device, where it stays; 0 for who takes the most probable token."""
+        return self._device_fields_FS[Field.TEMPERATURE]
+
+    def watches(self, host_slots: np.ndarray) -> list[tuple[int, Watch]]:
+        """(row, watch) of the rows that must be told their token."""
+        if not self._watches:
+            return []
+        key = host_slots.tobytes()
+        if self._last_watches is None or self._last_watches[0] != key:
+            self._last_watches = key, [(row, self._watches[slot]) for row, slot in enumerate(host_slots.tolist())
+                                       if slot in self._watches]
+        return self._last_watches[1]
+
+    def plan(self, host_slots: np.ndarray, masked_rows: Sequence[int] = ()) -> StepPlan:
+        """What the next step of these slots must do, with what it needs on the device: newcomers too, in one copy.
+
+        masked_rows: those that a mask leaves only some tokens.
+        """
+        is_masked_B = np.zeros(len(host_slots), dtype=np.bool_)
+        is_masked_B[list(masked_rows)] = True
+        is_banned_B = self._num_generated_S[host_slots] < self._banned_until_S[host_slots]
+        hits = [(row, token) for row, watch in self.watches(host_slots) for token in watch.banned]
+        # In most steps it is the plan of the step before: no more than this is then looked at.
+        key = host_slots.tobytes() + is_banned_B.tobytes() + is_masked_B.tobytes()
+        if self._last_plan is not None and self._last_plan[0] == key and not self._newcomers and not hits:
+            return self._last_plan[1]
+        self._last_plan = None
+        plan = self._make_plan(self._rows(host_slots, is_banned_B, is_masked_B, hits))
+        if not hits:
+            self._last_plan = key, plan
+        return plan
+
+    def _rows(self, host_slots: np.ndarray, is_banned_B: np.ndarray, is_masked_B: np.ndarray,
+              hits: list[tuple[int, int]]) -> RowsOfStep:
+        features_B = self._features_S[host_slots]
+        return RowsOfStep(
+            slots=host_slots,
+            uses_repetition=(features_B & Feature.REPETITION) != 0,
+            uses_frequency=(features_B & Feature.FREQUENCY) != 0,
+            is_biased=self._is_biased_S[host_slots], is_banned=is_banned_B, is_masked=is_masked_B,
+            wants_logprobs=(features_B & Feature.LOGPROBS) != 0,
+            uses_min_p=(features_B & Feature.MIN_P) != 0,
+            draws=self._draws_S[host_slots], top_k=self._top_k_S[host_slots], hits=hits,
+        )
+
+    def _make_plan(self, rows: RowsOfStep) -> StepPlan:
+        newcomers: list[np.ndarray] = []
+        if self._newcomers:
+            newcomers = [self._fields_FS, *self.counts.stage({
+                slot: history for slot, history in self._newcomers.items()
+                if self._features_S[slot] & (Feature.REPETITION | Feature.FREQUENCY)})]
+        staged = self._rules.stage(rows.row_of_part(len(self._features_S)), rows.adjusted_hits) \
+            if rows.has_additions else None
+        arrays = [*newcomers, *rows.indices.values(), *(staged.arrays if staged else ())]
+        on_device = upload_together(arrays, self.device) if arrays else []
+        counts, rest = on_device[1: len(newcomers)], on_device[len(newcomers):]
+        additions = self._rules.install(staged, rest[len(rows.indices):]) if staged else None
+        plan = rows.plan(dict(zip(rows.indices, rest, strict=False)), additions,
+                         num_logprobs=int(self._num_logprobs_S[rows.slots].max(initial=0)))
+        # Last: what fails for want of memory changes nothing that a second call would not make again.
+        if newcomers:
+            self._device_fields_FS.copy_(on_device[0])
+            self.counts.install(counts)
+            self._newcomers.clear()
+        return plan
+
+    def prepare_advance(self, plan: StepPlan, slots_B: Tensor, tokens_B: Tensor,
+                        host_slots: np.ndarray) -> Callable[[], None]:
+        """What records one more generated token per row, its memory taken already."""
+        count = None
+        if plan.counted is not None:
+            count = self.counts.prepare_advance(plan.counted.take(slots_B), plan.counted.take(tokens_B))
+
+        def record() -> None:
+            if count is not None:
+                count()
+            self._num_generated_S[host_slots] += 1
+
+        return record
+
+
+def _features(params: SamplingParams) -> Feature:
+    wanted = {
+        Feature.REPETITION: params.repetition_penalty != 1.0,
+        Feature.FREQUENCY: params.frequency_penalty != 0.0 or params.presence_penalty != 0.0,
+        Feature.LOGPROBS: params.logprobs is not None,
+        Feature.MIN_P: not params.is_greedy and params.min_p > 0.0,
+    }
+    return Feature(sum(feature for feature, is_wanted in wanted.items() if is_wanted))
+
+
+def _fields(params: SamplingParams, top_k: int) -> list[float]:
+    values = {
+        Field.TEMPERATURE: 0.0 if params.is_greedy else max(params.temperature, _LEAST_TEMPERATURE),
+        Field.TOP_K: top_k,
+        Field.TOP_P: params.top_p * _REACHED if params.top_p < 1.0 else 1.0,
+        Field.MIN_P: params.min_p,
+        Field.REPETITION: params.repetition_penalty,
+        Field.FREQUENCY: params.frequency_penalty,
+        Field.PRESENCE: params.presence_penalty,
+    }
+    return [values[field] for field in Field]
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+

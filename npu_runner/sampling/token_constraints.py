@@ -1,0 +1,187 @@
+"""Which tokens may come next in one sequence: none but its grammar's, or the end of its thinking. Lives on the host.
+
+Rows that are constrained are told their last token before their next mask is made, as those with bad words are. What is
+told may also be told again from the start: a sequence that comes back brings its tokens with it. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from npu_runner.grammars.matchers import Matchers, PreparedMatcher, unfollowed
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.structured_outputs import StructuredOutputsParams
+from npu_runner.request.thinking import ReasoningTokens, Thinking
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class _Phase(enum.Enum):
+    START = "may begin to think"
+    THINKING = "thinks"
+    ANSWER = "answers"
+    OVER = "has ended, or failed"
+
+
+class TokenConstraint:
+    """One sequence's. `problem`: why it cannot be followed any more; its next token is none."""
+
+    def __init__(self, params: SamplingParams, *, thinking: Thinking | None, tokens: ReasoningTokens | None,
+                 eos_token_ids: Sequence[int], output_token_ids: Sequence[int], grammar: PreparedMatcher | None):
+        self.problem: str | None = None
+        self.grammar = grammar
+        self._tokens = tokens if thinking is not None else None
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._most_thinking = params.max_thinking_tokens
+        self._num_thought = 0
+        self._has_grammar = grammar is not None
+        self._matcher: LLMatcher | None = None
+        """A copy of the built one, from the first token of the answer on."""
+        self._unfollowed: list[int] = []
+        """Tokens of the answer that the matcher has not been told of."""
+        self._phase = _Phase.ANSWER
+        if self._tokens is not None and thinking != "closed":
+            self._phase = _Phase.THINKING if thinking == "open" else _Phase.START
+        for token in output_token_ids:
+            self.observe(token)
+
+    def observe(self, token: int) -> None:
+        """The next token, in order. Less than 0: there is none, and nobody waits for more."""
+        if token < 0:
+            self._phase = _Phase.OVER
+        elif self._phase is _Phase.START and self._tokens is not None and token == self._tokens.start_id:
+            self._phase = _Phase.THINKING
+        elif self._phase is _Phase.THINKING and self._tokens is not None:
+            self._num_thought += 1
+            if token == self._tokens.end_id:
+                self._phase = _Phase.ANSWER
+        elif self._has_grammar and self._phase is not _Phase.OVER:
+            # An end token is the grammar's last: a step that was under way by then is nobody's.
+            self._phase = _Phase.OVER if token in self._eos_token_ids else _Phase.ANSWER
+            self._unfollowed.append(token)
+
+    def must_know(self, num_untold: int) -> bool:
+        """Whether its next mask may depend on the last tokens, so many at most, that it was not told of."""
+        if self._has_grammar:
+            return self._phase is not _Phase.OVER
+        may_think = self._phase in (_Phase.START, _Phase.THINKING)
+        return may_think and self._most_thinking is not None and self._num_thought + num_untold >= self._most_thinking
+
+    @property
+    def restricts(self) -> bool:
+        """Whether not every token may come next."""
+        if self._phase is _Phase.THINKING:
+            return self._has_grammar or self._is_spent
+        return self._has_grammar and self._phase is not _Phase.OVER
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._most_thinking is not None and self._num_thought >= self._most_thinking
+
+    def matcher(self) -> LLMatcher | None:
+        """What says which tokens may come, told of all tokens so far; None where `fill` needs none. Waits until it is
+        built: a sequence comes here once it is, but for one whose matcher was put out meanwhile."""
+        if self.grammar is None or self._phase is _Phase.THINKING or self.problem is not None:
+            return None
+        if self._matcher is None:
+            failure = self.grammar.failure()
+            if failure is not None:
+                self.problem = failure.message
+                return None
+            self._matcher = self.grammar.copy()
+        if self._unfollowed:
+            self._matcher.consume_tokens(self._unfollowed)
+            self._unfollowed = []
+        self.note_failure()
+        return None if self.problem else self._matcher
+
+    def note_failure(self) -> None:
+        """Take over what has gone wrong in the matcher, before its mask or with it."""
+        if self._matcher is not None and self._matcher.is_error():
+            self.problem = unfollowed(self._matcher.get_error().partition("\n")[0]).message
+
+    def adjust(self, words_W: np.ndarray) -> None:
+        """Change the mask that the matcher wrote, or write one where there was none. uint32, lowest bit first."""
+        if self.problem is not None:
+            words_W[:] = 0
+        elif self._phase is _Phase.THINKING:
+            self._adjust_thinking(words_W)
+        elif self._tokens is not None:
+            _set_bit(words_W, self._tokens.start_id, self._phase is _Phase.START)
+            _set_bit(words_W, self._tokens.end_id, False)  # in the text it would be taken for the reasoning's end
+
+    def _adjust_thinking(self, words_W: np.ndarray) -> None:
+        assert self._tokens is not None, "nobody else thinks"
+        words_W[:] = 0 if self._is_spent else 0xFFFF_FFFF
+        if self._is_spent:
+            _set_bit(words_W, self._tokens.end_id, True)
+            return
+        for token in self._eos_token_ids:
+            _set_bit(words_W, token, False)  # the answer comes first
+
+
+class ConstrainedRows:
+    """The constraints of a sampler's slots, and the masks of a step."""
+
+    def __init__(self, matchers: Matchers | None, tokens: ReasoningTokens | None, eos_token_ids: Sequence[int]):
+        self._matchers = matchers
+        self._tokens = tokens
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._of_slot: dict[int, TokenConstraint] = {}
+
+    def add(self, slot: int, params: SamplingParams, thinking: Thinking | None,
+            output_token_ids: Sequence[int]) -> None:
+        """For a slot that has none; nothing where the sequence is free."""
+        has_budget = params.max_thinking_tokens is not None and self._tokens is not None and thinking is not None
+        structured = params.structured_outputs
+        if structured is None and not has_budget:
+            return
+        grammar = None
+        if structured is not None:
+            assert isinstance(structured, StructuredOutputsParams), f"{structured!r} was not resolved"
+            assert structured.compiled, "structured_outputs are resolved before they are queued"
+            assert self._matchers is not None, "this sampler follows no grammars"
+            grammar = self._matchers.prepare(structured.compiled)
+            grammar.num_users += 1
+        self._of_slot[slot] = TokenConstraint(
+            params, thinking=thinking, tokens=self._tokens, eos_token_ids=self._eos_token_ids,
+            output_token_ids=output_token_ids, grammar=grammar)
+
+    def remove(self, slot: int) -> None:
+        constraint = self._of_slot.pop(slot, None)
+        if constraint is not None and constraint.grammar is not None:
+            constraint.grammar.num_users -= 1
+
+    def rows(self, host_slots: np.ndarray) -> list[tuple[int, TokenConstraint]]:
+        """(row, constraint) of a step's rows that have one."""
+        if not self._of_slot:
+            return []
+        return [(row, self._of_slot[slot]) for row, slot in enumerate(host_slots.tolist()) if slot in self._of_slot]
+
+    def write_masks(self, constraints: Sequence[TokenConstraint], masks_CW: np.ndarray) -> None:
+        """A mask for each, as `Matchers.fill` has them; what failed has one without a bit, and a `problem`."""
+        grammars = [constraint.grammar for constraint in constraints if constraint.grammar is not None]
+        followed = list({id(grammar): grammar for grammar in grammars}.values())
+        if followed:
+            assert self._matchers is not None, "this sampler follows no grammars"
+            with self._matchers.counting(followed):
+                asked = [(matcher, row) for row, constraint in enumerate(constraints)
+                         if (matcher := constraint.matcher())]
+                if asked:
+                    self._matchers.fill(asked, masks_CW)
+        for constraint, words_W in zip(constraints, masks_CW.view(np.uint32), strict=True):
+            constraint.note_failure()
+            constraint.adjust(words_W)
+
+
+def _set_bit(words_W: np.ndarray, token: int, value: bool) -> None:
+    bit = np.uint32(1 << (token % 32))
+    if value:
+        words_W[token // 32] |= bit
+    else:
+        words_W[token // 32] &= ~bit

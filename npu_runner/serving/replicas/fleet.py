@@ -1,0 +1,300 @@
+"""Replicas and the rows they share, so that each is done once, whoever dies. Knows nothing of what is in a row.
+
+Used by one thread, the driver's, which also polls. A row is with one replica at a time; it is done when its bytes have
+come, and goes to another when the one that had it is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
+from npu_runner.processes.stopwatch import Stopwatch
+from npu_runner.serving.replicas.base import Begun, Event, Finished, FinishedRow, Ready, ReplicaFacts, Returned, RowRun
+from npu_runner.serving.replicas.load_balancer import LoadBalancer
+from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
+from npu_runner.serving.replicas.row_queue import RowQueue
+
+_LOOK_SECONDS = 1.0
+# All places wait so long for devices before the job gives up; what is done stays done.
+ROOM_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenUp:
+    """A row that is given up: nobody else gets it."""
+
+    index: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetHooks:
+    """What the fleet asks of the driver."""
+
+    make_run: Callable[[Sequence[int]], RowRun]
+    """The rows of these indices, for a replica."""
+    say: Callable[[str], None]
+    """A line for the person who watches."""
+    isolate: Callable[[Sequence[int]], None]
+    """These rows run alone from now on, in this run and in later ones: they were under way when replicas died."""
+    record_death: Callable[[int, ReplicaDeadError], GivenUp | None]
+    """This row alone was under way in a death. What is said of it, if that is enough to give it up."""
+    scale_up: Callable[[int], Sequence[MakeReplica]] | None = None
+    """Asked now and then, with the number of places there are: further ones, if devices have come for them."""
+
+
+class Fleet:
+    """Replicas and the rows they share. Entered once; left, everything of all replicas is gone.
+
+    `max_restarts`: how often another replica takes the place of one that died, for each place. `given_up`: rows that
+    nobody gets from the beginning.
+    """
+
+    def __init__(self, replicas: Sequence[MakeReplica], rows: RowQueue, hooks: FleetHooks, *, max_restarts: int = 0,
+                 given_up: Sequence[GivenUp] = ()):
+        self._rows = rows
+        self._hooks = hooks
+        self._max_restarts = max_restarts
+        self._woken: queue.SimpleQueue[ReplicaState | None] = queue.SimpleQueue()
+        self.states = [ReplicaState(number, make, self._woken.put) for number, make in enumerate(replicas)]
+        self._balancer = LoadBalancer(self.states, rows, hooks.make_run)
+        first = self.states[0].replica
+        self._works_here = len(self.states) == 1 and first is not None and not first.can_restart
+        """The only replica works in this thread, in its `poll`, and wakes nobody."""
+        self._look_at = 0.0
+        self._without_room: Stopwatch | None = None
+        self._facts: ReplicaFacts | None = None
+        self._has_begun, self._terms = False, None
+        self._finished: list[FinishedRow] = []
+        self._newly_given_up = list(given_up)
+        self._failure: NpuRunnerError | None = None
+        """Raised once what had come before it was told."""
+        rows.drop(row.index for row in given_up)
+        self._num_done = 0
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if len(self.states) == 1:
+            self.states[0].close()  # in the thread that it has worked in
+            return
+        with ThreadPoolExecutor(len(self.states)) as threads:
+            for closing in [threads.submit(state.close) for state in self.states]:
+                closing.result()
+
+    def load(self) -> ReplicaFacts:
+        """Start all replicas and wait until each is ready, dead for good, or without room. They prepare rows meanwhile.
+
+        Raises ConfigError where a setting is wrong or two of them would answer otherwise, ReplicaDeadError where none
+        is left.
+        """
+        self.start()
+        while not self.is_loaded:
+            self._balancer.hand_out()
+            self._poll_replicas(0.2)
+        return self.facts
+
+    @property
+    def facts(self) -> ReplicaFacts:
+        """What replicas have in common, once one is loaded."""
+        assert self._facts is not None, "nobody is left, and nobody has said so"
+        return self._facts
+
+    def start(self) -> None:
+        """As `load`, which does not wait: `poll` goes on with it."""
+        for state in self.states:
+            state.start()
+        self._balancer.hand_out()
+
+    @property
+    def is_loaded(self) -> bool:
+        places = self._places()
+        is_any = any(state.facts is not None for state in places)
+        return is_any and all(state.facts is not None or state.waits_for is not None for state in places)
+
+    def wake(self) -> None:
+        """Have `poll` return, or look again for rows to hand out. From any thread; not for a replica of this one."""
+        self._woken.put(None)
+
+    def forget(self, first: int) -> None:
+        """Rows before `first` are nobody's any more: replicas are asked for those that they have, begun or not. Of what
+        comes all the same `poll` tells."""
+        self._rows.forget(first)
+        for state in self.states:
+            state.is_reserved = state.lone is not None or (state.is_reserved and self._rows.has_suspects)
+            if state.replica is not None and state.held:
+                state.is_asked = True
+                state.replica.recall(len(state.held), begun=True)
+
+    def begin(self, terms: Any) -> None:
+        """From here on rows are answered. `terms` go to every replica, to later ones as well."""
+        self._has_begun, self._terms = True, terms
+        for state in self.states:
+            if state.replica is not None and state.facts is not None:
+                state.replica.begin(terms)
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_done == self._rows.num_rows
+
+    def poll(self, timeout_seconds: float) -> tuple[list[FinishedRow], list[GivenUp]]:
+        """Rows that are done since the last call, and rows that are given up; waits for some at most so long.
+
+        Raises ReplicaDeadError when no replica is left, and what a replica raises for all of them.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._balancer.hand_out()
+        if not self._finished and not self._newly_given_up:
+            try:
+                self._poll_replicas(timeout_seconds)
+            except NpuRunnerError as failure:
+                if not self._finished and not self._newly_given_up:
+                    raise
+                self._failure = failure
+        finished, self._finished = self._finished, []
+        given_up, self._newly_given_up = self._newly_given_up, []
+        self._num_done += len(finished) + len(given_up)
+        return finished, given_up
+
+    # -- what replicas say -----------------------------------------------------------------------------------------
+
+    def _poll_replicas(self, timeout_seconds: float) -> None:
+        for state in self._whom_to_ask(timeout_seconds):
+            try:
+                for event in state.poll(timeout_seconds if self._works_here else 0.0):
+                    self._take(state, event)
+            except ReplicaDeadError as error:
+                self._retire(state, error)
+            except NpuRunnerError as error:
+                if state.facts is not None or not (state.num_deaths or self._has_begun):
+                    raise
+                # Others could be loaded: they go on, and another try may go well.
+                self._retire(state, ReplicaDeadError(f"{state.name} could not be loaded: {error}", rows=()))
+        for state in self._places():
+            if state.replica is None:
+                state.restart()
+
+    def _look_around(self) -> None:
+        """Have devices come, or are there none any more?"""
+        places = self._places()
+        for make in () if self._hooks.scale_up is None else self._hooks.scale_up(len(places)):
+            state = ReplicaState(len(self.states), make, self._woken.put)
+            self._hooks.say(f"{state.name} is added: there are devices for it")
+            self.states.append(state)
+            state.start()
+        if not places or not all(state.waits_for for state in places):
+            self._without_room = None
+            return
+        self._without_room = self._without_room or Stopwatch()
+        if self._without_room.exceeds(ROOM_SECONDS):
+            raise ReplicaDeadError(f"no replica is left: {places[0].name} and all others wait for "
+                                   f"{places[0].waits_for}, and nobody had it free for {ROOM_SECONDS:g} s")
+
+    def _whom_to_ask(self, timeout_seconds: float) -> Iterable[ReplicaState]:
+        """Those that have something to say; all of them, once in a while: one that is stopped says nothing."""
+        if self._works_here:
+            return self.states
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._look_around()
+            return self.states
+        woken: set[ReplicaState | None] = set()
+        with contextlib.suppress(queue.Empty):
+            woken.add(self._woken.get(timeout=timeout_seconds))
+            while True:
+                woken.add(self._woken.get_nowait())
+        return [state for state in woken if state is not None] if woken else self.states
+
+    def _take(self, state: ReplicaState, event: Event) -> None:
+        if isinstance(event, Finished):
+            for row in event.rows:
+                state.held.remove(row.number)
+                state.begun.discard(row.number)
+            self._finished += event.rows
+            state.num_finished += len(event.rows)
+            state.gave_nothing = False  # what its workers prepared then may wait now
+            self._free(state)
+        elif isinstance(event, Begun):
+            state.begun.update(event.indices)
+        elif isinstance(event, Returned):
+            state.is_asked, state.gave_nothing = False, not event.indices
+            state.held.difference_update(event.indices)
+            state.begun.difference_update(event.indices)
+            self._rows.put_back(event.indices)
+            self._free(state)
+        elif isinstance(event, Ready):
+            self._welcome(state, event.facts)
+
+    def _free(self, state: ReplicaState) -> None:
+        """It may take others again, if the suspect that it had alone is gone."""
+        if state.lone is not None and state.lone not in state.held:
+            state.lone, state.is_reserved = None, self._rows.has_suspects
+
+    def _welcome(self, state: ReplicaState, facts: ReplicaFacts) -> None:
+        if self._facts is None:
+            self._facts = facts
+        _refuse_another(state.name, self._facts, facts)
+        state.facts = facts
+        if self._has_begun:
+            assert state.replica is not None, f"{state.name} is dead"
+            state.replica.begin(self._terms)
+
+    # -- deaths ----------------------------------------------------------------------------------------------------
+
+    def _retire(self, state: ReplicaState, error: ReplicaDeadError) -> None:
+        assert state.replica is not None, f"{state.name} died twice"
+        if not state.replica.can_restart:
+            raise error
+        under_way = state.begun if error.rows is None else state.held.intersection(error.rows)
+        under_way = set(under_way)
+        held = state.retire()
+        is_last = not self._places()
+        held -= self._record_death(under_way, error, is_last=is_last)
+        self._rows.put_back(held)
+        restarts = f"started again ({state.num_deaths} of {self._max_restarts})"
+        what = restarts if state.num_deaths <= self._max_restarts else "not started again (max_replica_restarts)"
+        self._hooks.say(f"{error}; {len(held)} rows that it had go to whoever is there, {len(under_way)} of them were "
+                        f"under way; {what}")
+        if is_last:
+            raise ReplicaDeadError(f"no replica is left; the last one: {error}") from error
+
+    def _record_death(self, under_way: set[int], error: ReplicaDeadError, *, is_last: bool) -> set[int]:
+        """Note whom the death may be the fault of. Returns the row that is given up for it, if one is."""
+        suspects = self._rows.count_death(under_way)
+        if len(under_way) == 1:
+            (row,) = under_way
+            self._rows.isolate_on_return(row)
+            given_up = self._hooks.record_death(row, error)
+            if given_up is not None:
+                self._newly_given_up.append(given_up)
+                return {row}
+        elif suspects or is_last:  # who may have ended a job is suspected in the next run
+            self._hooks.isolate(sorted(under_way) if is_last else suspects)
+        return set()
+
+    def _places(self) -> list[ReplicaState]:
+        """Those with a replica, or to which one will come again."""
+        return [state for state in self.states if state.replica is not None or state.num_deaths <= self._max_restarts]
+
+
+def _refuse_another(name: str, first: ReplicaFacts, facts: ReplicaFacts) -> None:
+    """Raises ConfigError unless both would give the same answers."""
+    if facts.version != first.version:
+        raise ConfigError(f"{name}: has npu-runner {facts.version}, another replica {first.version}; install the same")
+    for what, ours, theirs in (("settings", facts.settings, first.settings),
+                               ("weights", facts.weights or {}, first.weights or {})):
+        names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        if names:
+            changes = "; ".join(f"{item}: {ours.get(item)!r} here, {theirs.get(item)!r} there" for item in names)
+            raise ConfigError(f"{name}: its {what} are not those of another replica, and rows would be answered by "
+                              f"chance: {changes}. Set what differs, or take devices that are alike")

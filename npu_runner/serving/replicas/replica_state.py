@@ -1,0 +1,113 @@
+"""The place of one replica in a job: who holds it now, which rows it has, how often it has died.
+
+Knows nothing of other replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+
+from npu_runner.request.outputs import EngineStats
+from npu_runner.serving.replicas.base import Event, Progressed, Replica, ReplicaFacts, ReplicaStats
+
+MakeReplica = Callable[[], Replica]
+_GAUGES = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_used", "vision_cache_bytes")
+
+
+class ReplicaState:
+    """`held`: rows it was given and has not done; `begun`: those of them that its engine has."""
+
+    def __init__(self, number: int, make: MakeReplica, wake: Callable[[ReplicaState], None]):
+        self.number = number
+        self.facts: ReplicaFacts | None = None
+        self.held: set[int] = set()
+        self.begun: set[int] = set()
+        self.lone: int | None = None
+        """The suspect that it runs with nothing beside it."""
+        self.is_reserved = False
+        """It gets no rows until it has none: then suspects."""
+        self.is_asked = False
+        """Rows were asked back, and no answer has come."""
+        self.gave_nothing = False
+        """It had no row to give back when it was asked last."""
+        self.num_finished = self.num_deaths = 0
+        self._make = make
+        self._wake = wake
+        self._retirement: threading.Thread | None = None
+        self._earlier = ReplicaStats()
+        self._latest = ReplicaStats()
+        self.replica: Replica | None = make()
+        self.name = self.replica.name
+
+    def start(self) -> None:
+        assert self.replica is not None, f"{self.name} is dead"
+        self.replica.start(lambda: self._wake(self))
+
+    @property
+    def waits_for(self) -> str | None:
+        """What nobody has free for the replica of this place; None: it is there, dead or about to come."""
+        return None if self.replica is None or self.facts is not None else self.replica.waits_for
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that it has use for now."""
+        if self.replica is None:
+            return 0
+        if self.facts is not None:
+            return self.facts.max_rows
+        # Until another one that has died before is ready, others take its rows.
+        return 0 if self.num_deaths else self.replica.num_rows_ahead
+
+    def poll(self, timeout_seconds: float) -> Sequence[Event]:
+        events: Sequence[Event] = () if self.replica is None else self.replica.poll(timeout_seconds)
+        for event in events:
+            if isinstance(event, Progressed):
+                self._latest = event.stats
+        return events
+
+    def retire(self) -> set[int]:
+        """It is dead: returns the rows that it had. What is left of it is ended in a thread of its own."""
+        held, self.held, self.begun = self.held, set(), set()
+        dead, self.replica, self.facts, self.lone = self.replica, None, None, None
+        self.is_reserved = self.is_asked = self.gave_nothing = False
+        self.num_deaths += 1
+        self._earlier, self._latest = added([self._earlier, _without_gauges(self._latest)]), ReplicaStats()
+        assert dead is not None, f"{self.name} died twice"
+        self._retirement = threading.Thread(target=dead.close, name=f"{self.name}: closing", daemon=True)
+        self._retirement.start()
+        return held
+
+    def restart(self) -> bool:
+        """Start another one once nothing is left of the last; False: not yet."""
+        if self._retirement is not None and self._retirement.is_alive():
+            return False
+        self.replica = self._make()
+        self.start()
+        return True
+
+    def close(self) -> None:
+        if self._retirement is not None:
+            self._retirement.join()
+        if self.replica is not None:
+            self.replica.close()
+
+    def stats(self) -> ReplicaStats:
+        """Counters of all that have had this place, gauges of the one that has it."""
+        return added([self._earlier, self._latest])
+
+
+def added(stats: Sequence[ReplicaStats]) -> ReplicaStats:
+    """Sums of every figure."""
+    names = [field.name for field in dataclasses.fields(EngineStats)]
+    engine = EngineStats(**{name: sum(getattr(one.engine, name) for one in stats) for name in names})
+    return ReplicaStats(
+        engine=engine,
+        wait_seconds=sum(one.wait_seconds for one in stats),
+        num_workers_replaced=sum(one.num_workers_replaced for one in stats),
+    )
+
+
+def _without_gauges(stats: ReplicaStats) -> ReplicaStats:
+    return dataclasses.replace(stats, engine=dataclasses.replace(stats.engine, **dict.fromkeys(_GAUGES, 0)))

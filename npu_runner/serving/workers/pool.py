@@ -1,0 +1,375 @@
+"""A bounded pool of worker processes: dead ones are replaced, their task is tried once more, stuck ones are killed.
+
+One thread reads tasks, hands them out and collects results, so all of it overlaps with the caller's own work.
+Knows nothing of the tasks, and nothing of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import selectors
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from npu_runner.errors import JobError
+from npu_runner.processes.channel import Channel, ChannelClosed
+from npu_runner.processes.child import Child, describe_exit
+from npu_runner.processes.stopwatch import Stopwatch
+from npu_runner.serving.workers.worker import JOB_FAULT, OUT_OF_MEMORY, READY, RESULT
+
+Task = TypeVar("Task")
+
+MAX_ATTEMPTS = 2
+NOT_YET: Any = object()
+"""What `tasks` gives while it has no task and may have one later; `look_again` says when."""
+# A worker that dies before it is ready has met no task: its environment is broken, and another will die as well.
+_MAX_FAILED_STARTS = 3
+_SHORTEST_START_SECONDS = 120.0
+_PATIENCE_SECONDS = 0.05
+# The system's calls do not take every number (poll: 2**31 ms). A longer wait is begun again.
+_LONGEST_WAIT_SECONDS = 86_400.0
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """Why a task has no result. `code`: preprocessing_crashed, preprocessing_timeout, preprocessing_out_of_memory or
+    internal_error."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Finished(Generic[Task]):
+    """A task with what the function returned for it, or a WorkerFailure. `num_bytes`: size of the result."""
+
+    task: Task
+    result: Any
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolLimits:
+    """How much the pool does ahead of its caller."""
+
+    num_workers: int
+    task_timeout_seconds: float
+    """Infinity: no limit."""
+    worker_memory_bytes: int | None = None
+    """Address space that a worker may take beside what it has at its start; None: any."""
+    max_ready: int = 64
+    """Most results that wait to be fetched."""
+    max_ready_bytes: int = 1 << 29
+    """No new task starts while the waiting results are larger than this."""
+    max_tasks: float = float("inf")
+    """Most tasks that start in all, until `allow` says otherwise."""
+
+
+@dataclass
+class _Worker(Generic[Task]):
+    child: Child
+    channel: Channel
+    is_ready: bool = False
+    is_used: bool = False
+    """It has answered a task before."""
+    task: Task | None = None
+    attempt: int = 0
+    watch: Stopwatch | None = None
+    """Since it was started, or has its task; None: nothing is asked of it."""
+
+
+class WorkerPool(Generic[Task]):
+    """Applies `function` (picklable) to `tasks` in worker processes; `get` fetches results in order of completion.
+
+    `inherited`: file descriptors that workers have too, under the same numbers. `seen` is told each result, in a thread
+    of the pool's, before it can be fetched.
+    """
+
+    def __init__(self, function: Callable[[Task], Any], tasks: Iterator[Task], limits: PoolLimits,
+                 inherited: Sequence[int] = (), *, seen: Callable[[Any], None] = lambda result: None):
+        self._function = function
+        self._seen = seen
+        self._inherited = tuple(inherited)
+        self._tasks = tasks
+        self._limits = limits
+        self._again: deque[tuple[Task, int]] = deque()
+        self._for_new: deque[Task] = deque()
+        """Tasks that had too little memory in a worker that had served: each waits for one that has not."""
+        self._workers: list[_Worker[Task]] = []
+        self._results: queue.SimpleQueue[Finished[Task] | BaseException | None] = queue.SimpleQueue()
+        self._counts_lock = threading.Lock()
+        self._num_ready = 0
+        self._ready_bytes = 0
+        self._num_started = 0
+        self._task_allowance = limits.max_tasks
+        self._failure: Exception | None = None
+        self._num_failed_starts = 0
+        self._tasks_are_read = False
+        self._is_over = False
+        self._is_closing = threading.Event()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for end in (self._wake_receiver, self._wake_sender):
+            end.setblocking(False)
+        self.num_replaced = 0
+        """Workers that died or were killed for being stuck, and were replaced."""
+        self._thread = threading.Thread(target=self._supervise, name="preprocessing-pool", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt while it starts: nobody will have a pool to close
+            self._is_closing.set()
+            self._wake()
+            raise
+
+    def get(self, timeout: float | None = 0.0) -> Finished[Task] | None:
+        """The next result; None when there is none within `timeout` seconds (None: wait) or when all are fetched.
+
+        Raises what reading the tasks raised, and JobError when no worker can be kept alive, when the function raised it
+        or when unpickling the function raised any error of ours.
+        """
+        if self._is_over:
+            return None
+        try:
+            item = self._results.get(timeout=timeout) if timeout != 0.0 else self._results.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(item, Finished):
+            with self._counts_lock:
+                self._num_ready -= 1
+                self._ready_bytes -= item.num_bytes
+            self._wake()
+            return item
+        self._is_over = True
+        if item is not None:
+            raise item
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """All tasks are read and all results fetched."""
+        return self._is_over
+
+    def raise_failure(self) -> None:
+        """Raise what `get` would raise in the end, if it is known already."""
+        if self._failure is not None:
+            raise self._failure
+
+    def allow(self, num_tasks: float) -> None:
+        """Start no more than this many tasks in all. For callers that must keep results in order."""
+        self._task_allowance = num_tasks
+        self._wake()
+
+    def look_again(self) -> None:
+        """There may be tasks where NOT_YET was the last word. From any thread."""
+        self._wake()
+
+    def worker_pids(self) -> list[int]:
+        return [worker.child.pid for worker in list(self._workers)]
+
+    def close(self) -> None:
+        """Kill the workers, whatever they do, and return when they are gone. May be called again, when interrupted."""
+        self._is_closing.set()
+        self._wake()
+        self._thread.join()
+        self._wake_sender.close()
+
+    def __enter__(self) -> WorkerPool[Task]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full of wake-up calls already, or all is done and one end closed
+            self._wake_sender.send(b"w")
+
+    # Everything below runs in the pool's own thread.
+
+    def _supervise(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake_receiver, selectors.EVENT_READ)
+                while not self._is_closing.is_set() and not self._all_done():
+                    self._start_missing_workers(selector)
+                    self._hand_out_tasks(selector)
+                    if self._all_done():
+                        break
+                    self._serve_events(selector)
+            self._results.put(None)
+        except Exception as error:  # noqa: BLE001 - the border: raised again in the caller's thread by get()
+            self._failure = error
+            self._results.put(error)
+        finally:
+            for worker in self._workers:
+                worker.channel.close()  # all of them hear of it before the first one is waited for
+            for worker in self._workers:
+                _kill(worker)
+            self._wake_receiver.close()
+
+    def _all_done(self) -> bool:
+        is_left = self._again or self._for_new or any(worker.task is not None for worker in self._workers)
+        return self._tasks_are_read and not is_left
+
+    def _start_missing_workers(self, selector: selectors.BaseSelector) -> None:
+        while len(self._workers) < self._limits.num_workers:
+            worker: _Worker[Task] = _start_worker(self._limits, self._inherited)
+            self._workers.append(worker)
+            selector.register(worker.channel, selectors.EVENT_READ, worker)
+            worker.watch = Stopwatch()
+            try:
+                worker.channel.send(self._function)
+            except ChannelClosed:
+                self._replace(worker, selector)
+
+    def _hand_out_tasks(self, selector: selectors.BaseSelector) -> None:
+        for worker in list(self._workers):
+            if not worker.is_ready or worker.task is not None:
+                continue
+            following = self._next_task(worker)
+            if following is None:
+                continue
+            task, worker.attempt = following
+            worker.watch = Stopwatch()
+            try:
+                worker.channel.send(task)
+                worker.task = task
+            except ChannelClosed:  # it died before it saw the task, which is not the task's doing
+                self._again.appendleft(following)
+                self._replace(worker, selector)
+
+    def _next_task(self, worker: _Worker[Task]) -> tuple[Task, int] | None:
+        if self._for_new and not worker.is_used:
+            return self._for_new.popleft(), MAX_ATTEMPTS
+        if self._again:
+            return self._again.popleft()
+        with self._counts_lock:
+            is_full = self._num_ready >= self._limits.max_ready or self._ready_bytes >= self._limits.max_ready_bytes
+        if is_full or self._tasks_are_read or self._num_started >= self._task_allowance:
+            return None
+        task = next(self._tasks, None)
+        if task is None:
+            self._tasks_are_read = True
+            return None
+        if task is NOT_YET:
+            return None
+        self._num_started += 1
+        return task, 1
+
+    def _serve_events(self, selector: selectors.BaseSelector) -> None:
+        # Without a worker (the last one died when it was offered a task) the next round starts one at once.
+        waits = [worker.watch.look_seconds(self._limit_of(worker)) for worker in self._workers if worker.watch]
+        timeout = min(waits, default=_LONGEST_WAIT_SECONDS) if self._workers else 0.0
+        for key, _ in selector.select(timeout):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_receiver.recv(4096)
+            else:
+                self._receive(key.data, selector)
+        for worker in list(self._workers):
+            if worker.watch is not None and worker.watch.exceeds(self._limit_of(worker)):
+                self._give_up(worker, selector)
+
+    def _limit_of(self, worker: _Worker[Task]) -> float:
+        limit = self._limits.task_timeout_seconds
+        return limit if worker.is_ready else max(_SHORTEST_START_SECONDS, limit)
+
+    def _receive(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
+        try:
+            message, num_bytes = worker.channel.receive()
+        except ChannelClosed:
+            self._replace(worker, selector)
+            return
+        worker.watch = None
+        if message == READY:
+            worker.is_ready, self._num_failed_starts = True, 0
+            return
+        outcome, value = message
+        if outcome == JOB_FAULT:
+            raise JobError(value)
+        task, worker.task = worker.task, None
+        assert task is not None, "a worker answered without a task"
+        if outcome == OUT_OF_MEMORY:
+            # What a worker may take is in pieces after some tasks, libraries keep some: only a new one can say whether
+            # the task itself is too large.
+            self._remove(worker, selector)
+            if worker.is_used:
+                self._for_new.append(task)
+            else:
+                self._deliver(task, self._out_of_memory(), num_bytes)
+            return
+        worker.is_used = True
+        self._deliver(task, value if outcome == RESULT else WorkerFailure("internal_error", value), num_bytes)
+
+    def _out_of_memory(self) -> WorkerFailure:
+        limit = self._limits.worker_memory_bytes
+        allowed = "this host has" if limit is None else f"the {limit} bytes it may take (worker_memory_bytes)"
+        message = f"preparing this row needs more memory than {allowed}; make the row or its pictures smaller"
+        return WorkerFailure("preprocessing_out_of_memory", message)
+
+    def _replace(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
+        """The worker died: try its task once more, in another one."""
+        status = self._remove(worker, selector)
+        if worker.task is None:
+            return
+        if worker.attempt < MAX_ATTEMPTS:
+            self._again.append((worker.task, worker.attempt + 1))
+        else:
+            how = f"preprocessing this row ended {MAX_ATTEMPTS} worker processes ({describe_exit(status)})"
+            if status == -signal.SIGABRT and self._limits.worker_memory_bytes is not None:
+                # Libraries that are not Python's abort where their memory ends.
+                how += f", as more than {self._limits.worker_memory_bytes} bytes of memory do (worker_memory_bytes)"
+            self._deliver(worker.task, WorkerFailure("preprocessing_crashed", how), 0)
+
+    def _give_up(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
+        """The worker is stuck: its task has had its time and is not tried again."""
+        self._remove(worker, selector)
+        if worker.task is not None:
+            limit = f"{self._limits.task_timeout_seconds:g} s"
+            message = f"preprocessing this row took longer than {limit}; raise --preprocessing-timeout if it may"
+            self._deliver(worker.task, WorkerFailure("preprocessing_timeout", message), 0)
+
+    def _remove(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> int:
+        selector.unregister(worker.channel)
+        self._workers.remove(worker)
+        status = _kill(worker)
+        self.num_replaced += 1
+        if not worker.is_ready:
+            self._num_failed_starts += 1
+            if self._num_failed_starts >= _MAX_FAILED_STARTS:
+                tries = f"{self._num_failed_starts} times in a row, {describe_exit(status)}"
+                raise JobError(f"preprocessing workers die before their first row ({tries}); their error is above")
+        return status
+
+    def _deliver(self, task: Task, result: Any, num_bytes: int) -> None:
+        with self._counts_lock:
+            self._num_ready += 1
+            self._ready_bytes += num_bytes
+        self._seen(result)
+        self._results.put(Finished(task, result, num_bytes))
+
+
+def _start_worker(limits: PoolLimits, inherited: tuple[int, ...]) -> _Worker[Any]:
+    ours, theirs = socket.socketpair()
+    variables = {
+        # One row per process is the parallelism here; threads on top of it only get in the model's way.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # glibc gives each thread that a decoder starts 64 MiB of address space to allocate from, and keeps it.
+        "MALLOC_ARENA_MAX": "1",
+    }
+    with theirs:
+        child = Child("npu worker", "npu_runner.serving.workers.worker", theirs.fileno(),
+                      limits.worker_memory_bytes or 0, descriptors=[theirs.fileno(), *inherited], variables=variables)
+    return _Worker(child, Channel(ours, limits.task_timeout_seconds))
+
+
+def _kill(worker: _Worker[Any]) -> int:
+    """Kill and reap; returns the exit status, negative for a signal."""
+    worker.channel.close()
+    return worker.child.kill(_PATIENCE_SECONDS)

@@ -1,1 +1,0 @@
-"""Reads checkpoints: safetensors only, this rank's slices only, one tensor at a time."""

@@ -1,0 +1,331 @@
+"""Where a job writes: devices and pipes are written to, links are followed or refused, no name stands for two things.
+
+Jobs run with a scripted engine; devices, pipes, links and file systems are real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner.batch.files.output_file import OutputLock
+from npu_runner.batch.files.place import find_place
+from npu_runner.errors import ConfigError, JobError
+from tests.batch.job_folder import Job, numbered, overtaken
+from tests.batch.mounts import mounted
+from tests.batch.scripted import OvertakingEngine, read_rows, row, write_rows
+from tests.replicas.jobs import PYTHONPATH
+
+pytestmark = pytest.mark.usefixtures("fixed_time")
+BESIDE = ["summary", "report"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job(tmp_path)
+    write_rows(job.input, [row("a"), row("b")])
+    return job
+
+
+@pytest.fixture
+def null(tmp_path: Path) -> Path:
+    path = tmp_path / "null"
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except OSError:
+        pytest.skip("this user may not make devices")
+    return path
+
+
+def script(folder: Path, shell: str = "", **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """A job of one replica in a process of its own. `shell`: what bash adds to the command (redirections)."""
+    fields = {"model": str(folder / "model"), "input": str(folder / "in.jsonl"), "output": str(folder / "out.jsonl"),
+              "preprocessing_workers": 1, "progress": "off", **options}  # fmt: skip
+    command = f'"{sys.executable}" -m tests.replicas.scripted_job "$0" {shell}'
+    return subprocess.run(["bash", "-c", command, json.dumps(fields)], capture_output=True, cwd=folder,
+                          env={**os.environ, "PYTHONPATH": PYTHONPATH})  # fmt: skip
+
+
+def is_null(path: Path) -> bool:
+    found = path.stat()
+    return stat.S_ISCHR(found.st_mode) and found.st_rdev == os.makedev(1, 3)
+
+
+@pytest.mark.parametrize("option", [*BESIDE, "output"])
+def test_a_device_is_written_to_and_stays_one(job: Job, null: Path, option: str) -> None:
+    link = job.folder / "link"
+    link.symlink_to(null)
+    before = null.lstat().st_ino
+    for name in (null, link):
+        value = str(name) if option == "output" else name
+        assert job.run(**{option: value}).exit_status == 0
+    assert is_null(null)
+    assert null.lstat().st_ino == before
+    assert link.is_symlink()
+    assert not any(path.name.endswith((".lock", ".new")) for path in job.folder.iterdir())
+
+
+def test_a_full_device_is_told_and_the_answers_are_there(job: Job) -> None:
+    with pytest.raises(JobError, match="summary /dev/full: No space left on device"):
+        job.run(summary=Path("/dev/full"))
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+    assert len(read_rows(job.output)) == 2
+
+
+def test_a_disk_is_no_place(job: Job) -> None:
+    disk = job.folder / "disk"
+    try:
+        os.mknod(disk, 0o600 | stat.S_IFBLK, os.makedev(7, 200))
+    except OSError:
+        pytest.skip("this user may not make devices")
+    with pytest.raises(ConfigError, match=r"summary .*disk: is a disk"):
+        job.run(summary=disk)
+
+
+def test_a_named_pipe_takes_the_summary(job: Job) -> None:
+    pipe, read = job.folder / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    summary = job.run(summary=pipe)
+    reader.join()
+    assert json.loads(read[0]) == summary.to_json()
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_standard_output_takes_the_summary_and_nothing_else(job: Job, name: str) -> None:
+    """Half a second each."""
+    done = script(job.folder, summary=name)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"]["answered"] == 2
+    assert job.files() == {"out.jsonl", "out.jsonl.manifest.json"}
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_a_file_that_standard_output_goes_to_is_added_to(job: Job, name: str) -> None:
+    (job.folder / "log").write_text("before\n")
+    script(job.folder, ">> log", summary=name)
+    first, _, rest = (job.folder / "log").read_text().partition("\n")
+    assert first == "before"
+    assert json.loads(rest)["exit_status"] == 0
+
+
+def test_the_page_goes_to_standard_output(job: Job) -> None:
+    done = script(job.folder, report="-")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"<!")
+    assert not (job.folder / "-").exists()
+
+
+@pytest.mark.parametrize("option", BESIDE)
+def test_a_pipe_of_the_shell_is_written_to(job: Job, option: str) -> None:
+    fields = {"model": str(job.model), "input": str(job.input), "output": str(job.output), "preprocessing_workers": 1,
+              "progress": "off"}  # fmt: skip
+    code = ("import json,sys; from tests.replicas import scripted_job; "
+            f"sys.exit(scripted_job.main({{**json.loads(sys.argv[1]), {option!r}: sys.argv[2]}}))")  # fmt: skip
+    command = '"$0" -c "$1" "$2" >(cat > got) ; status=$?; wait; exit $status'
+    done = subprocess.run(["bash", "-c", command, sys.executable, code, json.dumps(fields)], cwd=job.folder,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (job.folder / "got").read_bytes()[:1] in (b"{", b"<")
+
+
+def test_standard_output_takes_one_thing(job: Job) -> None:
+    for options in ({"output": "-", "summary": Path("-")}, {"summary": Path("-"), "report": Path("-")},
+                    {"output": "/dev/stdout", "summary": Path("-")}):  # fmt: skip
+        with pytest.raises(ConfigError, match="both would go to standard output, which takes one"):
+            job.run(**options)
+    with pytest.raises(ConfigError, match="is no file; a stream cannot be resumed"):
+        job.run(error_file=Path("-"))
+    assert job.files() == set()
+
+
+def test_a_closed_descriptor_is_refused(job: Job) -> None:
+    for shell, options in ((">&-", {"summary": "-"}), ("3< in.jsonl", {"summary": "/dev/fd/3"})):
+        done = script(job.folder, shell, **options)
+        assert done.returncode == 2
+        assert b"this descriptor is" in done.stderr
+    assert job.files() == set()
+
+
+@pytest.mark.parametrize("option", BESIDE)
+def test_a_link_is_followed_and_stays_one(job: Job, option: str) -> None:
+    (job.folder / "there").mkdir()
+    link = job.folder / "link"
+    link.symlink_to("there/real")
+    for _ in range(2):
+        job.run(**{option: link})
+        assert link.is_symlink()
+        assert (job.folder / "there" / "real").stat().st_size > 100
+    assert [path.name for path in (job.folder / "there").iterdir()] == ["real"]
+
+
+OWN = ["out.jsonl.manifest.json", "out.jsonl.suspects.json", "out.jsonl.lock", ".out.jsonl.new",
+       ".out.jsonl.manifest.json.new", ".out.jsonl.suspects.json.new", "e.jsonl.lock", ".e.jsonl.new"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("option", [*BESIDE, "error_file"])
+def test_no_name_is_one_of_the_jobs_own_files(job: Job, option: str, name: str) -> None:
+    if option == "error_file" and "e.jsonl" in name:
+        pytest.skip("the error file's own files go by its name")
+    options = {"error_file": job.folder / "e.jsonl", option: job.folder / name}
+    with pytest.raises(ConfigError, match=rf"{option} .*: is the .* of the (output|error_file), which the job makes"):
+        job.run(**options)
+    assert job.files() == set()
+
+
+def test_no_name_is_the_next_version_of_another(job: Job) -> None:
+    with pytest.raises(ConfigError, match=r"report .*: is the next version of the summary"):
+        job.run(summary=job.folder / "s", report=job.folder / ".s.new")
+
+
+def test_no_two_names_are_one_file(job: Job) -> None:
+    schema, other = job.folder / "schema.json", job.folder / "hard_link"
+    schema.write_text('{"type": "object"}')
+    os.link(schema, other)
+    loop = job.folder / "model" / ".." / "schema.json"
+    for options, match in (
+        ({"summary": schema, "response_schema": schema}, "summary .*: is the response_schema as well"),
+        ({"summary": other, "response_schema": schema}, "summary .*: is the response_schema as well"),
+        ({"report": loop, "response_schema": schema}, "report .*: is the response_schema as well"),
+        ({"output": str(schema), "response_schema": schema}, "output .*: is the response_schema as well"),
+        ({"error_file": schema, "response_schema": schema}, "error_file .*: is the response_schema as well"),
+        ({"summary": job.folder / "s", "report": job.folder / "s"}, "summary .*: is the report as well"),
+        ({"summary": job.model / "config.json"}, "summary .*: is the model's config.json"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            job.run(**options)
+    assert schema.read_text() == '{"type": "object"}'
+    assert job.engines == []
+
+
+def test_what_standard_streams_come_from_and_go_to_is_not_replaced(job: Job) -> None:
+    before = job.input.read_bytes()
+    done = script(job.folder, "< in.jsonl", input="-", summary=str(job.input))
+    assert (done.returncode, job.input.read_bytes()) == (2, before)
+    assert b"is the input as well" in done.stderr
+    done = script(job.folder, "2> log", summary=str(job.folder / "log"))
+    assert done.returncode == 2
+    assert "is the file that standard error goes to" in (job.folder / "log").read_text()
+
+
+@pytest.fixture
+def victim(job: Job) -> Path:
+    path = job.folder / "victim"
+    path.write_text("somebody's\n")
+    return path
+
+
+PLANTED = ["out.jsonl.lock", ".out.jsonl.manifest.json.new", ".s.json.new", ".r.html.new", "out.jsonl.manifest.json",
+           ".out.jsonl.new"]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", [os.symlink, os.link], ids=["link", "hard link"])
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_link_that_somebody_planted_is_not_written_through(job: Job, victim: Path, name: str, plant: Any) -> None:
+    (job.folder / name).unlink(missing_ok=True)
+    plant(victim, job.folder / name)
+    options = {"summary": job.folder / "s.json", "report": job.folder / "r.html", "ordered": True}
+    if name.endswith((".lock", "l.manifest.json")):
+        with pytest.raises(ConfigError, match=rf"{name}: (is a link|cannot be read)"):
+            job.run(**options)
+    else:
+        assert job.run(**options).exit_status == 0
+        assert sorted(job.names()) == ["a", "b"]
+        assert not os.path.lexists(job.folder / name) or name.endswith("l.new"), "nothing of it is left"
+    assert victim.read_text() == "somebody's\n"
+
+
+def test_a_new_version_that_is_planted_is_not_written_through(job: Job, victim: Path) -> None:
+    """An output that is put in order, with a link where its next version is written."""
+    write_rows(job.input, [row(text, text) for text in numbered(16)])
+    job.run(OvertakingEngine)
+    assert job.names() == overtaken(numbered(16))
+    (job.folder / ".out.jsonl.new").symlink_to(victim)
+    job.run(ordered=True)
+    assert job.names() == numbered(16)
+    assert not job.output.is_symlink()
+    assert victim.read_text() == "somebody's\n"
+
+
+def test_a_lock_that_is_no_file_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "out.jsonl.lock")
+    with pytest.raises(ConfigError, match="is a link, or no file"), OutputLock(tmp_path / "out.jsonl"):
+        pass
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder of a read-only file system."""
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    with mounted(folder, "ro"):
+        yield folder
+
+
+@pytest.mark.parametrize("option", [*BESIDE, "output", "error_file"])
+def test_a_read_only_place_is_refused_before_the_model_loads(job: Job, read_only: Path, option: str) -> None:
+    value = str(read_only / "x") if option == "output" else read_only / "x"
+    with pytest.raises(ConfigError, match="Read-only file system; choose a place that exists and can be written"):
+        job.run(**{option: value})
+    assert job.engines == []
+    assert not job.output.exists()
+
+
+@pytest.mark.parametrize("option", BESIDE)
+def test_a_place_without_permission_is_refused(tmp_path: Path, option: str) -> None:
+    """As a user who is not root; another second."""
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o755)
+    code = ("import os,sys; from npu_runner.batch.files.place import find_place\n"
+            "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+            f"find_place({option!r}, sys.argv[1]).__enter__()")  # fmt: skip
+    if os.geteuid() != 0:
+        folder.chmod(0o555)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(parent.stat().st_mode | 0o055)
+    done = subprocess.run([sys.executable, "-c", code, str(folder / "x")], capture_output=True, text=True)
+    assert "ConfigError" in done.stderr
+    assert "Permission denied; choose a place that exists and can be written" in done.stderr
+
+
+def test_a_file_that_is_mounted_by_itself_is_refused(job: Job) -> None:
+    target = job.folder / "a summary.json"
+    target.write_text("{}")
+    try:
+        subprocess.run(["mount", "--bind", target, target], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user may not mount a file")
+    try:
+        with pytest.raises(ConfigError, match="is mounted by itself"):
+            job.run(summary=target)
+    finally:
+        subprocess.run(["umount", target], check=True)
+
+
+def test_an_output_that_takes_no_rows_is_refused_before_the_model_loads(job: Job) -> None:
+    job.run()
+    write_rows(job.input, [row("a"), row("b"), row("c")])
+    try:
+        subprocess.run(["chattr", "+i", job.output], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user, or this file system, makes no file immutable")
+    try:
+        with pytest.raises(ConfigError, match=r"output .*Operation not permitted"):
+            job.run()
+        with pytest.raises(ConfigError, match="is immutable"):
+            find_place("summary", job.output).__enter__()
+    finally:
+        subprocess.run(["chattr", "-i", job.output], check=True)
+    assert len(job.engines) == 1

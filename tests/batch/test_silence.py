@@ -1,0 +1,131 @@
+"""A job outlives its terminal: words that nobody takes cost no row and no exit status, and the summary says so."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner.processes.patient_streams import PatientStream
+from tests.batch.job_folder import numbered
+from tests.batch.mounts import mounted
+from tests.batch.scripted import read_rows, row, write_rows
+from tests.replicas.jobs import PYTHONPATH
+
+NUM_ROWS = 60
+# Progress at every turn, a library that prints and warns, and a logger whose handler was made before the job.
+CHATTY = """
+import json, logging, os, sys, warnings
+from npu_runner.cli import main as cli
+from npu_runner.batch.job import progress, run
+from npu_runner.errors import EngineDeadError
+from tests.batch.scripted import ScriptedEngine, ScriptedModel
+progress._LINE_SECONDS = progress._BAR_SECONDS = 0.0
+logging.basicConfig()
+def talk(engine):
+    print("a library prints", flush=True)
+    print("a library complains", file=sys.stderr, flush=True)
+    warnings.warn(f"step {engine.num_steps}")
+    logging.warning("a logger warns")
+    os.environ.get("NATIVE") and os.system("echo native words >&2")
+    if engine.num_steps == int(os.environ.get("DIES", 0)):
+        raise EngineDeadError("rank 1 died")
+open_model = lambda config: ScriptedModel(config, lambda config: ScriptedEngine(config, on_step=talk, max_running=1))
+run.run_batch.__kwdefaults__["open_model"] = open_model
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def run(folder: Path, shell: str, *options: str, **environment: str) -> int:
+    """The command in bash: "JOB" in `shell` stands for it. Returns the job's own exit status."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    write_rows(folder / "in.jsonl", [row(text, "bad" if text == "007" else "x") for text in numbered(NUM_ROWS)])
+    arguments = ["batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "model", "--summary", "s.json",
+                 "--preprocessing-workers", "1", "--platform", "cpu", *options]  # fmt: skip
+    (folder / "chatty.py").write_text(CHATTY)
+    command = 'job() { "$PY" chatty.py "$@"; echo $? > status; }; ' + shell.replace("JOB", 'job "$@"')
+    subprocess.run(["bash", "-c", command, "bash", *arguments], cwd=folder, capture_output=True,
+                   check=False,
+                   env={**os.environ, "PYTHONPATH": PYTHONPATH, "PY": sys.executable, **environment})  # fmt: skip
+    return int((folder / "status").read_text())
+
+
+def told(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "s.json").read_text())
+
+
+@pytest.mark.parametrize("style", ["lines", "bar"])
+@pytest.mark.parametrize(
+    ("shell", "reason"),
+    [
+        ("JOB 2>&1 | head -5", "Broken pipe"),
+        ("JOB 2>&1 | true", "Broken pipe"),
+        ("JOB 2> /dev/full", "No space left on device"),
+        ("JOB > /dev/full 2>&1", "No space left on device"),
+        ("JOB 2>&-", "it is closed"),
+    ],
+)
+def test_progress_that_nobody_reads_goes_quiet(tmp_path: Path, shell: str, reason: str, style: str) -> None:
+    """A second each."""
+    assert run(tmp_path, shell, "--progress", style, NATIVE="1") == 3
+    assert len({item["custom_id"] for item in read_rows(tmp_path / "out.jsonl")}) == NUM_ROWS
+    assert len(read_rows(tmp_path / "out.jsonl")) == NUM_ROWS
+    assert told(tmp_path)["progress"] == {"quiet": True, "reason": reason}
+    assert told(tmp_path)["rows"]["unfinished"] == 0
+
+
+def test_progress_that_is_read_is_not_quiet(tmp_path: Path) -> None:
+    assert run(tmp_path, "JOB 2> log", "--progress", "lines") == 3
+    assert told(tmp_path)["progress"] == {"quiet": False, "reason": None}
+    assert "a logger warns" in (tmp_path / "log").read_text()
+
+
+def test_a_log_that_fills_its_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mounted(disk, "size=8k"):
+        assert run(tmp_path, "JOB 2> disk/log", "--progress", "lines") == 3
+        assert (disk / "log").stat().st_size > 0
+    assert len(read_rows(tmp_path / "out.jsonl")) == NUM_ROWS
+    assert told(tmp_path)["progress"] == {"quiet": True, "reason": "No space left on device"}
+
+
+def test_words_that_are_no_progress_end_nothing_either(tmp_path: Path) -> None:
+    assert run(tmp_path, "JOB 2>&1 | true", "--progress", "off") == 3
+    assert len(read_rows(tmp_path / "out.jsonl")) == NUM_ROWS
+
+
+@pytest.mark.parametrize("shell", ["JOB 2>&1 | true", "JOB 2> /dev/full", "JOB 2>&-"])
+def test_what_ends_the_job_keeps_its_exit_status(tmp_path: Path, shell: str) -> None:
+    assert run(tmp_path, shell, "--progress", "lines", DIES="9") == 1
+    assert told(tmp_path)["error"] == "rank 1 died"
+    assert told(tmp_path)["progress"]["quiet"]
+
+
+@pytest.mark.parametrize("shell", ["JOB 2>&1 | true", "JOB 2> /dev/full", "JOB 2>&-"])
+def test_a_refusal_that_nobody_reads_is_still_2(tmp_path: Path, shell: str) -> None:
+    assert run(tmp_path, shell, "--allowed-media-dir", "nowhere") == 2
+
+
+def test_answers_on_standard_output_are_clean_beside_a_silent_terminal(tmp_path: Path) -> None:
+    assert run(tmp_path, "JOB > answers 2> /dev/full", "--progress", "lines", "-o", "-") == 3
+    assert len(read_rows(tmp_path / "answers")) == NUM_ROWS
+    assert told(tmp_path)["progress"]["quiet"]
+
+
+def test_a_patient_stream_raises_what_is_no_fault_of_the_stream() -> None:
+    stream = PatientStream(io.TextIOWrapper(io.BytesIO(), "ascii"))
+    with pytest.raises(UnicodeEncodeError):
+        stream.write("\N{SNOWMAN}")
+    assert stream.silence is None
+    stream._stream.close()
+    assert stream.write("words") == 5
+    assert stream.silence is not None

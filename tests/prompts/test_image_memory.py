@@ -1,0 +1,66 @@
+"""What a picture takes while it is opened is bounded by its pixels, whatever its mode. Measured in fresh processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from npu_runner.prompts.media import images
+from npu_runner.prompts.media.images import open_image
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench_image_memory.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    # 8 bytes, a strip, and the encoded file; libwebp has two canvases of its own.
+    [("PNG RGBA", 10), ("PNG 16-bit grey", 10), ("PNG palette with alpha", 10), ("JPEG turned by EXIF", 10),
+     ("WebP with alpha", 17)],
+)  # fmt: skip
+def test_a_source_pixel_takes_eight_bytes_beside_the_decoders(name: str, most: float) -> None:
+    command = [sys.executable, str(BENCH), "--measure", name, "--side", "2500"]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    assert found["bytes_per_pixel"] <= most
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def noise(kind: str) -> Image.Image:
+    random = np.random.default_rng(3)
+    if kind == "I;16":
+        return Image.fromarray(random.integers(0, 65536, (41, 30), dtype=np.uint16))
+    return Image.fromarray(random.integers(0, 256, (41, 30, 4), dtype=np.uint8), "RGBA").convert(kind)
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """Pillow's own composition, of the whole picture at once."""
+    rgba = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+
+
+@pytest.mark.parametrize("strip_pixels", [1, 100, 1 << 18])
+def test_strips_give_what_the_whole_picture_gives(strip_pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_STRIP_PIXELS", strip_pixels)
+    palette = noise("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
+    for data in (encoded(noise("RGBA")), encoded(noise("LA")), encoded(palette, transparency=bytes(range(256))),
+                 encoded(palette, transparency=7), encoded(noise("L"), transparency=9),
+                 encoded(noise("RGB"), transparency=noise("RGB").getpixel((0, 0)))):  # fmt: skip
+        assert np.array_equal(open_image(data), on_white(Image.open(io.BytesIO(data))))
+    for data in (encoded(noise("L")), encoded(noise("1")), encoded(noise("CMYK"), "TIFF"), encoded(palette)):
+        assert np.array_equal(open_image(data), Image.open(io.BytesIO(data)).convert("RGB"))
+    grey = np.asarray(noise("I;16"))
+    expected = np.round(grey / 65535 * 255).astype(np.uint8)
+    for data in (encoded(noise("I;16")), encoded(Image.fromarray(grey.astype(">u2")), "TIFF"),
+                 encoded(Image.fromarray(grey.astype(np.int32)), "TIFF")):  # fmt: skip
+        assert np.array_equal(open_image(data), np.repeat(expected[..., None], 3, axis=2))

@@ -1,0 +1,192 @@
+"""Which frames, how large, when, and what stands in the prompt: transformers' own functions are the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from preprocessing_checkpoints import write_qwen_vl
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+
+from npu_runner.errors import RequestError
+from npu_runner.prompts.media.image_settings import ImageSettings
+from npu_runner.prompts.media.video_settings import VideoSettings, read_video_settings
+from npu_runner.prompts.media.videos import Video
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.prompt_forms import raw_prompt
+from npu_runner.serving.workers.prompts import text_task
+from tests.films import film, moving_picture
+
+LEAST, MOST = 128 * 32 * 32, 768 * 32 * 32
+SETTINGS = VideoSettings(frame=ImageSettings(patch_size=16, min_pixels=LEAST, max_pixels=MOST))
+CONFIG = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
+
+
+@given(num=st.integers(1, 200_000), rate=st.floats(0.1, 240), fps=st.floats(0.1, 60), most=st.integers(1, 1000))
+def test_frames_are_sampled_as_transformers_samples_them(num: int, rate: float, fps: float, most: int) -> None:
+    sampler: Any = SimpleNamespace(fps=fps, min_frames=min(4, most), max_frames=most, num_frames=None)
+    theirs = Qwen3VLVideoProcessor.sample_frames(sampler, SimpleNamespace(total_num_frames=num, fps=rate))
+    ours = VideoSettings(frame=SETTINGS.frame, fps=fps, min_frames=min(4, most), max_frames=most)
+    assert ours.sample(num, rate).tolist() == theirs.tolist()
+
+
+@given(indices=st.lists(st.integers(0, 100_000), min_size=1, max_size=9, unique=True).map(sorted),
+       rate=st.floats(0.1, 240))  # fmt: skip
+def test_each_pair_has_the_time_that_transformers_writes(indices: list[int], rate: float) -> None:
+    assert SETTINGS.timestamps(indices, rate) == Qwen3VLProcessor._calculate_timestamps(None, list(indices), rate, 2)
+
+
+@settings(max_examples=300)
+@example(num=3, height=480, width=480, is_capped=False)  # an odd number, of which one more or less decides
+@given(num=st.integers(2, 800), height=st.integers(1, 5000), width=st.integers(1, 5000), is_capped=st.booleans())
+def test_frames_are_resized_to_the_size_that_transformers_takes(
+    num: int, height: int, width: int, is_capped: bool
+) -> None:
+    ours = VideoSettings(frame=SETTINGS.frame, cap_pixels_per_frame=is_capped)
+    processor: Any = SimpleNamespace(size={"shortest_edge": LEAST, "longest_edge": MOST}, patch_size=16, merge_size=2,
+                                     temporal_patch_size=2, cap_pixels_per_frame=is_capped, max_video_tokens=768)
+    try:
+        theirs = Qwen3VLVideoProcessor.get_num_of_video_patches(processor, num, height, width)
+    except ValueError:
+        with pytest.raises(RequestError, match="more than 200"):
+            ours.fit(num, height, width)
+        return
+    fitted = ours.fit(num, height, width)
+    assert fitted[0] * fitted[1] // 256 * -(-num // 2) == theirs
+    if not is_capped:
+        assert fitted == smart_resize(num, height, width, 2, 32, LEAST, MOST)
+    largest = ours.largest_frame(1 << 20)
+    assert fitted[0] * fitted[1] <= largest[0] * largest[1]
+
+
+def test_pillow_resizes_a_frame_as_torch_does_within_a_grey_level() -> None:
+    """torchvision, which transformers' video processor calls, hands bytes to this function of torch."""
+    frame = moving_picture(1, 200, 120)[0]
+    ours = np.asarray(Image.fromarray(frame).resize((96, 64), Image.Resampling.BICUBIC)).astype(int)
+    theirs = torch.nn.functional.interpolate(
+        torch.from_numpy(frame).permute(2, 0, 1)[None], (64, 96), mode="bicubic", antialias=True
+    )
+    assert np.abs(ours - theirs[0].permute(1, 2, 0).numpy()).max() <= 1
+
+
+def test_settings_come_from_the_files_in_the_order_of_transformers(tmp_path: Path) -> None:
+    def read() -> VideoSettings:
+        return read_video_settings(tmp_path, CONFIG)
+
+    def theirs() -> Any:
+        values, _ = Qwen3VLVideoProcessor.get_video_processor_dict(tmp_path)
+        return values
+
+    size = {"shortest_edge": 4096, "longest_edge": 65536}
+    for name, values in (
+        ("preprocessor_config.json", {"size": size, "patch_size": 16}),
+        ("video_preprocessor_config.json", {"size": {**size, "longest_edge": 9 << 16}, "fps": 3, "max_frames": 9}),
+        ("processor_config.json", {"video_processor": {"size": {**size, "longest_edge": 7 << 16}, "min_frames": 2}}),
+    ):
+        (tmp_path / name).write_text(json.dumps(values))
+        assert read().frame.max_pixels == theirs()["size"]["longest_edge"]
+    assert (read().min_frames, read().fps, read().max_frames) == (2, 2, 768)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
+    return ChatProcessor(str(write_qwen_vl(tmp_path_factory.mktemp("films"))), ProcessorSettings(takes_videos=True))
+
+
+def asks(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
+
+
+def test_a_typed_placeholder_of_a_film_stays_text(seeing: ChatProcessor) -> None:
+    data = film(moving_picture(4))
+    prompt = seeing([{"role": "user", "content": [
+        {"type": "text", "text": "<|video_pad|><|vision_start|>"}, {"type": "video", "video": data}]}])  # fmt: skip
+    assert prompt.token_ids.count(seeing.tokenizer.token_to_id("<|video_pad|>")) == sum(
+        image.num_tokens for image in prompt.images)
+
+
+def test_a_pair_holds_two_frames_and_the_last_one_is_repeated(seeing: ChatProcessor) -> None:
+    prompt = seeing(asks({"type": "video", "video": film(moving_picture(5))}))
+    assert [image.pixels_HWC.shape[2] for image in prompt.images] == [6, 6]  # 4 of 5 frames
+    (one,) = seeing(asks({"type": "video", "video": film(moving_picture(1))})).images
+    np.testing.assert_array_equal(one.pixels_HWC[..., :3], one.pixels_HWC[..., 3:])
+    two_frames = prompt.images[0].pixels_HWC
+    assert not np.array_equal(two_frames[..., :3], two_frames[..., 3:])
+
+
+def test_a_film_that_is_too_long_for_the_model_is_not_decoded(tmp_path: Path) -> None:
+    """Its frames are damaged, which nobody gets to see."""
+    short = ChatProcessor(str(write_qwen_vl(tmp_path)), ProcessorSettings(takes_videos=True, max_model_len=64))
+    data = bytearray(film(moving_picture(300), faststart=True))
+    data[-2000:] = bytes(2000)
+    with pytest.raises(RequestError) as caught:
+        short(asks({"type": "video", "video": bytes(data)}))
+    assert (caught.value.code, caught.value.param) == ("prompt_too_long", "messages[0].content[0]")
+
+
+@pytest.mark.parametrize(("part", "code"), [
+    ({"type": "video", "video": "a.mp4"}, "invalid_type"),
+    ({"type": "video", "video": b"x" * 99}, "video_not_recognised"),
+    ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "unsupported_part"),
+])  # fmt: skip
+def test_a_part_that_is_no_film_is_named(part: Any, code: str, seeing: ChatProcessor) -> None:
+    with pytest.raises(RequestError) as caught:
+        seeing(asks(part))
+    assert caught.value.code == code
+    assert str(caught.value.param).startswith("messages[0].content[0]")
+
+
+@pytest.mark.parametrize(("kwargs", "num_pairs"), [
+    (None, 3), ({}, 3), ({"fps": 5}, 8), ({"num_frames": 3}, 2), ({"fps": 5, "max_frames": 2}, 1), ({"fps": None}, 3),
+])  # fmt: skip
+def test_a_request_chooses_its_frames(kwargs: Any, num_pairs: int, seeing: ChatProcessor) -> None:
+    messages = asks({"type": "video", "video": film(moving_picture(30))})
+    assert len(seeing(messages, mm_processor_kwargs=kwargs).images) == num_pairs
+
+
+@pytest.mark.parametrize(("kwargs", "field"), [
+    ({"fps": 0}, ".fps"), ({"fps": True}, ".fps"), ({"num_frames": 1.5}, ".num_frames"),
+    ({"max_frames": 0}, ".max_frames"), ({"size": 3}, ".size"), ({"fps": 1, "num_frames": 2}, ""),
+    ({"fps": float("nan")}, ".fps"),
+])  # fmt: skip
+def test_a_wish_that_cannot_be_is_named(kwargs: Any, field: str, seeing: ChatProcessor, qwen: ChatProcessor) -> None:
+    with pytest.raises(RequestError) as caught:
+        seeing(asks(), mm_processor_kwargs=kwargs)
+    assert caught.value.param == f"mm_processor_kwargs{field}"
+    with pytest.raises(RequestError) as caught:  # of a model that sees none
+        qwen(asks(), mm_processor_kwargs=kwargs)
+    assert caught.value.code == "model_has_no_video"
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview, Video])
+def test_encoded_bytes_of_any_kind_are_a_film(kind: Any, seeing: ChatProcessor) -> None:
+    data, text = film(moving_picture(4)), "<|vision_start|><|video_pad|><|vision_end|>"
+    expected = seeing.from_text(text, videos=[data])
+    assert expected.images
+    for item in ({"prompt": text, "videos": [kind(data)]}, {"prompt": text, "multi_modal_data": {"video": kind(data)}}):
+        assert text_task(raw_prompt(item)).prepare(seeing).token_ids == expected.token_ids
+    assert seeing.from_text(text, videos=[kind(data)]).token_ids == expected.token_ids
+    part = {"type": "video", "video": kind(data)}
+    assert seeing(asks(part)).token_ids == seeing(asks({"type": "video", "video": data})).token_ids
+
+
+def test_a_film_of_a_raw_prompt_that_is_none_is_named(seeing: ChatProcessor) -> None:
+    with pytest.raises(RequestError, match=r"videos\[1\]: the encoded bytes of a film are needed, not str") as caught:
+        seeing.from_text("<|video_pad|>" * 2, videos=[film(moving_picture(4)), "a.mp4"])  # type: ignore[list-item]
+    assert (caught.value.code, caught.value.param) == ("invalid_type", "videos[1]")
+
+
+def test_placeholders_are_counted_by_kind(seeing: ChatProcessor) -> None:
+    with pytest.raises(RequestError, match=r"1 video placeholders \(<\|video_pad\|>\) for 0 videos") as caught:
+        seeing.from_text("<|video_pad|>")
+    assert caught.value.code == "video_count_mismatch"
