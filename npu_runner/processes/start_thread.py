@@ -10,10 +10,13 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+LOOK_S = 0.5
+"""Python sees a signal that came just before a wait only once the wait is over; so no wait lasts longer than this."""
 
 _lock = threading.Lock()
 _of_process: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None
@@ -38,6 +41,8 @@ def in_start_thread(start: Callable[[], Result], *, unclaimed: Callable[[Result]
 
     _queue().put(work)
     try:
+        while not future.done():
+            wait([future], timeout=LOOK_S)
         return future.result()
     except BaseException:
         future.add_done_callback(lambda done: None if done.exception() else unclaimed(done.result()))

@@ -102,10 +102,12 @@ def test_what_an_interrupted_caller_never_sees_is_ended() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        in_start_thread(start, unclaimed=ended.append)
-    assert ended == []
-    is_over.set()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_start_thread(start, unclaimed=ended.append)
+        assert ended == []
+    finally:
+        is_over.set()
     until(lambda: ended == ["started"])
 
 
