@@ -88,6 +88,7 @@ def test_a_child_has_the_cores_of_the_thread_that_asks_for_it(capfd: pytest.Capt
     assert capfd.readouterr().err == f"[{min(before)}]\n"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_what_an_interrupted_caller_never_sees_is_ended() -> None:
     is_asked, is_over = threading.Event(), threading.Event()
     ended: list[str] = []

@@ -126,14 +126,6 @@ def interrupted_while_it_reads() -> Iterator[Any]:
     yield CONVERSATIONS[0]
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """As in a terminal: what a shell starts in the background ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", ["interrupt", "interrupt while it waits", "error", "left"])
 def test_after_any_end_of_a_call_the_next_one_is_as_ever(
