@@ -47,6 +47,8 @@ _GRIDS = ((6, 10), (2, 4))  # patches of two pictures
 # Heads and blocks are those of real models; what only makes products longer is smaller, so that this takes seconds.
 _HIDDEN_SIZE, _MLP_WIDTH, _HEAD_DIM = 512, 1536, 128
 _HEADS = {"decoder layer, 32/8 heads of 128": (32, 8), "decoder layer, 16/8 heads of 128": (16, 8)}
+# A tower has the attention of the model that it sees for: not every kernel takes its own head dim over a cache.
+_HEADS_BEHIND_TOWER = (32, 8)
 _DELTA = GatedDeltaNetConfig(num_k_heads=4, num_v_heads=8, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)
 _MIXERS: dict[str, AttentionConfig | GatedDeltaNetConfig] = {
     **dict.fromkeys(_HEADS, AttentionConfig(qk_norm=True)),
@@ -128,8 +130,7 @@ def _build(config: ModelConfig | VisionConfig, side: _Side) -> tuple[nn.Module, 
         delta = gated_delta_shape(config, TensorParallel())
         context = side.context(config.num_heads, config.num_kv_heads, config.head_dim, delta)
         return Decoder(config, sum(_PROMPT_LENS), context), context
-    head_dim = config.hidden_size // config.num_heads
-    context = side.context(config.num_heads, config.num_heads, head_dim)
+    context = side.context(*_HEADS_BEHIND_TOWER, _HEAD_DIM)
     return VisionTower(config, context), context
 
 
