@@ -35,7 +35,7 @@ from npu_runner.serving.prompt_replicas.answers import PromptReplicas
 from npu_runner.serving.replicas.options import ReplicaOptions
 from npu_runner.serving.workers.options import PreprocessingOptions
 from npu_runner.serving.workers.prompts import PromptTask, PromptWorkers, chat_task, text_task
-from strategies.opened import open_checkpoint
+from npu_runner.strategies.opened import open_checkpoint
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids (a list, an array or a tensor), {"prompt": text or ids, "images": [PIL image or bytes, ...],

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from npu_runner.checkpoint.files import require_json
 from npu_runner.errors import ModelError
-from strategies import transformers_model
-from strategies.base import LoadStrategy, StagedImages, VisionEmbeddings
-from strategies.llama import LlamaStrategy
-from strategies.mistral import MistralStrategy
-from strategies.qwen2 import Qwen2Strategy
-from strategies.qwen2_5_vl import Qwen25VLStrategy
-from strategies.qwen3 import Qwen3MoEStrategy, Qwen3Strategy
-from strategies.qwen3_5 import Qwen35MoEStrategy, Qwen35MoETextStrategy, Qwen35Strategy, Qwen35TextStrategy
-from strategies.qwen3_next import Qwen3NextStrategy
-from strategies.qwen3_vl import Qwen3VLMoEStrategy, Qwen3VLStrategy
+from npu_runner.strategies import transformers_model
+from npu_runner.strategies.base import LoadStrategy, StagedImages, VisionEmbeddings
+from npu_runner.strategies.llama import LlamaStrategy
+from npu_runner.strategies.mistral import MistralStrategy
+from npu_runner.strategies.qwen2 import Qwen2Strategy
+from npu_runner.strategies.qwen2_5_vl import Qwen25VLStrategy
+from npu_runner.strategies.qwen3 import Qwen3MoEStrategy, Qwen3Strategy
+from npu_runner.strategies.qwen3_5 import Qwen35MoEStrategy, Qwen35MoETextStrategy, Qwen35Strategy, Qwen35TextStrategy
+from npu_runner.strategies.qwen3_next import Qwen3NextStrategy
+from npu_runner.strategies.qwen3_vl import Qwen3VLMoEStrategy, Qwen3VLStrategy
 
 __all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "StagedImages", "VisionEmbeddings", "pick_strategy",
            "strategies_by_model_type"]

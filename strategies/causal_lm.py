@@ -17,7 +17,7 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.models.decoder import CausalLM
-from strategies.base import LoadStrategy
+from npu_runner.strategies.base import LoadStrategy
 
 
 class CausalLMStrategy(LoadStrategy):

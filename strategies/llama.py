@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
 from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
-from strategies.causal_lm import CausalLMStrategy
+from npu_runner.strategies.causal_lm import CausalLMStrategy
 
 
 class LlamaStrategy(CausalLMStrategy):

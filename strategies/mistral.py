@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope, window_length
 from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
-from strategies.causal_lm import CausalLMStrategy
+from npu_runner.strategies.causal_lm import CausalLMStrategy
 
 _WINDOW = 4096
 """Where config.json says nothing."""

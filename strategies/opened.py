@@ -12,8 +12,8 @@ from npu_runner.checkpoint.location import resolve_checkpoint
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.config import RunnerConfig
 from npu_runner.prompts.processor import ChatProcessor
-from strategies import pick_strategy
-from strategies.base import LoadStrategy
+from npu_runner.strategies import pick_strategy
+from npu_runner.strategies.base import LoadStrategy
 
 
 @dataclass(frozen=True, kw_only=True)

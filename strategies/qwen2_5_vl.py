@@ -12,8 +12,8 @@ from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.vision.qwen2_5_vl import WindowedVisionTower
-from strategies.qwen2 import qwen2_layers
-from strategies.qwen3_vl import Qwen3VLStrategy
+from npu_runner.strategies.qwen2 import qwen2_layers
+from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy
 
 _THETA = 1e6
 _SECTION = (16, 24, 24)

@@ -14,8 +14,8 @@ from npu_runner.checkpoint.config_reading import (
     window_length,
 )
 from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
-from strategies.causal_lm import CausalLMStrategy
-from strategies.moe_reading import is_sparse_layer, read_moe
+from npu_runner.strategies.causal_lm import CausalLMStrategy
+from npu_runner.strategies.moe_reading import is_sparse_layer, read_moe
 
 HEAD_DIM = 128
 """Where config.json says nothing."""

@@ -17,9 +17,9 @@ from npu_runner.checkpoint.model_config import (
     RopeConfig,
 )
 from npu_runner.errors import ModelError
-from strategies.causal_lm import CausalLMStrategy
-from strategies.moe_reading import read_moe
-from strategies.qwen3_vl import Qwen3VLStrategy, read_vision
+from npu_runner.strategies.causal_lm import CausalLMStrategy
+from npu_runner.strategies.moe_reading import read_moe
+from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, read_vision
 
 HEAD_DIM = 256
 _LINEAR, _FULL = "linear_attention", "full_attention"

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from npu_runner.checkpoint.config_reading import RawConfig, decoder_config
 from npu_runner.checkpoint.model_config import LayerConfig, MLPConfig, ModelConfig
-from strategies.causal_lm import CausalLMStrategy
-from strategies.moe_reading import is_sparse_layer, read_moe
-from strategies.qwen3_5 import MTP_PREFIXES, hybrid_fields, hybrid_mixers, hybrid_rope
+from npu_runner.strategies.causal_lm import CausalLMStrategy
+from npu_runner.strategies.moe_reading import is_sparse_layer, read_moe
+from npu_runner.strategies.qwen3_5 import MTP_PREFIXES, hybrid_fields, hybrid_mixers, hybrid_rope
 
 
 class Qwen3NextStrategy(CausalLMStrategy):

@@ -22,10 +22,10 @@ from npu_runner.models.vision_language import VisionLanguageModel
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
 from npu_runner.prompts.media.video_settings import read_video_settings
 from npu_runner.request.prompt_inputs import ImageInput
-from strategies.base import StagedImages, TowerInputs, VisionEmbeddings
-from strategies.causal_lm import CausalLMStrategy
-from strategies.moe_reading import read_moe
-from strategies.qwen3 import HEAD_DIM, qwen3_layers
+from npu_runner.strategies.base import StagedImages, TowerInputs, VisionEmbeddings
+from npu_runner.strategies.causal_lm import CausalLMStrategy
+from npu_runner.strategies.moe_reading import read_moe
+from npu_runner.strategies.qwen3 import HEAD_DIM, qwen3_layers
 
 # P patches; X values of a patch; M picture tokens; D hidden size
 

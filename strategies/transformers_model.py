@@ -24,8 +24,8 @@ from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.transformers_model import TransformersModel, attend, check_tokens_stand_alone
 from npu_runner.models.transformers_probe import Observed, claim_mask, observe
-from strategies.base import LoadStrategy
-from strategies.transformers_refusals import growing_rope, refuse, without_growth
+from npu_runner.strategies.base import LoadStrategy
+from npu_runner.strategies.transformers_refusals import growing_rope, refuse, without_growth
 
 logger = logging.getLogger(__name__)
 

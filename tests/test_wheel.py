@@ -33,7 +33,7 @@ from npu_runner.checkpoint.files import require_json
 from npu_runner.layers.attention import PagedAttention
 from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
 from npu_runner.layers.weights_loader import load_weights
-from strategies import LoadStrategy
+from npu_runner.strategies import LoadStrategy
 from torch import nn
 
 
@@ -98,8 +98,8 @@ print(json.dumps({"file": npu_runner.__file__, "token_ids": found}))
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: building leaves folders behind."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("npu_runner", "strategies"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("npu_runner", "strategies"):  # a link in the first leads to the second
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "wheels", "."]
@@ -143,7 +143,7 @@ def test_the_wheel_holds_what_is_no_python_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     kept = [path for path in (ROOT / "npu_runner").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {str(path.relative_to(ROOT)) for path in kept} <= names
-    assert {"npu_runner/py.typed", "npu_runner/assets/shapes-vl/model.safetensors", "strategies/base.py",
+    assert {"npu_runner/py.typed", "npu_runner/assets/shapes-vl/model.safetensors", "npu_runner/strategies/base.py",
             "npu_runner/assets/doctor/questions.json", "npu_runner/assets/doctor/5.png"} <= names
 
 

@@ -40,7 +40,7 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.sampling.sampler import NO_TOKEN
-from strategies.opened import OpenedCheckpoint
+from npu_runner.strategies.opened import OpenedCheckpoint
 
 # Where nothing runs a rule that is being built is waited for so long at a time: an interrupt comes through, and rows
 # whose rules are built together begin together.

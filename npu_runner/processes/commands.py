@@ -72,5 +72,5 @@ def _relative_entries() -> Iterator[str]:
 
 
 def _package_folders() -> list[str]:
-    """Where npu_runner lies, and strategies beside it."""
+    """Where npu_runner lies."""
     return [str(Path(__file__).resolve().parents[2])]

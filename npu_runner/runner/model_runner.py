@@ -46,8 +46,8 @@ from npu_runner.runner.vision_cache import VisionCache
 from npu_runner.runner.windows import cache_window
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.sampling.token_constraints import ConstrainedRows
-from strategies import VisionEmbeddings
-from strategies.opened import OpenedCheckpoint
+from npu_runner.strategies import VisionEmbeddings
+from npu_runner.strategies.opened import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.side_stream import SideResult, SideStream
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.runner.vision_cache import VisionCache
-from strategies import LoadStrategy, StagedImages, VisionEmbeddings
+from npu_runner.strategies import LoadStrategy, StagedImages, VisionEmbeddings
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from npu_runner import LLM, RunnerConfig, SamplingParams
 from npu_runner.assets import EMBEDDED, SHAPES_VL
 from npu_runner.checkpoint.location import resolve_checkpoint
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
-from strategies import strategies_by_model_type
+from npu_runner.strategies import strategies_by_model_type
 
 SMALL: dict[str, Any] = {"platform": "cpu", "max_model_len": 64, "max_num_seqs": 2}
 
@@ -214,7 +214,7 @@ def test_a_revision_of_a_folder_is_refused(checkpoint: Any) -> None:
 
 
 PLUGIN = """
-from strategies.qwen3 import Qwen3Strategy
+from npu_runner.strategies.qwen3 import Qwen3Strategy
 
 class RenamedStrategy(Qwen3Strategy):
     model_types = ("renamed",)
@@ -232,7 +232,7 @@ PICK = """
 import sys
 from pathlib import Path
 from npu_runner.errors import ConfigError
-from strategies import pick_strategy
+from npu_runner.strategies import pick_strategy
 try:
     pick_strategy(Path(sys.argv[1]))
 except ConfigError as error:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import strategies
+from npu_runner import strategies
 from npu_runner.checkpoint.model_config import GatedDeltaNetConfig
 from npu_runner.prompts.text import tool_parsers
-from strategies import LoadStrategy, pick_strategy
+from npu_runner.strategies import LoadStrategy, pick_strategy
 from tests.npu import test_expert_families as npu_experts
 from tests.npu import test_hybrid_families as npu_hybrids
 from tests.npu import test_tokens_equal_cpu as npu
@@ -65,9 +65,9 @@ def test_contributing_names_what_exists() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"`([\w./-]+(?:\.(?:py|sh|md|json)|/))`", text)
     no_files = re.sub(r"[\w./]+\.(?:py|sh)", "", text)
-    dotted = re.findall(r"\b(?:strategies|npu_runner)(?:\.[A-Za-z_]\w*)+", no_files)
+    dotted = re.findall(r"\bnpu_runner(?:\.[A-Za-z_]\w*)+", no_files)
     assert len(named) > 10
-    assert {"strategies.LoadStrategy", "npu_runner.layers.weights_loader.load_weights"} <= set(dotted)
+    assert {"npu_runner.strategies.LoadStrategy", "npu_runner.layers.weights_loader.load_weights"} <= set(dotted)
     groups = {strategies.ENTRY_POINT_GROUP, tool_parsers.ENTRY_POINTS}
     assert groups <= set(dotted)
     assert [name for name in dotted if name not in groups and pydoc.locate(name) is None] == []

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 import torch
 
-from strategies.qwen3 import Qwen3Strategy
+from npu_runner.strategies.qwen3 import Qwen3Strategy
 
 MODEL_TYPE = "poisoned"
 GIL_SECONDS = 4

@@ -13,7 +13,7 @@ from npu_runner.engine.generation import Generation
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.engine.logprobs import LogprobsRecord
 from npu_runner.engine.plain_rows import PlainRows
-from strategies.opened import open_checkpoint
+from npu_runner.strategies.opened import open_checkpoint
 from tests.faults.test_interrupted_steps import Injected, raising
 
 PARAMS = [

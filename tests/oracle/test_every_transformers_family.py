@@ -13,8 +13,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-import strategies
-from npu_runner import LLM
+from npu_runner import LLM, strategies
 from npu_runner.errors import ModelError
 from tests.oracle import reference
 from tests.oracle.foreign_checkpoints import foreign_config, make_foreign_checkpoint

@@ -11,7 +11,7 @@ import torch
 from npu_runner import LLM
 from npu_runner.core.sliding import first_needed_block
 from npu_runner.platforms import pick_platform
-from strategies import pick_strategy
+from npu_runner.strategies import pick_strategy
 from tests.core.test_config import spoiled
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_two_devices, runner_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs

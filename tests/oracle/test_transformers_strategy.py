@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from npu_runner import LLM
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.models.transformers_model import check_call
-from strategies import pick_strategy, transformers_model
+from npu_runner.strategies import pick_strategy, transformers_model
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint, write_config_alone
 from tests.oracle.running import SMALL, assert_equals_reference, greedy
 

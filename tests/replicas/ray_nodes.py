@@ -108,8 +108,7 @@ def other_package(folder: Path, version: str) -> str:
             (package / path.name).symlink_to(path)
     text = (root / "npu_runner" / "__init__.py").read_text()
     (package / "__init__.py").write_text(text.replace('__version__ = "', f'__version__ = "{version}+'))
-    for name in ("strategies", "tests"):
-        (folder / name).symlink_to(root / name)
+    (folder / "tests").symlink_to(root / "tests")
     return str(folder)
 
 

@@ -31,7 +31,9 @@ class CheckpointSide:
     """A checkpoint folder and LLMEngine, which is given what was opened here."""
 
     def __init__(self, config: RunnerConfig):
-        from strategies.opened import open_checkpoint  # torch comes with it: not before everything else is checked
+        from npu_runner.strategies.opened import (
+            open_checkpoint,  # torch comes with it: not before everything else is checked
+        )
 
         self._checkpoint = open_checkpoint(config)
         self.processor, self.generation_defaults = self._checkpoint.processor, self._checkpoint.generation_defaults

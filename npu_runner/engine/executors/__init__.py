@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from npu_runner.engine.executors.base import Executor
-from strategies.opened import OpenedCheckpoint
+from npu_runner.strategies.opened import OpenedCheckpoint
 
 
 def make_executor(checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool] = lambda: False) -> Executor:

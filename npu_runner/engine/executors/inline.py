@@ -15,7 +15,7 @@ from npu_runner.errors import EngineDeadError, NpuRunnerError, RequestError, Ste
 from npu_runner.grammars.matchers import Rule
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.model_runner import ModelRunner
-from strategies.opened import OpenedCheckpoint
+from npu_runner.strategies.opened import OpenedCheckpoint
 
 
 @dataclass

@@ -34,7 +34,7 @@ from npu_runner.serving.replicas.replica_state import MakeReplica, added
 from npu_runner.serving.replicas.row_queue import RowQueue
 from npu_runner.serving.workers.options import PreprocessingOptions, default_num_workers
 from npu_runner.serving.workers.prompts import PromptTask
-from strategies.opened import open_checkpoint
+from npu_runner.strategies.opened import open_checkpoint
 
 logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.2

@@ -21,7 +21,7 @@ from npu_runner.serving.replicas.inline import InlineReplica
 from npu_runner.serving.workers.options import PreprocessingOptions
 from npu_runner.serving.workers.pool import NOT_YET
 from npu_runner.serving.workers.prompts import PromptWorkers
-from strategies.opened import open_checkpoint
+from npu_runner.strategies.opened import open_checkpoint
 
 
 class PromptServer(InlineReplica):
