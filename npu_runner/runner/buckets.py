@@ -19,8 +19,7 @@ from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourc
 from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.dummy import dummy_decode
-from npu_runner.runner.inputs import plan_layout, to_device, views
-from npu_runner.runner.step_arrays import padding, step_arrays
+from npu_runner.runner.step_arrays import padding, plan_layout, step_arrays, to_device, views
 from npu_runner.runner.votes import Votes
 
 logger = logging.getLogger(__name__)

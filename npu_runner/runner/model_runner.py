@@ -29,21 +29,16 @@ from npu_runner.platforms import pick_platform
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
 from npu_runner.runner.buckets import bucket_sizes, most_padding
+from npu_runner.runner.clocks import StartClock, StepClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
-from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
-from npu_runner.runner.memory_guard import MemoryGuard
-from npu_runner.runner.memory_profile import MemoryMeter, weights_bytes
-from npu_runner.runner.pictures import Pictures
+from npu_runner.runner.kv_cache import KVCacheShape, cache_window, fit_states, plan_kv_cache
+from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
+from npu_runner.runner.pictures import Pictures, VisionCache
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import resolve_settings
-from npu_runner.runner.start_clock import StartClock
-from npu_runner.runner.state_plan import StateShape
-from npu_runner.runner.state_pool import StatePool
+from npu_runner.runner.states import StatePool, StateShape
 from npu_runner.runner.step import StepRunner, StepUnderWay
-from npu_runner.runner.step_clock import StepClock
-from npu_runner.runner.vision_cache import VisionCache
-from npu_runner.runner.windows import cache_window
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.sampling.token_constraints import ConstrainedRows
 from npu_runner.strategies import VisionEmbeddings

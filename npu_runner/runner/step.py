@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
@@ -27,15 +27,28 @@ from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
-from npu_runner.runner.decode_step import DecodeStep
-from npu_runner.runner.inputs import to_device
-from npu_runner.runner.memory_guard import MemoryGuard
+from npu_runner.runner.clocks import StepClock
+from npu_runner.runner.memory import MemoryGuard
 from npu_runner.runner.pictures import Pictures, StepPictures
 from npu_runner.runner.prompt_logprobs import PromptScores, score_prompts
-from npu_runner.runner.state_pool import StatePool
-from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
-from npu_runner.runner.step_clock import StepClock
+from npu_runner.runner.states import StatePool
+from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
+
+
+class DecodeStep(nn.Module):
+    """Slots to logits of the tokens in them. A module, so that graph caches find the parameters by name."""
+
+    def __init__(self, model: LanguageModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: StepInputs, plan: Any = None) -> Tensor:
+        """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step."""
+        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
+        input_ids_B = inputs.tokens.index_select(0, inputs.state_slots)
+        hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
+        return self.model.compute_logits(hidden_BD)
 
 
 @dataclass(frozen=True)

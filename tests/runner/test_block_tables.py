@@ -18,8 +18,7 @@ from npu_runner.core.sliding import first_needed_block, most_blocks
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import DecodeBuckets, pad_into, send
-from npu_runner.runner.inputs import to_device
-from npu_runner.runner.step_arrays import step_arrays
+from npu_runner.runner.step_arrays import step_arrays, to_device
 from tests.core.traffic import MAX_LEN, Step, World
 from tests.oracle.running import UncompiledGraphs
 

@@ -1,21 +1,30 @@
-"""How many sequences may run at once where each has a state, and how many snapshots of states are kept.
+"""The states of Gated DeltaNet layers, in slots beside the KV cache: how many fit, and the pool that holds them.
 
-Slots [0, max_num_seqs) are those of sequences, then come those of padded rows in decode graphs, then snapshots. Knows
-bytes, not models or schedulers.
+Slots [0, max_num_seqs) are those of sequences, then come those of padded rows in decode graphs, then snapshots. A state
+is not written twice the same way, as keys and values are: made-up steps keep those that serve aside. Knows slots and
+bytes, not sequences.
+
+L layers with states, W convolution kernel, C channels, Nv value heads, K and V their dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+
 from npu_runner.config import GIB, MIB
+from npu_runner.layers.gated_delta import bind_states
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 
 UNMEASURED_STATE_BYTES = GIB
 """Where memory is not measured, and nobody asked for a max_num_seqs."""
-_SNAPSHOT_SHARE = 8
 # One slot in so many is for snapshots at least, where there are few.
+_SNAPSHOT_SHARE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +106,44 @@ def size(num_bytes: int) -> str:
     if num_bytes >= GIB:
         return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / MIB:.1f} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:.1f} KiB"
+
+
+class StatePool:
+    """conv_states (L, slots, W - 1, C) and states (L, slots, Nv, V, K), bound to the layers of `model`; zeros."""
+
+    def __init__(self, plan: StatePlan, shape: StateShape, model: nn.Module, dtype: torch.dtype, device: torch.device):
+        self.plan = plan
+        self.conv_states = _zeros((shape.num_layers, plan.num_slots, *shape.layer.conv_state_shape), dtype, device)
+        self.states = _zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
+        bind_states(model, self.conv_states, self.states)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.conv_states.nbytes + self.states.nbytes
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of all layers from slot to slot: (source, target) of each pair."""
+        for tensor in (self.conv_states, self.states):
+            for source, target in pairs:
+                tensor[:, target].copy_(tensor[:, source])
+
+    def zero(self) -> None:
+        """All slots are nobody's again."""
+        self.conv_states.zero_()
+        self.states.zero_()
+
+    @contextmanager
+    def aside(self, num_seqs: int) -> Iterator[None]:
+        """What the first `num_seqs` slots hold is back afterwards. It waits in host memory: a device may have no room
+        for it."""
+        kept = [tensor[:, :num_seqs].to("cpu", copy=True) for tensor in (self.conv_states, self.states)]
+        try:
+            yield
+        finally:
+            for tensor, values in zip((self.conv_states, self.states), kept, strict=True):
+                tensor[:, :num_seqs].copy_(values)
+
+
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Flat first: a device may keep memory of five dimensions in a layout that no other view of it has.
+    return torch.zeros(math.prod(sizes), dtype=dtype, device=device).view(sizes)

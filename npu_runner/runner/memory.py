@@ -1,6 +1,6 @@
-"""What happens when device memory runs out after all: a second try with caches given back, then an error that helps.
+"""Device memory: what the worst step takes of it, and a second try, then an error that helps, where it runs out after all.
 
-Knows nothing of models; it is told what may be released.
+Knows one platform; nothing of models or of what is to be stored. It is told what may be released.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from torch import nn
+
 from npu_runner.errors import OutOfMemoryError
-from npu_runner.platforms.base import Platform
+from npu_runner.platforms.base import MemoryInfo, Platform
+from npu_runner.runner.base import MemoryProfile
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _REMEDY = ("lower max_num_batched_tokens, max_num_seqs, image_max_pixels, vision_cache_bytes or memory_utilization, or "
            "see what else uses the device")
+_UNKNOWN = MemoryInfo(0, 0, 0, 0, 0)
 
 
 class MemoryGuard:
@@ -81,3 +85,61 @@ class MemoryGuard:
         reason = str(error).strip().partition("\n")[0].partition(".If reserved")[0] or type(error).__name__
         ledger = f"\n{self.ledger}" if self.ledger else ""
         return f"device memory ran out {where} ({reason}); {_REMEDY}{ledger}"
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Of all parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+class MemoryMeter:
+    """Made before anything is loaded: whatever is taken then belongs to somebody else."""
+
+    def __init__(self, platform: Platform):
+        self._platform = platform
+        self._before = platform.memory_info() or _UNKNOWN
+
+    def start_step(self) -> None:
+        """What follows, up to `profile`, is the worst step."""
+        self._platform.empty_cache()
+        self._platform.reset_peak_memory()
+
+    def settled_profile(self, weights_bytes: int) -> MemoryProfile:
+        """Before any step: what stands, and no activations."""
+        self.start_step()
+        return self.profile(weights_bytes=weights_bytes, cache_bytes=0)
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes of the allocator at once; 0 where nothing is measured."""
+        self.start_step()
+        before = self._platform.memory_info()
+        run()
+        self._platform.synchronize()
+        after = self._platform.memory_info()
+        return after.peak_allocated_bytes - before.allocated_bytes if before and after else 0
+
+    def profile(self, *, weights_bytes: int, cache_bytes: int, staging_bytes: int = 0) -> MemoryProfile:
+        """All that has been taken beside a KV cache of `cache_bytes`.
+
+        `weights_bytes`, by their shapes, is for platforms that measure nothing. `staging_bytes`: what `peak_of` found
+        for the pictures of a next step.
+        """
+        self._platform.synchronize()
+        info = self._platform.memory_info()
+        if info is None:
+            return MemoryProfile(weights_bytes=weights_bytes)
+        self._platform.empty_cache()
+        settled = self._platform.memory_info() or info
+        before = self._before
+        other = info.total_bytes - before.free_bytes
+        return MemoryProfile(
+            total_bytes=info.total_bytes,
+            free_before_bytes=before.free_bytes,
+            weights_bytes=info.allocated_bytes - before.allocated_bytes - cache_bytes,
+            activation_peak_bytes=info.peak_allocated_bytes - info.allocated_bytes,
+            staging_bytes=staging_bytes,
+            # What the driver gave since the start, less what the allocator holds of it.
+            outside_bytes=max(0, settled.total_bytes - settled.free_bytes - other - settled.reserved_bytes
+                              + before.reserved_bytes),
+            other_bytes=other,
+        )
