@@ -26,10 +26,9 @@ from npu_runner.core.state_snapshots import SnapshotCounters
 from npu_runner.engine.culprit_search import CulpritSearch
 from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
-from npu_runner.engine.generation import End, Generation, not_followed
+from npu_runner.engine.generation import End, Generation, PlainRows, not_followed
 from npu_runner.engine.logprobs import PromptLogprobsRecord
 from npu_runner.engine.parts import make_block_manager, scheduler_limits, warn_of_what_is_not_done
-from npu_runner.engine.plain_rows import PlainRows
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.engine.rule_room import RuleRoom

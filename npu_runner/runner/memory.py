@@ -1,4 +1,4 @@
-"""Device memory: what the worst step takes of it, and a second try, then an error that helps, where it runs out after all.
+"""Device memory: what the worst step takes of it; where it runs out after all, a second try, then an error that helps.
 
 Knows one platform; nothing of models or of what is to be stored. It is told what may be released.
 """

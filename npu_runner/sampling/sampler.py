@@ -21,8 +21,8 @@ from torch import Tensor
 from npu_runner.platforms.download import Download
 from npu_runner.platforms.ops import AllowedDraw
 from npu_runner.platforms.torch_ops import TokenLookUp
+from npu_runner.request.prompt_inputs import Thinking
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.request.thinking import Thinking
 from npu_runner.sampling import sampling_ops as ops
 from npu_runner.sampling.bad_words import Watch
 from npu_runner.sampling.recorded_draw import RecordedDraw, Recorder

@@ -14,7 +14,7 @@ import pytest
 
 from npu_runner import LLM, RunnerConfig, SamplingParams
 from npu_runner.assets import EMBEDDED, SHAPES_VL
-from npu_runner.checkpoint.location import resolve_checkpoint
+from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
 from npu_runner.strategies import strategies_by_model_type
 
@@ -168,7 +168,7 @@ def run(script: str, *arguments: str, **environment: str) -> str:
 
 REFUSED = """
 import sys
-from npu_runner.checkpoint.location import resolve_checkpoint
+from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.errors import ConfigError
 try:
     resolve_checkpoint(*sys.argv[1:])

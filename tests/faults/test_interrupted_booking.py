@@ -9,10 +9,9 @@ import pytest
 
 from npu_runner import RunnerConfig, SamplingParams
 from npu_runner.engine.detokenizer import IncrementalDetokenizer
-from npu_runner.engine.generation import Generation
+from npu_runner.engine.generation import Generation, PlainRows
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.engine.logprobs import LogprobsRecord
-from npu_runner.engine.plain_rows import PlainRows
 from npu_runner.strategies.opened import open_checkpoint
 from tests.faults.test_interrupted_steps import Injected, raising
 

@@ -15,9 +15,8 @@ from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
 from npu_runner.batch.files.input_file import InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.output_file import rows_in_order, scan_output
+from npu_runner.batch.files.output_file import RowsFile, rows_in_order, scan_output
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.files.rows_file import RowsFile
 from npu_runner.errors import ConfigError, OutputLostError
 
 

@@ -27,17 +27,16 @@ from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import delivery, manifest_check
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
-from npu_runner.batch.job.job_outputs import make_report, save_summary
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.replica_plan import ReplicaPlan, planned_replicas, report_of
+from npu_runner.batch.job.report import make_report
 from npu_runner.batch.job.signals import Interrupted, StopSignals
-from npu_runner.batch.job.summary import JobSummary, ReplicaReport
-from npu_runner.batch.job.tally import Tally
+from npu_runner.batch.job.summary import JobSummary, ReplicaReport, Tally
 from npu_runner.batch.rows.openai_response import JobStamp
-from npu_runner.checkpoint.location import resolve_checkpoint
+from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError
 from npu_runner.processes.patient_streams import PatientStream, patient_stderr
@@ -301,7 +300,7 @@ class _Job:
         summary = replace(summary, silence=self._progress.silence)  # these lines may have been the first to be lost
         try:
             if self._places.summary is not None:
-                save_summary(self._places.summary, summary)
+                summary.save(self._places.summary)
         except JobError as second:
             if error is None:
                 raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from npu_runner.batch.job.tally import Outcome, answered
+from npu_runner.batch.job.summary import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
