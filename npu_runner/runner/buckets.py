@@ -141,8 +141,8 @@ class DecodeBuckets:
         return f"{text} (stopped at {self._refused[0]}: {self._refused[1]})" if self._refused else text
 
     def _make(self, size: int, forward: DecodeForward) -> Bucket:
-        uniforms_B = np.zeros(size, dtype=np.float32)
-        arrays = step_arrays(dummy_decode(size, 1), uniforms_B, 0, self.block_size, self.tables.on_host_SW)
+        draws = {"uniforms": np.zeros(size, dtype=np.float32)}
+        arrays = step_arrays(dummy_decode(size, 1), draws, 0, self.block_size, self.tables.on_host_SW)
         arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
         layout, num_elements = plan_layout(arrays)
         staging = torch.zeros(num_elements, dtype=torch.int32)

@@ -135,9 +135,9 @@ def _why_no_graph(parts: DecodeParts, batch_size: int) -> str | None:
 
 def _fill(steps: StepRunner, bucket: Bucket, batch: ScheduledBatch) -> dict[str, np.ndarray]:
     """A made-up decode step into a bucket's buffers."""
-    uniforms_B = np.zeros(batch.batch_size, dtype=np.float32)
+    draws = {"uniforms": np.zeros(batch.batch_size, dtype=np.float32)}
     steps.tables.learn(batch.new_blocks_N3)
-    arrays = step_arrays(batch, uniforms_B, 0, steps.block_size, steps.tables.on_host_SW)
+    arrays = step_arrays(batch, draws, 0, steps.block_size, steps.tables.on_host_SW)
     return steps.fill(bucket, batch, arrays)
 
 

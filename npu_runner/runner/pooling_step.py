@@ -54,21 +54,21 @@ class PoolingStepRunner(StepRunner):
         self.pooling = pooling
         self.hidden_size = hidden_size
 
-    def admit(self, batch: ScheduledBatch) -> np.ndarray:
-        """(B,) float32: how many numbers each row's vector is to have. They travel where a row's draw does."""
+    def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """`dimensions`, (B,) float32: how many numbers each row's vector is to have."""
         asked = [None if entry.pooling is None else entry.pooling.dimensions for entry in batch.new_sampling]
-        return np.array([dimensions or self.hidden_size for dimensions in asked], dtype=np.float32)
+        return {"dimensions": np.array([width or self.hidden_size for width in asked], dtype=np.float32)}
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
         """The hidden states, as they are."""
         return hidden_BD
 
-    def _submit(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> StepUnderWay:
-        step = self.prepare(batch, number, uniforms_B)
+    def _submit(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> StepUnderWay:
+        step = self.prepare(batch, number, of_rows)
         self.clock.end_prepare()
         launched = self.launch(step)
         self.clock.end_launch()
-        vectors = self.pool(step, launched.last_BX, uniforms_B)
+        vectors = self.pool(step, launched.last_BX, of_rows["dimensions"])
         mark = self._mark(step, vectors)
         self.clock.end_sample()
         return StepUnderWay(step, vectors, mark=mark)
@@ -79,7 +79,7 @@ class PoolingStepRunner(StepRunner):
             return None
         x_BD = hidden_BD.float()
         if (dimensions_B < self.hidden_size).any():
-            x_BD = cut(x_BD, step.tensors["uniforms"])
+            x_BD = cut(x_BD, step.tensors["dimensions"])
         if self.pooling.is_normalised:
             x_BD = normalised(x_BD)
         records = torch.cat([step.tensors["receipts"][:, None], x_BD.contiguous().view(torch.int32)], dim=1)

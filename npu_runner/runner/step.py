@@ -163,16 +163,16 @@ class StepRunner:
         """Hand a step to the device, behind those that are under way."""
         self.clock.start()
         self._last_number = number = (self._last_number + 1) % 2**31
-        uniforms_B = self.admit(batch)
+        of_rows = self.admit(batch)
         self._newest = self.guard.step(
-            lambda: self._submit(batch, number, uniforms_B), batch.describe,
+            lambda: self._submit(batch, number, of_rows), batch.describe,
             why_once=None if self.states is None else "which has changed states by then")
         return self._newest
 
-    def _submit(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> StepUnderWay:
+    def _submit(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> StepUnderWay:
         """The part of a step that may be run twice, without states: it writes the same keys and values to the same
         places."""
-        step = self.prepare(batch, number, uniforms_B)
+        step = self.prepare(batch, number, of_rows)
         self.clock.end_prepare()
         launched = self.launch(step)
         self.clock.end_launch()
@@ -194,27 +194,28 @@ class StepRunner:
         self.clock.end_wait()
         return output
 
-    def admit(self, batch: ScheduledBatch) -> np.ndarray:
-        """Register who entered or left a slot, once a step; (B,) float32 uniforms for the rows that sample."""
+    def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """Register who entered or left a slot, once a step. Returns what the rows that sample bring: `uniforms`, (B,)
+        float32."""
         if self.sampler is None:
-            return np.zeros(int(batch.samples_B.sum()), dtype=np.float32)
+            return {"uniforms": np.zeros(int(batch.samples_B.sum()), dtype=np.float32)}
         for slot in batch.freed_slots:
             self.sampler.remove(slot)
         for entry in batch.new_sampling:
             self.sampler.add(entry.slot, entry.params, entry.prompt_token_ids, entry.output_token_ids, seed=entry.seed,
                              thinking=entry.thinking)
-        return self.sampler.host_inputs(batch.slots_B[batch.samples_B])
+        return {"uniforms": self.sampler.host_inputs(batch.slots_B[batch.samples_B])}
 
     # -- the four phases -------------------------------------------------------------------------------------------
 
-    def prepare(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> PreparedStep:
+    def prepare(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> PreparedStep:
         """Send the step's arrays to the device, in one copy, and let the attention plan.
 
         Pictures first: those of a prefill are sent and cut while the step before runs, whoever else waits for it.
         """
         pictures = self.pictures.stage(batch.images) if batch.image_slices else None
         self.tables.learn(batch.new_blocks_N3)
-        arrays = step_arrays(batch, uniforms_B, number, self.block_size, self.tables.on_host_SW)
+        arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW)
         bucket = self.buckets.find(batch.batch_size) if self.buckets and not batch.is_prefill else None
         if self._newest is not None and self._rewrites_what_is_read(bucket):
             self._newest.wait()

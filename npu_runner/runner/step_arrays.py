@@ -30,23 +30,24 @@ Layout = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
 """name -> (first element, shape, dtype)."""
 
 
-def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, block_size: int,
+def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number: int, block_size: int,
                 tables_SW: np.ndarray) -> dict[str, np.ndarray]:
     """All arrays of a step: those of StepInputs by its names, then what samples and shows pictures.
 
     Block tables are on the device but for what is new (block_tables.py); `tables_SW` are they on the host, by slot. A
-    decode step's `tokens` are there, too. `uniforms_B` are the draws of the rows that sample; `number` is the step's,
-    which must come back with its tokens.
+    decode step's `tokens` are there, too. `of_rows`: what the rows that sample bring, a value each: the sampler's draws
+    (`uniforms`), or the widths of vectors (`dimensions`). `number` is the step's, which must come back with its tokens.
     """
+    # int64, as an index must be on the device.
+    slots_B = batch.slots_B[batch.samples_B].astype(np.int64)
     arrays = {
         "positions": np.ascontiguousarray(batch.positions),
         "slot_mapping": _slot_mapping(batch, block_size, tables_SW),
         "context_lens": batch.context_lens_B,
         "state_slots": batch.slots_B,
-        # As an index must be on the device.
-        "slots": batch.slots_B[batch.samples_B].astype(np.int64),
-        "uniforms": uniforms_B,
-        "receipts": np.full(len(uniforms_B), number, dtype=np.int32),
+        "slots": slots_B,
+        **of_rows,
+        "receipts": np.full(len(slots_B), number, dtype=np.int32),
     }
     if batch.is_prefill:
         arrays["tokens"] = batch.token_ids_T

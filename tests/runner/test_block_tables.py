@@ -59,8 +59,8 @@ class Device(World):
 
     def _send(self, batch: ScheduledBatch) -> torch.Tensor:
         self.tables.learn(batch.new_blocks_N3)
-        uniforms_B = np.zeros(int(batch.samples_B.sum()), dtype=np.float32)
-        arrays = step_arrays(batch, uniforms_B, 1, self.block_size, self.tables.on_host_SW)
+        draws = {"uniforms": np.zeros(int(batch.samples_B.sum()), dtype=np.float32)}
+        arrays = step_arrays(batch, draws, 1, self.block_size, self.tables.on_host_SW)
         bucket, slots_B = self.bucket, batch.slots_B
         if bucket is None or batch.is_prefill or batch.batch_size > bucket.batch_size:
             news = self.tables.news(batch.new_blocks_N3, slots_B)
