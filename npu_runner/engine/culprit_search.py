@@ -26,19 +26,21 @@ _Group = dict[int, tuple[Sequence, int]]
 
 
 class CulpritSearch:
-    """While `is_on` a group of sequences runs at a time, and one step."""
+    """While `is_on` only the first group of sequences runs, one step at a time, and everybody else waits."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, uses_mrope: bool):
         self._scheduler = scheduler
         self._executor = executor
         self._uses_mrope = uses_mrope
-        self._quarantine = Quarantine(scheduler)
+        self._groups: deque[_Group] = deque()
+        self._found_any = False
+        """Whether somebody failed alone since it was last on."""
         self._short_of_memory: ScheduledBatch | None = None
-        """The step that ran out of memory, while it is looked for the request that is the cause."""
+        """The step that ran out of memory, while the request that is the cause is searched for."""
 
     @property
     def is_on(self) -> bool:
-        return self._quarantine.is_on
+        return bool(self._groups)
 
     def step_failed(self, batch: ScheduledBatch, error: NpuRunnerError) -> Sequence | None:
         """Give up every step under way. Returns the culprit if it was alone in this one, else has its sequences run in
@@ -52,19 +54,19 @@ class CulpritSearch:
             return None  # all of its requests had ended: whatever failed, nobody waits for it
         if not self.is_on:
             self._short_of_memory = batch if isinstance(error, OutOfMemoryError) else None
-        return self._quarantine.split(failed)
+        return self._split(failed)
 
     def step_ended(self) -> None:
         """One got through."""
-        if self._quarantine.step_ended():
+        if self._go_on():
             self._lower_limits()
 
     def drop_the_aborted(self) -> None:
         """Go on where a group's sequences have been aborted."""
-        self._quarantine.step_ended()
+        self._go_on()
 
     def reset(self) -> None:
-        self._quarantine.reset()
+        self._groups.clear()
         self._short_of_memory = None
 
     def _probe(self, batch: ScheduledBatch, error: NpuRunnerError) -> None:
@@ -76,33 +78,11 @@ class CulpritSearch:
                 request_ids=tuple(dict.fromkeys(batch.request_ids)),
             ) from error
 
-    def _lower_limits(self) -> None:
-        """A step that only its size drove out of memory is not made again: what its halves took is the limit now."""
-        batch, self._short_of_memory = self._short_of_memory, None
-        if batch is not None and not self._quarantine.found_any:
-            self._scheduler.lower_limits(is_prefill=batch.is_prefill, num_tokens=batch.num_tokens // 2,
-                                         num_seqs=batch.batch_size // 2)
-            logger.warning("a %s ran out of memory and its halves did not: steps stay below half of it from now on",
-                           batch.describe())
-
-class Quarantine:
-    """`is_on`: only the first group runs, everybody else waits."""
-
-    def __init__(self, scheduler: Scheduler):
-        self._scheduler = scheduler
-        self._groups: deque[_Group] = deque()
-        self.found_any = False
-        """Whether somebody failed alone since it was last on."""
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self._groups)
-
-    def split(self, failed: SequenceOf[Sequence]) -> Sequence | None:
-        """A step of `failed` was abandoned. Returns the culprit, if it ran alone; it is for the caller to end it."""
+    def _split(self, failed: SequenceOf[Sequence]) -> Sequence | None:
+        """Returns the one of `failed`, if it ran alone; it is for the caller to end it."""
         is_first = not self.is_on
         if is_first:
-            self.found_any = False
+            self._found_any = False
         rest = _remaining(self._groups.popleft()) if self.is_on else {}
         for seq in failed:
             rest.pop(seq.seq_id, None)
@@ -110,26 +90,32 @@ class Quarantine:
         is_culprit = not half and not is_first
         groups = [rest] if is_culprit else [_group(failed[:half]), _group(failed[half:]), rest]
         self._groups.extendleft(reversed([group for group in groups if group]))
-        self.found_any |= is_culprit
+        self._found_any |= is_culprit
         self._run_first()
         return failed[0] if is_culprit else None
 
-    def step_ended(self) -> bool:
-        """Go on to the next group once the first is through. True when that was the last one."""
+    def _go_on(self) -> bool:
+        """To the next group once the first is through. True when that was the last one."""
         if not self.is_on or _remaining(self._groups[0]):
             return False
         self._groups.popleft()
         self._run_first()
         return not self.is_on
 
-    def reset(self) -> None:
-        self._groups.clear()
-
     def _run_first(self) -> None:
         while self.is_on and not _remaining(self._groups[0]):
             self._groups.popleft()  # its sequences have been aborted
         group = [seq for seq, _ in self._groups[0].values()] if self.is_on else None
         self._scheduler.run_alone(group)
+
+    def _lower_limits(self) -> None:
+        """A step that only its size drove out of memory is not made again: what its halves took is the limit now."""
+        batch, self._short_of_memory = self._short_of_memory, None
+        if batch is not None and not self._found_any:
+            self._scheduler.lower_limits(is_prefill=batch.is_prefill, num_tokens=batch.num_tokens // 2,
+                                         num_seqs=batch.batch_size // 2)
+            logger.warning("a %s ran out of memory and its halves did not: steps stay below half of it from now on",
+                           batch.describe())
 
 
 def _group(sequences: SequenceOf[Sequence]) -> _Group:

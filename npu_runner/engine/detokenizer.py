@@ -243,6 +243,7 @@ class _ByteRun:
         self.is_open = False
         return text
 
+
 class StopSearch:
     """How far one text has come in its stop strings."""
 

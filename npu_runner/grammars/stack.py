@@ -60,6 +60,7 @@ def _threads(process: int, num_bytes: int) -> ThreadPoolExecutor:
     """Kept, since to map and unmap such a stack costs as much as a small check. A fork has no threads of its parent."""
     return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="rule")
 
+
 def parser_limits() -> LLParserLimits:
     """For `LLMatcher(..., limits=parser_limits())`. Errors are one line: they repeat no grammar."""
     from llguidance import LLParserLimits

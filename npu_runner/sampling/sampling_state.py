@@ -246,6 +246,7 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
+
 class TokenCounts:
     """Counts by slot and token, kept on the device by the sampled tokens themselves."""
 

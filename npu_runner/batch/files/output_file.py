@@ -222,6 +222,7 @@ def _key_of(line: bytes) -> tuple[bytes, bool]:
     except (ValueError, KeyError, TypeError, RecursionError):
         return _NO_KEY, False
 
+
 class RowsFile:
     """One file of result rows that a job owns: locked, looked at, repaired, opened for more, put in order.
 

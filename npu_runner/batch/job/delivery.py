@@ -105,6 +105,7 @@ class OrderedDelivery(Delivery):
         self._early.close()
         super().__exit__(kind, error, trace)
 
+
 class _Spool:
     def __init__(self) -> None:
         self.file: IO[bytes] = tempfile.TemporaryFile(prefix="npu_runner-")  # noqa: SIM115 - closed when it is empty

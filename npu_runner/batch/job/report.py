@@ -322,6 +322,7 @@ def _add_message(card: Card, message: Any, urls: list[str]) -> None:
     if texts:
         card.turns.append((str(message.get("role"))[:20], "\n".join(texts)[:_MAX_TEXT]))
 
+
 def fields_of(text: str) -> list[tuple[str, str]]:
     """(name, value) of each field, a value that is no text as JSON; none where the text is no object, or too long."""
     if not text.lstrip().startswith("{"):
@@ -338,6 +339,7 @@ def fields_of(text: str) -> list[tuple[str, str]]:
 def _shown(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]} ..."
+
 
 @dataclass(frozen=True)
 class ThumbnailMaker:
