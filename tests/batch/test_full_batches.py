@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.input_file import InputRow
 from npu_runner.batch.job.serving import ServingLoop
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp
@@ -19,6 +18,7 @@ from npu_runner.core.sequence import Sequence
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.serving.replicas.base import RawRow
 from npu_runner.serving.workers.pool import Finished
 
 NUM_OUTPUT_TOKENS = 40
@@ -68,7 +68,7 @@ class PreparedRows:
 
     def __init__(self, count: int):
         self._rows = deque(
-            Finished(InputRow(n, n + 1, 0, 0, b""), PreparedRow(
+            Finished(RawRow(n, n + 1, 0, 0, b""), PreparedRow(
                 custom_id=str(n), prompt=PromptInputs([n % 97, 2, 3]), params=SamplingParams(temperature=0.0),
                 form=ChatForm(), expected=None), 10)
             for n in range(count)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from npu_runner.batch.files.carried_rows import CarriedRows, SharedFile
-from npu_runner.batch.files.input_file import STANDARD_STREAM, RowFile
+from npu_runner.batch.files.input_file import STANDARD_STREAM, CarriedRows, RowFile, SharedFile
 from npu_runner.batch.job.model_side import ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.remote_server import RemotePlan, SharedInput

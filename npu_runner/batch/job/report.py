@@ -30,7 +30,6 @@ from npu_runner.batch.files.output_file import read_row, rows_in_order, scan_out
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.summary import is_as_expected
-from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.batch.rows.openai_response import texts_of
 from npu_runner.errors import JobError, RequestError
@@ -39,6 +38,7 @@ from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.media import load_media
 from npu_runner.prompts.media.video_files import VideoFile
 from npu_runner.request.limits import LIMITS
+from npu_runner.serving.replicas.base import RawRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 
 _MAX_THUMBNAILS_PER_ROW = 8
@@ -228,7 +228,7 @@ class _Joined:
             for place, row in zip(places, self._file.rows(wanted), strict=True):
                 yield self._request(row), read_row(answers[self._output_of[place]], int(self._starts[place]))
 
-    def _request(self, row: InputRow) -> dict[str, Any]:
+    def _request(self, row: RawRow) -> dict[str, Any]:
         if row.num_bytes > self._max_row_bytes:
             return {}
         try:

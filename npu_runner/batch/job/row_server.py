@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import npu_runner
-from npu_runner.batch.files.carried_rows import CarriedRow
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
 from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.serving import ServingLoop
-from npu_runner.batch.rows.input_row import InputRow, RowSource
+from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.preprocessing import PreparedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.waiting import max_waiting_requests
@@ -111,7 +110,7 @@ class RowServer(InlineReplica):
             seed=self._plan.config.seed,
         )
         # Workers prepare the first rows while the model loads.
-        self._pool: WorkerPool[InputRow] = self._open.enter_context(
+        self._pool: WorkerPool[RawRow] = self._open.enter_context(
             WorkerPool(preprocessor, self._feed, self._plan.limits, self._plan.inherited, seen=self._look_at)
         )
 
@@ -124,7 +123,7 @@ class RowServer(InlineReplica):
         self._loop = ServingLoop(self._engine, self._pool, name_of=self._plan.source.name, stamp=terms)
 
     def submit(self, run: RowRun) -> None:
-        self._feed.add([_input_row(row) for row in run.rows()])
+        self._feed.add(list(run.rows()))
         self._pool.look_again()
 
     def recall(self, num_rows: int, *, begun: bool = False) -> None:
@@ -167,27 +166,20 @@ class RowServer(InlineReplica):
         }
 
 
-def _input_row(row: RawRow) -> InputRow:
-    number, line, start, num_bytes, checksum, data = row
-    if data is None:
-        return InputRow(number, line, start, num_bytes, checksum)
-    return CarriedRow(number, line, start, num_bytes, checksum, data)
-
-
 class _Feed:
     """Rows that no worker has begun. Filled here, read by the pool's thread."""
 
     def __init__(self) -> None:
-        self._rows: deque[InputRow] = deque()
+        self._rows: deque[RawRow] = deque()
 
-    def add(self, rows: Sequence[InputRow]) -> None:
+    def add(self, rows: Sequence[RawRow]) -> None:
         self._rows.extend(rows)
 
     def take_back(self, num_rows: int) -> list[int]:
         found: list[int] = []
         while len(found) < num_rows:
             try:
-                found.append(self._rows.pop().sequence)
+                found.append(self._rows.pop().number)
             except IndexError:
                 break
         return found
@@ -195,7 +187,7 @@ class _Feed:
     def __iter__(self) -> _Feed:
         return self
 
-    def __next__(self) -> InputRow:
+    def __next__(self) -> RawRow:
         try:
             return self._rows.popleft()
         except IndexError:

@@ -10,19 +10,18 @@ from dataclasses import dataclass
 
 from npu_runner.batch.job.summary import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.input_row import InputRow
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.replicas.base import FinishedRow
+from npu_runner.serving.replicas.base import FinishedRow, RawRow
 from npu_runner.serving.replicas.engine_loop import Engine, EngineLoop, Flight
 from npu_runner.serving.workers.pool import Finished, WorkerFailure, WorkerPool
 
 
 @dataclass(frozen=True)
 class _InFlight(Flight):
-    row: InputRow
+    row: RawRow
     form: AnswerForm
     expected: str | None
 
@@ -33,9 +32,9 @@ class ServingLoop(EngineLoop[_InFlight]):
     def __init__(
         self,
         engine: Engine,
-        pool: WorkerPool[InputRow],
+        pool: WorkerPool[RawRow],
         *,
-        name_of: Callable[[InputRow], str | None],
+        name_of: Callable[[RawRow], str | None],
         stamp: JobStamp,
     ):
         super().__init__(engine)
@@ -43,19 +42,19 @@ class ServingLoop(EngineLoop[_InFlight]):
         self._name_of = name_of
         self._stamp = stamp
 
-    def _next(self, timeout_seconds: float) -> Finished[InputRow] | None:
+    def _next(self, timeout_seconds: float) -> Finished[RawRow] | None:
         return self._pool.get(timeout_seconds)
 
     def _give_back_prepared(self, num_rows: int) -> list[int]:
         dropped: list[int] = []
         while len(dropped) < num_rows and (finished := self._pool.get()) is not None:
             if isinstance(finished.result, PreparedRow):
-                dropped.append(finished.task.sequence)
+                dropped.append(finished.task.number)
             else:
                 self._take(finished)
         return dropped
 
-    def _take(self, prepared: Finished[InputRow]) -> int:
+    def _take(self, prepared: Finished[RawRow]) -> int:
         row, result = prepared.task, prepared.result
         if isinstance(result, WorkerFailure):
             self._fail(row, self._name_of(row), RowError(code=result.code, message=result.message, status_code=500))
@@ -66,7 +65,7 @@ class ServingLoop(EngineLoop[_InFlight]):
         assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
         return int(self._queue(prepared))
 
-    def _queue(self, finished: Finished[InputRow]) -> bool:
+    def _queue(self, finished: Finished[RawRow]) -> bool:
         row, result = finished.task, finished.result
         try:
             self._engine.add_request(result.custom_id, result.prompt, result.params)
@@ -74,7 +73,7 @@ class ServingLoop(EngineLoop[_InFlight]):
             refusal = RowError(code=error.code, message=error.message, param=error.param)
             self._fail(row, result.custom_id, refusal)
             return False
-        flight = _InFlight(row.sequence, result.num_sequences, row, result.form, result.expected)
+        flight = _InFlight(row.number, result.num_sequences, row, result.form, result.expected)
         self._enter(result.custom_id, flight, finished.num_bytes)
         return True
 
@@ -85,8 +84,8 @@ class ServingLoop(EngineLoop[_InFlight]):
             self._fail(flight.row, name, error)
             return
         data = answer_row(output, custom_id=name, form=flight.form, stamp=self._stamp)
-        self.finished.append(FinishedRow(flight.row.sequence, answered(output, flight.expected), data))
+        self.finished.append(FinishedRow(flight.row.number, answered(output, flight.expected), data))
 
-    def _fail(self, row: InputRow, custom_id: str | None, error: RowError) -> None:
+    def _fail(self, row: RawRow, custom_id: str | None, error: RowError) -> None:
         data = error_row(error, custom_id=custom_id, line=row.line)
-        self.finished.append(FinishedRow(row.sequence, Outcome(failure_code=error.code), data))
+        self.finished.append(FinishedRow(row.number, Outcome(failure_code=error.code), data))
