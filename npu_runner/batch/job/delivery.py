@@ -106,6 +106,20 @@ class OrderedDelivery(Delivery):
         super().__exit__(kind, error, trace)
 
 
+def window_of(num_replicas: int) -> int:
+    """Rows that may be begun behind the first one that a stream in order still lacks."""
+    return MAX_ROWS_OUT_OF_ORDER * num_replicas
+
+
+def delivery_for(writers: Writers, tally: Tally, allow: Callable[[int], None], *, is_ordered: bool,
+                 window: int) -> Delivery:
+    """`window`: as `window_of` has it."""
+    # A file is put in order when all of its rows are there; only a stream has to keep to it.
+    if is_ordered and writers.answers.is_stream:
+        return OrderedDelivery(writers, tally, allow, window=window)
+    return Delivery(writers, tally)
+
+
 class _Spool:
     def __init__(self) -> None:
         self.file: IO[bytes] = tempfile.TemporaryFile(prefix="npu_runner-")  # noqa: SIM115 - closed when it is empty

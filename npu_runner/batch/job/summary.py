@@ -6,6 +6,7 @@ Knows nothing of how the job was done.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -109,6 +110,50 @@ class ReplicaReport:
         return (
             f"{self.name:<9} {self.num_rows} rows in {engine.prefill_seconds:.1f} s of prefill and "
             f"{engine.decode_seconds:.1f} s of decode, {self.stats.wait_seconds:.1f} s waiting{deaths}"
+        )
+
+
+@dataclass
+class JobRecord:
+    """What a run of a job has done so far, as it is filled in on the way."""
+
+    num_rows: int | None = None
+    """None: nothing was planned yet."""
+    num_resumed: int = 0
+    num_failed_kept: int = 0
+    """Failed rows of earlier runs that stay as they are."""
+    tally: Tally = field(default_factory=Tally)
+    stats: ReplicaStats = field(default_factory=ReplicaStats)
+    replicas: tuple[ReplicaReport, ...] = ()
+    num_workers: int = 0
+    start_phases: Mapping[str, float] = field(default_factory=dict)
+    is_interrupted: bool = False
+    """By a signal that came before the first row."""
+    started: float = field(default_factory=time.monotonic)
+    serve_began: float | None = None
+    serve_ended: float | None = None
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Rows are missing."""
+        assert self.num_rows is not None, "no work was planned yet"
+        return self.num_resumed + self.tally.num_done < self.num_rows
+
+    def is_worth_saying(self, error: NpuRunnerError) -> bool:
+        """A refused setting (exit status 2) changed nothing, and the summary of an earlier run is still true."""
+        return self.num_rows is not None and (self.serve_began is not None or not isinstance(error, ConfigError))
+
+    def summary(self, error: NpuRunnerError | None) -> JobSummary:
+        assert self.num_rows is not None, "no work was planned yet"
+        now = time.monotonic()
+        began, ended = self.serve_began or now, self.serve_ended or now
+        return JobSummary(
+            num_rows=self.num_rows, num_resumed=self.num_resumed, tally=self.tally, stats=self.stats.engine,
+            num_failed_in_output=self.num_failed_kept + self.tally.num_failed,
+            wait_seconds=self.stats.wait_seconds, replicas=self.replicas, start_seconds=began - self.started,
+            start_phases=self.start_phases, serve_seconds=ended - began, num_workers=self.num_workers,
+            num_workers_replaced=self.stats.num_workers_replaced, error=error,
+            is_interrupted=self.is_interrupted or (error is None and self.is_cut_short),
         )
 
 
