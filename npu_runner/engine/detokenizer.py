@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
-from npu_runner.engine.token_bytes import byte_of_token, special_token_ids, token_text
+from npu_runner.engine.token_bytes import byte_of_token, special_token_ids
 from npu_runner.request.sampling_params import SamplingParams
-
-__all__ = ["IncrementalDetokenizer", "detokenizer_for", "token_text"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONG_WINDOW = 32  # tokens without a clean end; then a place to cut is looked for, so that decoding stays linear

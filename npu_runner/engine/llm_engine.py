@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
 from typing import overload
 
 import numpy as np
@@ -24,7 +23,6 @@ from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters
 from npu_runner.engine.culprit_search import CulpritSearch
-from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.generation import End, Generation, PlainRows, not_followed
 from npu_runner.engine.logprobs import PromptLogprobsRecord
@@ -32,6 +30,7 @@ from npu_runner.engine.parts import make_block_manager, scheduler_limits, warn_o
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.engine.rule_room import RuleRoom
+from npu_runner.engine.token_bytes import token_text
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.request.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
@@ -151,9 +150,6 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests or self._ready)
-
-    def num_unfinished_requests(self) -> int:
-        return len(self._requests)
 
     def step(self) -> list[RequestOutput]:
         """Hand over what steps may be under way, and book one; returns the requests that finished.
@@ -430,6 +426,5 @@ class LLMEngine:
     def __enter__(self) -> LLMEngine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

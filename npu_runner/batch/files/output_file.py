@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -137,17 +136,10 @@ def scan_output(path: Path) -> OutputScan:
     )
 
 
-def repair_output(path: Path, scan: OutputScan, *, drop_failed: bool) -> OutputScan:
-    """Leave only whole rows in the file, and only answers with `drop_failed`. Returns what it holds now."""
-    return keep_rows(path, scan, ~scan.failed if drop_failed else np.ones(scan.num_rows, dtype=bool))
-
-
-def keep_rows(path: Path, scan: OutputScan, wanted: np.ndarray) -> OutputScan:
-    """Leave only these rows in the file, and whole ones. Returns what it holds now."""
-    if wanted.all() and not scan.num_broken_lines:
-        return scan
-    rewrite_rows(path, scan, np.flatnonzero(wanted))
-    return scan_output(path)
+def keep_rows(path: Path, scan: OutputScan, wanted: np.ndarray) -> None:
+    """Leave only these rows in the file, and whole ones."""
+    if scan.num_broken_lines or not wanted.all():
+        rewrite_rows(path, scan, np.flatnonzero(wanted))
 
 
 def rewrite_rows(path: Path, scan: OutputScan, order: Iterable[int]) -> None:
@@ -252,9 +244,7 @@ class RowsFile:
         self._lock.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.__exit__()
 
     def look(self) -> None:

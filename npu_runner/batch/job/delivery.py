@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import IO
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
@@ -68,9 +67,7 @@ class Delivery:
     def __enter__(self) -> Delivery:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._writers.close()
         finally:
@@ -99,11 +96,9 @@ class OrderedDelivery(Delivery):
             self._next += 1
         self._allow(self._next + self._window)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._early.close()
-        super().__exit__(kind, error, trace)
+        super().__exit__()
 
 
 def window_of(num_replicas: int) -> int:
