@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from npu_runner.checkpoint.config_reading import RawConfig, check_layer_types, decoder_config, read_rope
+from npu_runner.checkpoint.config_reading import (
+    RawConfig,
+    check_layer_types,
+    decoder_config,
+    read_moe,
+    read_rope,
+)
 from npu_runner.checkpoint.model_config import (
     AttentionConfig,
     GatedDeltaNetConfig,
@@ -17,8 +23,8 @@ from npu_runner.checkpoint.model_config import (
     RopeConfig,
 )
 from npu_runner.errors import ModelError
+from npu_runner.models.mixers.attention import GatedAttention
 from npu_runner.strategies.causal_lm import CausalLMStrategy
-from npu_runner.strategies.moe_reading import read_moe
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, read_vision
 
 HEAD_DIM = 256
@@ -26,12 +32,13 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 _SECTION = (11, 11, 10)
 _ROTARY_SHARE = 0.25
 # Layers that predict the token after next; nothing here speculates.
-MTP_PREFIXES = ("mtp.",)
+_MTP_PREFIXES = ("mtp.",)
 
 
 class Qwen35TextStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
-    left_out_prefixes: ClassVar[tuple[str, ...]] = MTP_PREFIXES
+    attention_class = GatedAttention
+    left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(config, layers=self.layers(config), rope=hybrid_rope(config, _SECTION),
@@ -43,7 +50,8 @@ class Qwen35TextStrategy(CausalLMStrategy):
 
 class Qwen35Strategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5",)
-    left_out_prefixes: ClassVar[tuple[str, ...]] = MTP_PREFIXES
+    attention_class = GatedAttention
+    left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(
@@ -101,12 +109,10 @@ def hybrid_mixers(config: RawConfig, *, is_fused: bool) -> list[AttentionConfig 
     if not text.get("attn_output_gate", True):
         raise ModelError("attn_output_gate false is not supported: attention without a gate is no model of this family "
                          "that we know")
-    bias = bool(text.get("attention_bias", False))
-    attention = AttentionConfig(qkv_bias=bias, o_bias=bias, qk_norm=True, is_gated=True)
     if _LINEAR not in types:
-        return [attention] * count
+        return [AttentionConfig()] * count
     delta = read_gated_delta(config, is_fused=is_fused)
-    return [delta if kind == _LINEAR else attention for kind in types]
+    return [delta if kind == _LINEAR else AttentionConfig() for kind in types]
 
 
 def read_gated_delta(config: RawConfig, *, is_fused: bool) -> GatedDeltaNetConfig:

@@ -12,10 +12,11 @@ import torch
 from npu_runner import LLM, SamplingParams
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
+from tests.families import sees_images
 from tests.faults.test_memory_in_steps import failing_behind_the_forward
 from tests.oracle.running import SMALL, assert_equals_reference, need_two_devices, runner_of
 from tests.oracle.test_qwen3_vl import make_prompts
-from tests.oracle.tiny_checkpoints import VISION_OF, VOCAB_SIZE
+from tests.oracle.tiny_checkpoints import VOCAB_SIZE
 from tests.runner.test_culprits import failing, poison_of, raise_at_poison
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -28,7 +29,7 @@ DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, n
 
 def alike(llm: LLM, model_type: str) -> tuple[list[PromptInputs], list[list[Any]]]:
     """The same prompt three times, then prompts that part from it at several places."""
-    if model_type in VISION_OF:
+    if sees_images(model_type):
         return make_prompts(llm, ["t4t1t", "t4t1t", "t4t1t", "t4t", "t4t2", "t", "t43t"])
     words = "which of the pictures shows a circle and what colour is it " * 4
     texts = [words] * 3 + [words + "or not", words + "and why", words[:100], words[:40] + "b"]
