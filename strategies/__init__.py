@@ -1,7 +1,7 @@
 """How each model family is built, loaded and shown its images. Other packages register more.
 
-A family is one file here. It is found by the checkpoint's `model_type`, and imported when it is needed: `llama` is in
-llama.py. Where no file has that name, what stands before the last underscore counts: `qwen3_5_moe_text` is in
+A family is one file here. It is found by the checkpoint's `model_type`, and imported when it is needed: `olmo2` is in
+olmo2.py. Where no file has that name, what stands before the last underscore counts: `qwen3_5_moe_text` is in
 qwen3_5.py. A strategy of another package is an entry point of the group `npu_runner.strategies`: its name is the
 `model_type`, its value a `LoadStrategy` subclass.
 """

@@ -63,6 +63,14 @@ FAMILIES: dict[str, Family] = {
                 "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.5], "long_factor": [2.0] * 8}},
         }),
     "mistral": Family(ranks={"sliding_window": 20}, npu=({"sliding_window": 20},), fast=()),
+    "olmo2": Family(
+        text={"head_dim": None},
+        variants={
+            "biased, tied": {"attention_bias": True, "tie_word_embeddings": True},
+            "one kv head, head dim of its own": {"num_key_value_heads": 1, "head_dim": 24},
+        },
+        ranks={"num_key_value_heads": 1, "num_hidden_layers": 2},  # both ranks hold the key head
+        npu=({"num_hidden_layers": 1},)),
     "qwen2": Family(
         text={"head_dim": None}, ranks={"num_key_value_heads": 1},  # fewer kv heads than ranks: both hold it
         npu=({"num_key_value_heads": 1},), fast=(RANKS,),

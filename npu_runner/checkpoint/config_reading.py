@@ -64,10 +64,11 @@ def reading_config(folder: Path) -> Iterator[RawConfig]:
 
 
 def decoder_config(config: RawConfig, *, layers: Sequence[LayerConfig], rope: RopeConfig, head_dim: int | None = None,
-                   tie_word_embeddings: bool = False, **family: Any) -> ModelConfig:
+                   tie_word_embeddings: bool = False, rms_norm_eps: float = 1e-6, **family: Any) -> ModelConfig:
     """A ModelConfig of the fields that every decoder has, and of what the family says.
 
-    `head_dim`: where the file says nothing; None: hidden_size over heads. `tie_word_embeddings`: likewise.
+    `head_dim`: where the file says nothing; None: hidden_size over heads. `tie_word_embeddings`, `rms_norm_eps`:
+    likewise.
     """
     raw, text = config.raw, config.text
     num_heads = int(text["num_attention_heads"])
@@ -83,7 +84,7 @@ def decoder_config(config: RawConfig, *, layers: Sequence[LayerConfig], rope: Ro
         head_dim=int(text.get("head_dim") or head_dim or int(text["hidden_size"]) // num_heads),
         layers=tuple(layers),
         max_position_embeddings=int(text["max_position_embeddings"]),
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(text.get("rms_norm_eps", rms_norm_eps)),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", tie_word_embeddings))),
         rope=rope,
         dtype=read_dtype(config),

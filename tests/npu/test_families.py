@@ -108,7 +108,7 @@ def test_two_ranks_of_other_families(model_type: str, checkpoint: Any, tmp_path:
 @emulated
 @pytest.mark.full("eager steps and the graph engine; two ranks stay with captured graphs, beside eager prefills")
 @pytest.mark.parametrize("mode", ["eager", "max-autotune"])
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_vl", "qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_vl", "qwen3_moe", "qwen3_5_text", "olmo2"])
 def test_two_ranks_in_other_modes(model_type: str, mode: str, checkpoint: Any, tmp_path: Path) -> None:
     assert_two_ranks_equal_cpu(model_type, mode, checkpoint, tmp_path)
 
