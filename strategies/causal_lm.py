@@ -18,6 +18,7 @@ from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.models.decoder import CausalLM, DecoderLayer, make_layer
 from npu_runner.models.mixers.attention import DecoderAttention
+from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.strategies.base import LoadStrategy
 
 
@@ -25,6 +26,7 @@ class CausalLMStrategy(LoadStrategy):
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     """What puts a sequence mixer and a channel mixer together: where norms and sums stand."""
     attention_class: ClassVar[type[DecoderAttention]] = DecoderAttention
+    gated_delta_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
     left_out_prefixes: ClassVar[tuple[str, ...]] = ()
     """Tensors whose names begin so are of parts that we know and do without."""
 
@@ -53,7 +55,8 @@ class CausalLMStrategy(LoadStrategy):
     def layer(self, config: ModelConfig, layer: LayerConfig, cache_layer: int, context: LayerContext) -> DecoderLayer:
         """One layer of the decoder. `cache_layer` counts the layers of its kind before it."""
         attention = partial(self.attention_class, **self.attention_settings())
-        return make_layer(config, layer, cache_layer, context, attention=attention, layer_class=self.layer_class)
+        return make_layer(config, layer, cache_layer, context, attention=attention, gated_delta=self.gated_delta_class,
+                          layer_class=self.layer_class)
 
     def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
         # A tied checkpoint may store the head once more; one that vectors are pooled from may have one nobody needs.

@@ -89,15 +89,15 @@ def hybrid_rope(config: RawConfig, section: tuple[int, int, int] | None = None) 
 
 def dense_layers(config: RawConfig) -> list[LayerConfig]:
     mlp = MLPConfig(intermediate_size=int(config.text["intermediate_size"]))
-    return [LayerConfig(mixer=mixer, channel=mlp) for mixer in hybrid_mixers(config, is_fused=False)]
+    return [LayerConfig(mixer=mixer, channel=mlp) for mixer in hybrid_mixers(config)]
 
 
 def sparse_layers(config: RawConfig) -> list[LayerConfig]:
     moe = read_moe(config, renormalise=True, has_shared=True)
-    return [LayerConfig(mixer=mixer, channel=moe) for mixer in hybrid_mixers(config, is_fused=False)]
+    return [LayerConfig(mixer=mixer, channel=moe) for mixer in hybrid_mixers(config)]
 
 
-def hybrid_mixers(config: RawConfig, *, is_fused: bool) -> list[AttentionConfig | GatedDeltaNetConfig]:
+def hybrid_mixers(config: RawConfig) -> list[AttentionConfig | GatedDeltaNetConfig]:
     """What mixes tokens in each layer, by `layer_types`, or three of one kind and one of the other."""
     text, count = config.text, config.num_layers
     interval = int(text.get("full_attention_interval", 4))
@@ -111,17 +111,17 @@ def hybrid_mixers(config: RawConfig, *, is_fused: bool) -> list[AttentionConfig 
                          "that we know")
     if _LINEAR not in types:
         return [AttentionConfig()] * count
-    delta = read_gated_delta(config, is_fused=is_fused)
+    delta = read_gated_delta(config)
     return [delta if kind == _LINEAR else AttentionConfig() for kind in types]
 
 
-def read_gated_delta(config: RawConfig, *, is_fused: bool) -> GatedDeltaNetConfig:
+def read_gated_delta(config: RawConfig) -> GatedDeltaNetConfig:
     """Raises KeyError for a size that is missing, ModelError for sizes that cannot be."""
     text = config.text
     delta = GatedDeltaNetConfig(
         num_k_heads=int(text["linear_num_key_heads"]), num_v_heads=int(text["linear_num_value_heads"]),
         head_k_dim=int(text["linear_key_head_dim"]), head_v_dim=int(text["linear_value_head_dim"]),
-        conv_kernel_size=int(text["linear_conv_kernel_dim"]), is_fused=is_fused,
+        conv_kernel_size=int(text["linear_conv_kernel_dim"]),
     )
     sizes = (delta.num_k_heads, delta.num_v_heads, delta.head_k_dim, delta.head_v_dim, delta.conv_kernel_size - 1)
     if min(sizes) < 1 or delta.num_v_heads % delta.num_k_heads:

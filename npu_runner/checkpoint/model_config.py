@@ -67,8 +67,6 @@ class GatedDeltaNetConfig:
     head_k_dim: int
     head_v_dim: int
     conv_kernel_size: int
-    is_fused: bool = False
-    """in_proj_qkvz and in_proj_ba, interleaved by key head, as Qwen3-Next stores them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,10 +66,11 @@ class DecoderLayer(nn.Module):
 
 
 def make_layer(config: ModelConfig, layer: LayerConfig, cache_layer: int, context: LayerContext, *,
-               attention: MakeAttention, layer_class: type[DecoderLayer] = DecoderLayer) -> DecoderLayer:
-    """What `layer` says, put together; `attention` makes its attention, where it has one."""
+               attention: MakeAttention, gated_delta: type[GatedDeltaNet] = GatedDeltaNet,
+               layer_class: type[DecoderLayer] = DecoderLayer) -> DecoderLayer:
+    """What `layer` says, put together; `attention` and `gated_delta` make the mixer of its kind."""
     mixer = (attention(config, layer.mixer, cache_layer, context) if isinstance(layer.mixer, AttentionConfig)
-             else GatedDeltaNet("linear_attn", config, layer.mixer, cache_layer, context))
+             else gated_delta("linear_attn", config, layer.mixer, cache_layer, context))
     return layer_class(config, mixer, _channel_mixer(config, layer.channel, context), context)
 
 
