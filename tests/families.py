@@ -29,6 +29,14 @@ class Family:
     """Comparisons that are in the fast set, which CI runs. The plain config and all variants always are. Families are
     taken out where another one goes the same way."""
 
+    @property
+    def has_experts(self) -> bool:
+        return "num_experts" in self.text
+
+    @property
+    def has_states(self) -> bool:
+        return "linear_num_key_heads" in self.text
+
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE: dict[str, Any] = {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}

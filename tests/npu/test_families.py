@@ -21,8 +21,7 @@ FAST, OTHERS = split_by(GRAPHS)
 FAST_IN_ALL_MODES, OTHERS_IN_ALL_MODES = split_by(MODES)
 BFLOAT16: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "auto"}
 # Of experts, rounding chooses others; Gated DeltaNet is compared by itself.
-DENSE = [name for name, family in FAMILIES.items()
-         if not {"num_experts", "linear_num_key_heads"} & set(family.text)]
+DENSE = [name for name, family in FAMILIES.items() if not family.has_experts and not family.has_states]
 
 
 def cases_of(model_type: str, checkpoint: Any, mode: str, **settings: Any) -> list[Case]:
