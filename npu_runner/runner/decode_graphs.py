@@ -151,7 +151,7 @@ def _graph_settings(parts: DecodeParts) -> GraphSettings:
 def _source_fingerprint(model: nn.Module) -> str:
     """A hash over our own sources, and over those of the model's classes from other packages (but torch's)."""
     own = Path(npu_runner.__file__).parent
-    files = set(own.rglob("*.py"))
+    files = {*own.rglob("*.py"), *(own / "strategies").glob("*.py")}  # a link in a checkout, which rglob may pass by
     for module in model.modules():
         if not type(module).__module__.startswith("torch."):
             files.add(Path(inspect.getfile(type(module))))
