@@ -16,7 +16,7 @@ import torch
 
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.base import GraphResourceError, GraphSettings
+from npu_runner.platforms.graphs import GraphResourceError, GraphSettings
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes
 from npu_runner.runner.kept_graphs import agrees_with_eager, source_fingerprint
 from npu_runner.runner.settings import Settings
@@ -102,7 +102,7 @@ def _record_draws(steps: StepRunner, buckets: DecodeBuckets) -> None:
         try:
             sampler.record(logits_PV, {name: bucket.tensors[name] for name in SAMPLER_ARRAYS}, buckets.compiler.record)
         except (GraphResourceError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, GraphResourceError) and not steps.platform.is_out_of_memory(error):
+            if not isinstance(error, GraphResourceError) and not steps.platform.memory.is_out_of_memory(error):
                 raise
             logger.warning("no room to record the draws of batches of %d (%s); they are launched one by one",
                            bucket.batch_size, str(error).partition("\n")[0])
@@ -116,7 +116,7 @@ def _why_no_graph(parts: DecodeParts, batch_size: int) -> str | None:
         return str(full)
     except (RuntimeError, MemoryError) as error:
         # With several ranks it may have run out between two collectives, where the others wait.
-        if parts.steps.tp.size > 1 or not parts.steps.platform.is_out_of_memory(error):
+        if parts.steps.tp.size > 1 or not parts.steps.platform.memory.is_out_of_memory(error):
             raise
         return str(error).partition("\n")[0]
     return None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import Platform
+from npu_runner.platforms.memory import Memory
 
 # Each array starts on a 64-byte boundary.
 _ALIGNMENT = 16
@@ -47,10 +47,10 @@ def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
     return found
 
 
-def to_device(platform: Platform, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+def to_device(memory: Memory, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """All of `arrays` (int32, int64 or float32) on the device, through one copy."""
     layout, num_elements = plan_layout(arrays)
-    host = platform.host_buffer(num_elements)
+    host = memory.host_buffer(num_elements)
     for name, view in views(host, layout).items():
         view.numpy()[:] = arrays[name]
     buffer = torch.empty(num_elements, dtype=torch.int32, device=device)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import npu_runner
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.base import AttentionBackend, DecodeForward
+from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.graphs import DecodeForward
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket
 from npu_runner.runner.dummy import dummy_decode

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from npu_runner.errors import OutOfMemoryError
-from npu_runner.platforms.base import Platform
+from npu_runner.platforms.memory import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ class MemoryGuard:
     """`release` gives back whatever can be made again. Without `can_retry` (several ranks: the others wait inside a
     collective) there is no second try."""
 
-    def __init__(self, platform: Platform, release: Callable[[], None], *, can_retry: bool):
-        self._platform = platform
+    def __init__(self, memory: Memory, release: Callable[[], None], *, can_retry: bool):
+        self._memory = memory
         self._release = release
         self._can_retry = can_retry
         self._is_starting = False
@@ -39,7 +39,7 @@ class MemoryGuard:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not self._platform.is_out_of_memory(error):
+            if not self._memory.is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(self._message(f"while {phase()}", error)) from error
         finally:
@@ -57,7 +57,7 @@ class MemoryGuard:
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            if not self._platform.is_out_of_memory(error):
+            if not self._memory.is_out_of_memory(error):
                 raise
             if not self._can_retry:
                 raise OutOfMemoryError(self._message(f"in a {what()}", error)) from error
@@ -67,13 +67,13 @@ class MemoryGuard:
             logger.warning("device memory ran out in a %s; trying again without cached pictures", what())
         # Outside of the handler: the exception holds on to the failed step's tensors.
         self.num_retries += 1
-        self._platform.synchronize()  # steps before this one may be under way, with memory of theirs
+        self._memory.synchronize()  # steps before this one may be under way, with memory of theirs
         self._release()
-        self._platform.empty_cache()
+        self._memory.empty_cache()
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            if not self._platform.is_out_of_memory(error):
+            if not self._memory.is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(self._message(f"in a {what()}, twice", error)) from error
 

@@ -1,4 +1,4 @@
-"""What the worst step takes of a device's memory. Knows one platform; nothing of models or of what is to be stored."""
+"""What the worst step takes of a device's memory. Knows one memory; nothing of models or of what is to be stored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from npu_runner.platforms.base import MemoryInfo, Platform
+from npu_runner.platforms.memory import Memory, MemoryInfo
 from npu_runner.runner.base import MemoryProfile
 
 _UNKNOWN = MemoryInfo(0, 0, 0, 0, 0)
@@ -20,14 +20,14 @@ def weights_bytes(model: nn.Module) -> int:
 class MemoryMeter:
     """Made before anything is loaded: whatever is taken then belongs to somebody else."""
 
-    def __init__(self, platform: Platform):
-        self._platform = platform
-        self._before = platform.memory_info() or _UNKNOWN
+    def __init__(self, memory: Memory):
+        self._memory = memory
+        self._before = memory.info() or _UNKNOWN
 
     def start_step(self) -> None:
         """What follows, up to `profile`, is the worst step."""
-        self._platform.empty_cache()
-        self._platform.reset_peak_memory()
+        self._memory.empty_cache()
+        self._memory.reset_peak()
 
     def settled_profile(self, weights_bytes: int) -> MemoryProfile:
         """Before any step: what stands, and no activations."""
@@ -37,10 +37,10 @@ class MemoryMeter:
     def peak_of(self, run: Callable[[], object]) -> int:
         """Bytes that `run` takes of the allocator at once; 0 where nothing is measured."""
         self.start_step()
-        before = self._platform.memory_info()
+        before = self._memory.info()
         run()
-        self._platform.synchronize()
-        after = self._platform.memory_info()
+        self._memory.synchronize()
+        after = self._memory.info()
         return after.peak_allocated_bytes - before.allocated_bytes if before and after else 0
 
     def profile(self, *, weights_bytes: int, cache_bytes: int, staging_bytes: int = 0) -> MemoryProfile:
@@ -49,12 +49,12 @@ class MemoryMeter:
         `weights_bytes`, by their shapes, is for platforms that measure nothing. `staging_bytes`: what `peak_of` found
         for the pictures of a next step.
         """
-        self._platform.synchronize()
-        info = self._platform.memory_info()
+        self._memory.synchronize()
+        info = self._memory.info()
         if info is None:
             return MemoryProfile(weights_bytes=weights_bytes)
-        self._platform.empty_cache()
-        settled = self._platform.memory_info() or info
+        self._memory.empty_cache()
+        settled = self._memory.info() or info
         before = self._before
         other = info.total_bytes - before.free_bytes
         return MemoryProfile(

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.download import Download
+from npu_runner.platforms.transfers import Download
 from npu_runner.sampling.prompt_scores import MAX_ROWS, score_tokens
 
 # T tokens in the step, L of them scored in a row

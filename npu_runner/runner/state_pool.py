@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from npu_runner.layers.gated_delta import bind_states
+from npu_runner.platforms.transfers import HOST
 from npu_runner.runner.state_plan import StatePlan, StateShape
 
 
@@ -47,7 +48,7 @@ class StatePool:
     def aside(self, num_seqs: int) -> Iterator[None]:
         """What the first `num_seqs` slots hold is back afterwards. It waits in host memory: a device may have no room
         for it."""
-        kept = [tensor[:, :num_seqs].to("cpu", copy=True) for tensor in (self.conv_states, self.states)]
+        kept = [tensor[:, :num_seqs].to(HOST, copy=True) for tensor in (self.conv_states, self.states)]
         try:
             yield
         finally:
