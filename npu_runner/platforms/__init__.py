@@ -35,7 +35,7 @@ def pick_platform(name: str) -> Platform:
     for found in platforms() if name == AUTO else [find_platform(name)]:
         reason = found.why_unavailable()
         if reason is None:
-            found.devices  # noqa: B018 - made now: it refuses versions that are too old
+            found.roles  # noqa: B018 - made now: it refuses versions that are too old
             return found
         reasons.append(f"{found.name}: {reason}")
     raise ConfigError(f"platform {name!r} cannot be used here ({'; '.join(reasons)})")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from npu_runner.platforms.memory import Memory
 
 
 class Devices(ABC):
@@ -22,6 +26,14 @@ class Devices(ABC):
     @abstractmethod
     def set_device(self, local_rank: int) -> torch.device:
         """Make the device of this rank current and return it. Raises ConfigError when there is none."""
+
+    def compile_ahead(self, run: Callable[[], object]) -> Callable[[], list[str]]:
+        """Have whatever `run` would launch compiled side by side, where kernels are compiled when they are first met.
+
+        `run` may be called, on memory that is not what it would be. Returns what names the kernels that had to be
+        compiled since, which were not met.
+        """
+        return list
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether `error` says that the device, or what joins devices, is out of order: no request is its cause."""
@@ -46,3 +58,12 @@ class Communicators(ABC):
     def make(self, group: Any, rank: int) -> None:
         """Make the communicator of a process group now, so that the memory it takes is measured with the rest."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Those of one platform that work through torch."""
+
+    devices: Devices
+    communicators: Communicators
+    memory: Memory

@@ -1,6 +1,6 @@
 """One vendor, as everybody above sees it: its facts, its roles, and what it makes for a model.
 
-Three roles are objects of their own, made when they are first asked for: `devices`, `communicators` and `memory`; the
+Three roles are objects of their own, made when one is first asked for: `devices`, `communicators` and `memory`. The
 fourth, to make operators, attention and graphs, is the platform itself. This file imports no torch, and neither does a
 platform's before a role is asked for: the doctor and the process that shares out devices must do without.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from npu_runner.platforms.attention import AttentionBackend
-    from npu_runner.platforms.devices import Communicators, Devices
+    from npu_runner.platforms.devices import Communicators, Devices, Roles
     from npu_runner.platforms.examination import Examination, Findings
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
@@ -93,26 +93,24 @@ class Platform(ABC):
     # -- roles -----------------------------------------------------------------------------------------------------
 
     @cached_property
+    def roles(self) -> Roles:
+        return self.make_roles()
+
+    @property
     def devices(self) -> Devices:
-        return self.make_devices()
+        return self.roles.devices
 
-    @cached_property
+    @property
     def communicators(self) -> Communicators:
-        return self.make_communicators()
+        return self.roles.communicators
 
-    @cached_property
+    @property
     def memory(self) -> Memory:
-        return self.make_memory()
+        return self.roles.memory
 
     @abstractmethod
-    def make_devices(self) -> Devices:
-        """Raises ConfigError where what is installed is too old."""
-
-    @abstractmethod
-    def make_communicators(self) -> Communicators: ...
-
-    @abstractmethod
-    def make_memory(self) -> Memory: ...
+    def make_roles(self) -> Roles:
+        """Imports torch. Raises ConfigError where what is installed is too old."""
 
     # -- parts of a model, on the current device -------------------------------------------------------------------
 
@@ -131,14 +129,6 @@ class Platform(ABC):
     @abstractmethod
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         """A compiler for `settings.mode`, one of `graph_modes` other than eager, and the attention made last."""
-
-    def compile_ahead(self, run: Callable[[], object]) -> Callable[[], list[str]]:
-        """Have whatever `run` would launch compiled side by side, where kernels are compiled when they are first met.
-
-        `run` may be called, on memory that is not what it would be. Returns what names the kernels that had to be
-        compiled since, which were not met.
-        """
-        return list
 
 
 def chosen_devices(visible: str | None, devices: Sequence[int]) -> str:

@@ -168,7 +168,7 @@ class ModelRunner(ModelRunnerBase):
             # Variants do not depend on how much a step does, so a small one meets them all.
             few = min(_ROWS_AHEAD, self.settings.max_num_seqs)
             num_tokens = few * min(_TOKENS_A_ROW_AHEAD, self.max_model_len - 1)
-            self._compiled_late = self.platform.compile_ahead(lambda: self.dummy_run(num_tokens, few))
+            self._compiled_late = self.platform.devices.compile_ahead(lambda: self.dummy_run(num_tokens, few))
         self._progress("profiling memory")
         batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
         num_tokens = min(self.settings.max_num_batched_tokens, batch_size * (self.max_model_len - 1))

@@ -7,9 +7,13 @@ import sys
 
 import torch
 
-from npu_runner.platforms.devices import Communicators, Devices
+from npu_runner.platforms.devices import Communicators, Devices, Roles
 from npu_runner.platforms.memory import Memory
 from npu_runner.platforms.transfers import HOST
+
+
+def roles() -> Roles:
+    return Roles(devices=CpuDevices(), communicators=CpuCommunicators(), memory=CpuMemory())
 
 
 class CpuDevices(Devices):

@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     import torch
 
     from npu_runner.platforms.attention import AttentionBackend
-    from npu_runner.platforms.devices import Communicators, Devices
+    from npu_runner.platforms.devices import Roles
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
-    from npu_runner.platforms.memory import Memory
     from npu_runner.platforms.ops import Ops
 
 
@@ -32,20 +31,10 @@ class CpuPlatform(Platform):
     def why_unavailable(self) -> str | None:
         return None
 
-    def make_devices(self) -> Devices:
-        from npu_runner.platforms.cpu.devices import CpuDevices
+    def make_roles(self) -> Roles:
+        from npu_runner.platforms.cpu.devices import roles
 
-        return CpuDevices()
-
-    def make_communicators(self) -> Communicators:
-        from npu_runner.platforms.cpu.devices import CpuCommunicators
-
-        return CpuCommunicators()
-
-    def make_memory(self) -> Memory:
-        from npu_runner.platforms.cpu.devices import CpuMemory
-
-        return CpuMemory()
+        return roles()
 
     def make_ops(self) -> Ops:
         from npu_runner.platforms.cpu.ops import CpuOps

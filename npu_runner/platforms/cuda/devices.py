@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.cuda.compile_ahead import prepare
-from npu_runner.platforms.devices import Communicators, Devices
+from npu_runner.platforms.cuda.compile_ahead import compile_ahead, prepare
+from npu_runner.platforms.devices import Communicators, Devices, Roles
 from npu_runner.platforms.memory import DeviceMemory, Memory
 
 # torch has a class for its own allocator's error only; these come as RuntimeError from the driver and the libraries.
@@ -16,16 +17,15 @@ _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STA
                   "CUDNN_STATUS_ALLOC_FAILED")
 
 
-def cuda_memory() -> DeviceMemory:
-    return DeviceMemory(torch.cuda, _OUT_OF_MEMORY)
+def roles() -> Roles:
+    memory = DeviceMemory(torch.cuda, _OUT_OF_MEMORY)
+    return Roles(devices=CudaDevices(memory), communicators=CudaCommunicators(), memory=memory)
 
 
 class CudaDevices(Devices):
-    prepared: Future[None] | None = None
-    """What kernels need to be compiled, on its way since a device was chosen."""
-
     def __init__(self, memory: Memory):
         self._memory = memory
+        self._prepared: Future[None] | None = None
 
     def count(self) -> int:
         return torch.cuda.device_count()
@@ -35,8 +35,12 @@ class CudaDevices(Devices):
             raise ConfigError(f"rank {local_rank} needs a GPU of its own, {self.count()} are visible; lower "
                               f"tensor_parallel_size or check CUDA_VISIBLE_DEVICES")
         torch.cuda.set_device(local_rank)
-        self.prepared = prepare(lambda: torch.cuda.set_device(local_rank))
+        self._prepared = prepare(lambda: torch.cuda.set_device(local_rank))
         return torch.device("cuda", local_rank)
+
+    def compile_ahead(self, run: Callable[[], object]) -> Callable[[], list[str]]:
+        device = torch.cuda.current_device()
+        return compile_ahead(run, lambda: torch.cuda.set_device(device), self._prepared)
 
     def is_failure(self, error: BaseException) -> bool:
         # Errors of kernels stay with the context for good; the allocator's and the libraries' refusals do not.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
@@ -16,11 +15,9 @@ if TYPE_CHECKING:
 
     from npu_runner.platforms.attention import AttentionBackend
     from npu_runner.platforms.cuda.attention import TritonAttention
-    from npu_runner.platforms.cuda.devices import CudaDevices
-    from npu_runner.platforms.devices import Communicators
+    from npu_runner.platforms.devices import Roles
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
-    from npu_runner.platforms.memory import Memory
     from npu_runner.platforms.ops import Ops
 
 Capability = tuple[int, int]
@@ -87,24 +84,10 @@ class CudaPlatform(Platform):
         return {**super().describe(), "cuda": str(torch.version.cuda), "triton": triton.__version__,
                 "device": torch.cuda.get_device_name()}
 
-    @cached_property
-    def devices(self) -> CudaDevices:
-        return self.make_devices()
+    def make_roles(self) -> Roles:
+        from npu_runner.platforms.cuda.devices import roles
 
-    def make_devices(self) -> CudaDevices:
-        from npu_runner.platforms.cuda.devices import CudaDevices
-
-        return CudaDevices(self.memory)
-
-    def make_communicators(self) -> Communicators:
-        from npu_runner.platforms.cuda.devices import CudaCommunicators
-
-        return CudaCommunicators()
-
-    def make_memory(self) -> Memory:
-        from npu_runner.platforms.cuda.devices import cuda_memory
-
-        return cuda_memory()
+        return roles()
 
     def make_ops(self) -> Ops:
         from npu_runner.platforms.cuda.ops import TritonOps
@@ -146,11 +129,3 @@ class CudaPlatform(Platform):
         if isinstance(attention, FlashInferAttention):
             return PlannedGraphs(attention, with_inductor=with_inductor)
         return CudaGraphCompiler(with_inductor=with_inductor)
-
-    def compile_ahead(self, run: Callable[[], object]) -> Callable[[], list[str]]:
-        import torch
-
-        from npu_runner.platforms.cuda.compile_ahead import compile_ahead
-
-        device = torch.cuda.current_device()
-        return compile_ahead(run, lambda: torch.cuda.set_device(device), self.devices.prepared)

@@ -11,7 +11,7 @@ import torch
 import torch_npu
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.devices import Communicators, Devices
+from npu_runner.platforms.devices import Communicators, Devices, Roles
 from npu_runner.platforms.memory import DeviceMemory, Memory
 from npu_runner.platforms.npu.allocator_settings import check_allocator
 from npu_runner.platforms.npu.host_settings import communicator_config, process_defaults, rank_defaults
@@ -25,8 +25,9 @@ _OUT_OF_MEMORY = ("out of memory", "207001")
 _FAILURE = re.compile(r"\b507\d{3}\b|\bERR02\d{3}\b")
 
 
-def npu_memory() -> DeviceMemory:
-    return DeviceMemory(torch.npu, _OUT_OF_MEMORY, loses_work=True)
+def roles() -> Roles:
+    memory = DeviceMemory(torch.npu, _OUT_OF_MEMORY, loses_work=True)
+    return Roles(devices=NpuDevices(memory), communicators=NpuCommunicators(), memory=memory)
 
 
 class NpuDevices(Devices):

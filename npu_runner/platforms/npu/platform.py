@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     import torch
 
     from npu_runner.platforms.attention import AttentionBackend
-    from npu_runner.platforms.devices import Communicators, Devices
+    from npu_runner.platforms.devices import Roles
     from npu_runner.platforms.examination import Examination, Findings
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
-    from npu_runner.platforms.memory import Memory
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.ops import Ops
 
@@ -80,20 +79,10 @@ class NpuPlatform(Platform):
         return {**super().describe(), "torch_npu": torch_npu.__version__, "cann": cann_version() or "unknown",
                 "device": soc_name()}
 
-    def make_devices(self) -> Devices:
-        from npu_runner.platforms.npu.devices import NpuDevices
+    def make_roles(self) -> Roles:
+        from npu_runner.platforms.npu.devices import roles
 
-        return NpuDevices(self.memory)
-
-    def make_communicators(self) -> Communicators:
-        from npu_runner.platforms.npu.devices import NpuCommunicators
-
-        return NpuCommunicators()
-
-    def make_memory(self) -> Memory:
-        from npu_runner.platforms.npu.devices import npu_memory
-
-        return npu_memory()
+        return roles()
 
     def make_ops(self) -> Ops:
         from npu_runner.platforms.npu.ops import NpuOps
