@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms import check_name
 from npu_runner.request.limits import LIMITS
 
 GIB = 1 << 30
 MIB = 1 << 20
-PLATFORMS = ("auto", "npu", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
 # Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
@@ -36,7 +36,8 @@ class RunnerConfig:
     """generate answers with text, pooling with vectors (/v1/embeddings, LLM.embed); auto: pooling where the
     checkpoint's modules.json (sentence-transformers) says so, else generate."""
     platform: str = "auto"
-    """npu, cuda or cpu; auto takes the first that is usable, in that order."""
+    """npu, cuda, cpu, or the name of an installed package's; auto takes the usable one of highest priority, ours in
+    that order."""
     dtype: str = "auto"
     """auto: the checkpoint's own, except on the cpu platform, which computes in float32."""
     load_format: str = "safetensors"
@@ -117,7 +118,7 @@ class RunnerConfig:
         if not self.model:
             raise ConfigError("model: a checkpoint folder or a hub id is needed")
         _one_of("runner", self.runner, RUNNERS)
-        _one_of("platform", self.platform, PLATFORMS)
+        check_name(self.platform)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("graph_mode", self.graph_mode, GRAPH_MODES)

@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--platform", default="cpu", choices=("cpu", "cuda", "npu"), help="what the oracle tests run on")
+    parser.addoption("--platform", default="cpu", help="what the oracle tests run on, by its name")
     parser.addoption("--async-scheduling", action="store_true",
                      help="every engine that is not told otherwise plans a step while the one before runs")
 

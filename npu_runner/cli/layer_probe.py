@@ -35,11 +35,11 @@ from npu_runner.layers.weights_loader import expected_tensors, load_weights
 from npu_runner.models.decoder import Decoder, make_layer
 from npu_runner.models.mixers.attention import HeadNormAttention
 from npu_runner.models.vision.qwen3_vl import VisionTower
-from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import Platform
+from npu_runner.platforms import pick_platform, reference_platform
 from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from npu_runner.platforms.upload import upload_together
+from npu_runner.platforms.transfers import upload_together
 
 _SEED = 20
 _BLOCK_SIZE = 128
@@ -66,7 +66,7 @@ class Probe:
 
     def __init__(self, platform: str, dtype: str):
         self._device_side = _Side(pick_platform(platform), getattr(torch, dtype))
-        self._cpu_side = _Side(pick_platform("cpu"), torch.float32)
+        self._cpu_side = _Side(reference_platform(), torch.float32)
 
     def errors(self, names: Sequence[str]) -> Iterator[tuple[str, float, str]]:
         """Each layer's name, the largest distance of a row of its output from the CPU's, relative to its length, and
@@ -91,7 +91,7 @@ class _Side:
 
     def __init__(self, platform: Platform, dtype: torch.dtype):
         self.platform, self.dtype = platform, dtype
-        self.device = platform.set_device(0)
+        self.device = platform.devices.set_device(0)
 
     def context(self, num_heads: int, num_kv_heads: int, head_dim: int,
                 delta: GatedDeltaShape | None = None) -> LayerContext:

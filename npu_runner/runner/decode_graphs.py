@@ -22,7 +22,7 @@ from torch import nn
 import npu_runner
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.base import GraphResourceError, GraphSettings
+from npu_runner.platforms.graphs import GraphResourceError, GraphSettings
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes
 from npu_runner.runner.dummy import dummy_decode
 from npu_runner.runner.settings import Settings
@@ -108,7 +108,7 @@ def _record_draws(steps: StepRunner, buckets: DecodeBuckets) -> None:
         try:
             sampler.record(logits_PV, {name: bucket.tensors[name] for name in SAMPLER_ARRAYS}, buckets.compiler.record)
         except (GraphResourceError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, GraphResourceError) and not steps.platform.is_out_of_memory(error):
+            if not isinstance(error, GraphResourceError) and not steps.platform.memory.is_out_of_memory(error):
                 raise
             logger.warning("no room to record the draws of batches of %d (%s); they are launched one by one",
                            bucket.batch_size, str(error).partition("\n")[0])
@@ -122,7 +122,7 @@ def _why_no_graph(parts: DecodeParts, batch_size: int) -> str | None:
         return str(full)
     except (RuntimeError, MemoryError) as error:
         # With several ranks it may have run out between two collectives, where the others wait.
-        if parts.steps.tp.size > 1 or not parts.steps.platform.is_out_of_memory(error):
+        if parts.steps.tp.size > 1 or not parts.steps.platform.memory.is_out_of_memory(error):
             raise
         return str(error).partition("\n")[0]
     return None
@@ -172,7 +172,8 @@ def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
     num_rows = min(bucket.batch_size, parts.num_blocks - 1)
     made_up = [dummy_decode(num_rows, place + 1) for place in range(_NUM_TOKENS)]
     rng = np.random.default_rng(0)
-    tokens = [torch.from_numpy(rng.integers(0, parts.model_config.vocab_size, num_rows, dtype=np.int32)) for _ in made_up]
+    vocab_size = parts.model_config.vocab_size
+    tokens = [torch.from_numpy(rng.integers(0, vocab_size, num_rows, dtype=np.int32)) for _ in made_up]
     for step in made_up:
         step.new_blocks_N3 = np.array([(row, 0, row + 1) for row in range(num_rows)], dtype=np.int32)
     # One after the other: each must begin with the same states.

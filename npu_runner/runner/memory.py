@@ -1,6 +1,6 @@
 """Device memory: what the worst step takes of it; where it runs out after all, a second try, then an error that helps.
 
-Knows one platform; nothing of models or of what is to be stored. It is told what may be released.
+Knows one memory; nothing of models or of what is to be stored. It is told what may be released.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import nn
 
 from npu_runner.errors import OutOfMemoryError
-from npu_runner.platforms.base import MemoryInfo, Platform
+from npu_runner.platforms.memory import Memory, MemoryInfo
 from npu_runner.runner.base import MemoryProfile
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ class MemoryGuard:
     """`release` gives back whatever can be made again. Without `can_retry` (several ranks: the others wait inside a
     collective) there is no second try."""
 
-    def __init__(self, platform: Platform, release: Callable[[], None], *, can_retry: bool):
-        self._platform = platform
+    def __init__(self, memory: Memory, release: Callable[[], None], *, can_retry: bool):
+        self._memory = memory
         self._release = release
         self._can_retry = can_retry
         self._is_starting = False
@@ -43,7 +43,7 @@ class MemoryGuard:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not self._platform.is_out_of_memory(error):
+            if not self._memory.is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(self._message(f"while {phase()}", error)) from error
         finally:
@@ -61,7 +61,7 @@ class MemoryGuard:
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            if not self._platform.is_out_of_memory(error):
+            if not self._memory.is_out_of_memory(error):
                 raise
             if not self._can_retry:
                 raise OutOfMemoryError(self._message(f"in a {what()}", error)) from error
@@ -71,13 +71,13 @@ class MemoryGuard:
             logger.warning("device memory ran out in a %s; trying again without cached pictures", what())
         # Outside of the handler: the exception holds on to the failed step's tensors.
         self.num_retries += 1
-        self._platform.synchronize()  # steps before this one may be under way, with memory of theirs
+        self._memory.synchronize()  # steps before this one may be under way, with memory of theirs
         self._release()
-        self._platform.empty_cache()
+        self._memory.empty_cache()
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            if not self._platform.is_out_of_memory(error):
+            if not self._memory.is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(self._message(f"in a {what()}, twice", error)) from error
 
@@ -95,14 +95,14 @@ def weights_bytes(model: nn.Module) -> int:
 class MemoryMeter:
     """Made before anything is loaded: whatever is taken then belongs to somebody else."""
 
-    def __init__(self, platform: Platform):
-        self._platform = platform
-        self._before = platform.memory_info() or _UNKNOWN
+    def __init__(self, memory: Memory):
+        self._memory = memory
+        self._before = memory.info() or _UNKNOWN
 
     def start_step(self) -> None:
         """What follows, up to `profile`, is the worst step."""
-        self._platform.empty_cache()
-        self._platform.reset_peak_memory()
+        self._memory.empty_cache()
+        self._memory.reset_peak()
 
     def settled_profile(self, weights_bytes: int) -> MemoryProfile:
         """Before any step: what stands, and no activations."""
@@ -112,10 +112,10 @@ class MemoryMeter:
     def peak_of(self, run: Callable[[], object]) -> int:
         """Bytes that `run` takes of the allocator at once; 0 where nothing is measured."""
         self.start_step()
-        before = self._platform.memory_info()
+        before = self._memory.info()
         run()
-        self._platform.synchronize()
-        after = self._platform.memory_info()
+        self._memory.synchronize()
+        after = self._memory.info()
         return after.peak_allocated_bytes - before.allocated_bytes if before and after else 0
 
     def profile(self, *, weights_bytes: int, cache_bytes: int, staging_bytes: int = 0) -> MemoryProfile:
@@ -124,12 +124,12 @@ class MemoryMeter:
         `weights_bytes`, by their shapes, is for platforms that measure nothing. `staging_bytes`: what `peak_of` found
         for the pictures of a next step.
         """
-        self._platform.synchronize()
-        info = self._platform.memory_info()
+        self._memory.synchronize()
+        info = self._memory.info()
         if info is None:
             return MemoryProfile(weights_bytes=weights_bytes)
-        self._platform.empty_cache()
-        settled = self._platform.memory_info() or info
+        self._memory.empty_cache()
+        settled = self._memory.info() or info
         before = self._before
         other = info.total_bytes - before.free_bytes
         return MemoryProfile(

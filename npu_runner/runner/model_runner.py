@@ -71,7 +71,7 @@ class ModelRunner(ModelRunnerBase):
         self.tp = tp or TensorParallel()
         self.platform = pick_platform(self.config.platform)
         self._enter("setting the device")
-        self.device = self.platform.set_device(self.tp.rank)
+        self.device = self.platform.devices.set_device(self.tp.rank)
         self.settings = resolve_settings(self.config, self.model_config, self.platform)
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.max_model_len = self.settings.max_model_len
@@ -84,10 +84,10 @@ class ModelRunner(ModelRunnerBase):
         most_tokens = max(1, self.max_model_len - 1)
         self.largest_image = checkpoint.processor.largest_image(most_tokens) if self.strategy.is_multimodal else None
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
-        self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)
+        self.guard = MemoryGuard(self.platform.memory, self.vision_cache.release, can_retry=self.tp.size == 1)
         # With one step after the other there is nothing that could be sent ahead of it.
         is_of_use = self.strategy.is_multimodal and self._schedules_ahead
-        self._side_stream = self.platform.side_stream() if is_of_use else None
+        self._side_stream = self.platform.memory.side_stream() if is_of_use else None
         self._start()
 
     def _start(self) -> None:
@@ -121,7 +121,7 @@ class ModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         self._progress("loading weights")
-        self._meter = MemoryMeter(self.platform)
+        self._meter = MemoryMeter(self.platform.memory)
         self.attention = self.platform.make_attention(
             self.config.attention_backend,
             num_heads=self.tp.share(self.model_config.num_heads, "num_attention_heads")[1],
@@ -163,7 +163,7 @@ class ModelRunner(ModelRunnerBase):
             # Variants do not depend on how much a step does, so a small one meets them all.
             few = min(_ROWS_AHEAD, self.settings.max_num_seqs)
             num_tokens = few * min(_TOKENS_A_ROW_AHEAD, self.max_model_len - 1)
-            self._compiled_late = self.platform.compile_ahead(lambda: self.dummy_run(num_tokens, few))
+            self._compiled_late = self.platform.devices.compile_ahead(lambda: self.dummy_run(num_tokens, few))
         self._progress("profiling memory")
         batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
         num_tokens = min(self.settings.max_num_batched_tokens, batch_size * (self.max_model_len - 1))
@@ -194,7 +194,7 @@ class ModelRunner(ModelRunnerBase):
         shape = StateShape(num_layers=len(self.model_config.state_layers), layer=self.delta_shape,
                            element_bytes=self.dtype.itemsize)
         plan = fit_states(
-            shape, profile, is_measured=self.platform.memory_info() is not None,
+            shape, profile, is_measured=self.platform.memory.info() is not None,
             memory_utilization=self.config.memory_utilization, reserved_bytes=self._reserved_bytes,
             max_num_seqs=self._wanted_num_seqs, is_given=self.config.max_num_seqs is not None,
             padding_of=self._most_padding,
@@ -206,7 +206,7 @@ class ModelRunner(ModelRunnerBase):
         if self.states is None or self.states.plan != plan:
             self.states = self.steps.states = None
             unbind_states(self.model)
-            self.platform.empty_cache()
+            self.platform.memory.empty_cache()
             self.states = StatePool(plan, shape, self.model, self.dtype, self.device)
         self.settings = dataclasses.replace(self.settings, max_num_seqs=num_seqs)
         self.steps = self._make_steps()
@@ -214,7 +214,7 @@ class ModelRunner(ModelRunnerBase):
     def allocate_kv_cache(self, profile: MemoryProfile) -> None:
         """Size the cache by the ledger, agree with the other ranks on the smallest, and bind it to the layers."""
         self._progress("allocating the KV cache")
-        is_measured = self.platform.memory_info() is not None
+        is_measured = self.platform.memory.info() is not None
         plan = plan_kv_cache(
             self._kv_shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.kv_cache_bytes,
             memory_utilization=self.config.memory_utilization,
@@ -243,7 +243,7 @@ class ModelRunner(ModelRunnerBase):
         self.steps.last_tokens_S.zero_()
         self.steps.tables.clear()
         parts.reset_states()
-        self.platform.synchronize()
+        self.platform.memory.synchronize()
 
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
@@ -266,7 +266,7 @@ class ModelRunner(ModelRunnerBase):
         # Where a chunk begins or ends within a picture, that goes through the tower whole.
         most = min(self.settings.max_num_batched_tokens, num_tokens + (batch_size + 1) * self.largest_image.num_tokens)
         return dummy_images(self.largest_image, most, self.checkpoint.processor.largest_image,
-                            is_measured=self.platform.memory_info() is not None)
+                            is_measured=self.platform.memory.info() is not None)
 
     @contextmanager
     def _serving_state_aside(self, batch_size: int) -> Iterator[None]:
@@ -358,7 +358,7 @@ class ModelRunner(ModelRunnerBase):
         del self.steps, self.model, self.k_cache, self.v_cache, self.states, self.attention, self.ops
         gc.collect()  # modules, compiled callables and their frames hold each other
         try:
-            self.platform.empty_cache()
+            self.platform.memory.empty_cache()
         except RuntimeError as failure:  # why the device failed has been said: closing comes after that
             logger.warning("the device did not take its memory back: %s", str(failure).strip().partition("\n")[0])
 
@@ -414,8 +414,8 @@ class ModelRunner(ModelRunnerBase):
             draws_greedily=self.ops.draws_greedily,
             allow_tokens=self.ops.allow_tokens,
             allowed_draw=self.ops.allowed_draw(),
-            download=self.platform.download,
-            host_buffer=self.platform.host_buffer,
+            download=self.platform.memory.download,
+            host_buffer=self.platform.memory.host_buffer,
             constrained=ConstrainedRows(self._matchers, self.checkpoint.processor.reasoning_tokens,
                                 self.checkpoint.end_token_ids),
         )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.side_stream import SideResult, SideStream
+from npu_runner.platforms.transfers import SideResult, SideStream
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies import LoadStrategy, StagedImages, VisionEmbeddings
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from npu_runner.checkpoint.model_config import PoolingConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.download import Download
+from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay
 
@@ -75,7 +75,7 @@ class PoolingStepRunner(StepRunner):
         if self.pooling.is_normalised:
             x_BD = normalised(x_BD)
         records = torch.cat([step.tensors["receipts"][:, None], x_BD.contiguous().view(torch.int32)], dim=1)
-        return PooledVectors(self.platform.download(records), dimensions_B.astype(np.int64))
+        return PooledVectors(self.platform.memory.download(records), dimensions_B.astype(np.int64))
 
     def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         step, vectors = under_way.step, under_way.sampled

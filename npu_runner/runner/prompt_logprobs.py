@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.download import Download
+from npu_runner.platforms.transfers import Download
 
 MAX_ROWS = 64
 

@@ -9,7 +9,7 @@ from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, RunnerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import Platform
+from npu_runner.platforms.platform import Platform
 
 MAX_COUNTED_TOKENS = 2**31 - 1
 

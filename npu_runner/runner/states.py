@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from npu_runner.config import GIB, MIB
 from npu_runner.layers.gated_delta import bind_states
 from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.transfers import HOST
 
 UNMEASURED_STATE_BYTES = GIB
 """Where memory is not measured, and nobody asked for a max_num_seqs."""
@@ -136,7 +137,7 @@ class StatePool:
     def aside(self, num_seqs: int) -> Iterator[None]:
         """What the first `num_seqs` slots hold is back afterwards. It waits in host memory: a device may have no room
         for it."""
-        kept = [tensor[:, :num_seqs].to("cpu", copy=True) for tensor in (self.conv_states, self.states)]
+        kept = [tensor[:, :num_seqs].to(HOST, copy=True) for tensor in (self.conv_states, self.states)]
         try:
             yield
         finally:

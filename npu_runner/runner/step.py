@@ -20,10 +20,11 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.models.contract import LanguageModel
-from npu_runner.platforms.base import AttentionBackend, Platform
-from npu_runner.platforms.download import Download
+from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
+from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
@@ -223,13 +224,13 @@ class StepRunner:
         self.tables.learn(batch.new_blocks_N3)
         arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW)
         bucket = self.buckets.find(batch.batch_size) if self.buckets and not batch.is_prefill else None
-        if self._newest is not None and self._rewrites_what_is_read(bucket):
+        if self._newest is not None and bucket is not None and self._waits_for_replay:
             self._newest.wait()
         if bucket is not None:
             self.fill(bucket, batch, arrays)
             return PreparedStep(batch, number, bucket.tensors, bucket.inputs, bucket, None)
         news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
-        tensors = to_device(self.platform, {**arrays, "table_news": news.flat}, self.device)
+        tensors = to_device(self.platform.memory, {**arrays, "table_news": news.flat}, self.device)
         tensors["block_tables"] = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)
         context_lens = batch.context_lens_B.tolist()
         tables_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
@@ -251,10 +252,9 @@ class StepRunner:
                           repeats_a_row=self.attention.pads_with_real_rows)
         slots_B = padded["table_slots"]
         news = self.tables.news(batch.new_blocks_N3, slots_B)
-        self.tables.write(send(bucket, news.flat, self.platform), news.num_entries, slots_B)
-        if self.attention.plans_replay:
-            self.attention.plan_replay(padded["context_lens"], self.tables.on_host_SW[slots_B])
-        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
+        self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_B)
+        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist(),
+                                            lambda: self.tables.on_host_SW[slots_B])
         return padded
 
     def launch(self, step: PreparedStep) -> Launched:
@@ -285,19 +285,16 @@ class StepRunner:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
-    def _rewrites_what_is_read(self, bucket: Bucket | None) -> bool:
-        """Whether preparing another step changes host memory that a step under way may still read."""
-        return self.attention.reuses_plan_memory or (bucket is not None and self._waits_for_replay)
-
     def _mark(self, step: PreparedStep, result: StepResult | None) -> Mark | None:
         """Where a later step asks whether this one has run, and nothing else can tell. Of one between two replays, too:
         the second one asks it alone."""
-        if result is not None or not (self.attention.reuses_plan_memory or self._waits_for_replay):
+        if result is not None or not self._waits_for_replay:
             return None
-        return Mark(self.platform.download(step.tensors["context_lens"][:1]))
+        return Mark(self.platform.memory.download(step.tensors["context_lens"][:1]))
 
     @property
     def _waits_for_replay(self) -> bool:
+        """Whether preparing a graph's step changes host memory that a step under way may still read."""
         return self.buckets is not None and self.buckets.compiler.waits_for_replay
 
     def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
@@ -344,7 +341,8 @@ class StepRunner:
         if batch.prompt_scores:
             scores = score_prompts(
                 batch, hidden_TD, step.tensors["prompt_targets"], keeps=self.sampler is not None,
-                max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits, download=self.platform.download)
+                max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits,
+                download=self.platform.memory.download)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]
         return Launched(self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0], scores)

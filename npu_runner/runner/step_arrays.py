@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.base import Platform
+from npu_runner.platforms.memory import Memory
 
 SAMPLER_ARRAYS = ("slots", "uniforms", "receipts")
 """What the sampler takes of each row that samples, beside its logits."""
@@ -119,10 +119,10 @@ def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
     return found
 
 
-def to_device(platform: Platform, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+def to_device(memory: Memory, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """All of `arrays` (int32, int64 or float32) on the device, through one copy."""
     layout, num_elements = plan_layout(arrays)
-    host = platform.host_buffer(num_elements)
+    host = memory.host_buffer(num_elements)
     for name, view in views(host, layout).items():
         view.numpy()[:] = arrays[name]
     buffer = torch.empty(num_elements, dtype=torch.int32, device=device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.errors import RequestError
-from npu_runner.platforms.upload import upload_together
+from npu_runner.platforms.transfers import upload_together
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.bad_words import Watch
 from npu_runner.sampling.logit_rules import LogitRules, RuleTable, logit_rules

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from npu_runner.platforms import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 # The rooms of the house (packages and modules of npu_runner), lowest floor first: each stands right above the highest
@@ -132,10 +136,31 @@ def test_the_core_imports_no_torch() -> None:
         assert not any(module.split(".")[0] == "torch" for module in imports(path)), path.name
 
 
+def literals(path: Path) -> Iterator[str]:
+    """The strings of a file's code; its docstrings, those under fields too, are not among them."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            yield node.value
+
+
 def test_nobody_above_a_platform_asks_which_one_it_is() -> None:
-    asking = [str(path.relative_to(ROOT)) for path in sources()
-              if room_of(path) != "platforms" and "device.type" in path.read_text()]
-    assert not asking
+    """Outside platforms/ no code has a platform's name for a string, asks a tensor where it lies, or imports a vendor's
+    folder; a docstring may explain what a default is."""
+    for path in [path for path in sources() if room_of(path) != "platforms"]:
+        assert not BUILT_IN.keys() & set(literals(path)), path
+        assert "device.type" not in path.read_text(), path
+        vendors = {module.split(".")[2] for module in imports(path) if module.startswith("npu_runner.platforms.")}
+        assert not BUILT_IN.keys() & vendors, path
+
+
+def test_a_platform_loads_no_torch_before_it_is_used() -> None:
+    """The doctor looks at hosts where that fails, and the process that shares out devices is to open none."""
+    code = ("import sys; from npu_runner.platforms import platforms; names = [each.name for each in platforms()]; "
+            "print(*names, {'torch', 'torch_npu', 'triton'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "npu cuda cpu set()\n"
 
 
 def test_no_file_is_too_long_to_read() -> None:

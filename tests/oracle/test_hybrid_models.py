@@ -15,8 +15,8 @@ from npu_runner import LLM
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.layers.gated_delta import gated_delta_shape
 from npu_runner.layers.parallel import TensorParallel
-from npu_runner.platforms.base import DecodeForward, GraphResourceError
 from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.graphs import DecodeForward, GraphResourceError
 from npu_runner.strategies import pick_strategy
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, runner_of
 from tests.oracle.test_families import TEXTS, prompts_of

@@ -83,7 +83,7 @@ def test_the_start_tries_no_larger_picture_than_a_prompt_has_room_for(path: Path
         pass
     assert seen, "the tower is tried at the start"
     # A merged token is four patches. Where no memory is measured a small picture takes the same path.
-    is_measured = pick_platform(platform_name).memory_info() is not None
+    is_measured = pick_platform(platform_name).memory.info() is not None
     assert max(seen) == 4 * (MAX_MODEL_LEN - 1 if is_measured else 64)
 
 

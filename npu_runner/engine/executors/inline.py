@@ -67,7 +67,7 @@ class InlineExecutor(Executor):
             raise
         except Exception as error:
             what = f"a {batch.describe()} failed: {type(error).__name__}: {error}"
-            if self._ready_runner().platform.is_device_failure(error):
+            if self._ready_runner().platform.devices.is_failure(error):
                 raise EngineDeadError(what) from error
             raise StepError(what) from error
 

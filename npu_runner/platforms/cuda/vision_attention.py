@@ -21,7 +21,7 @@ from torch import Tensor
 from npu_runner.platforms.cuda import split_vision_kernels, vision_kernels
 from npu_runner.platforms.cuda.attention_tiles import SPLIT_HEAD, SPLIT_TOWER, Tile, head_width
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.upload import upload
+from npu_runner.platforms.transfers import upload
 
 logger = logging.getLogger(__name__)
 

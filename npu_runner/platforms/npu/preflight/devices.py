@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from npu_runner.platforms.host import Check, Host, Outcome
 from npu_runner.platforms.npu import allocator_settings as alloc
 from npu_runner.platforms.npu.host_settings import A2, A3
 from npu_runner.platforms.npu.preflight.errors import explain
-from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome
 from npu_runner.platforms.npu.preflight.software import import_remedy
 from npu_runner.platforms.npu.versions import reads_torchs_alloc_conf
 

@@ -1,7 +1,7 @@
 """What the doctor looks at: one host, described by its environment, its folders and programs run on it.
 
-Everything that could crash or hang (importing torch_npu, loading a library of the vendor) runs in a process of its own.
-Knows nothing of what is right or wrong.
+Everything that could crash or hang (importing torch, loading a library of a vendor) runs in a process of its own. Knows
+nothing of what is right or wrong.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Host:
 
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     python: str = sys.executable
-    installation: Path = Path("/usr/local/Ascend")
-    """Where driver and toolkit are installed by default."""
+    software: Path = Path("/usr/local")
+    """Where vendors install drivers and toolkits."""
     device_files: Path = Path("/dev")
     shared_memory: Path = Path("/dev/shm")
     timeout_seconds: float = 180.0
