@@ -36,8 +36,8 @@ class RunnerConfig:
     """generate answers with text, pooling with vectors (/v1/embeddings, LLM.embed); auto: pooling where the
     checkpoint's modules.json (sentence-transformers) says so, else generate."""
     platform: str = "auto"
-    """npu, cuda, cpu, or the name of an installed package's; auto takes the usable one of highest priority, ours in
-    that order."""
+    """npu, cuda, cpu, or the name of an installed package's; auto takes the usable one of highest priority (ours: in
+    that order)."""
     dtype: str = "auto"
     """auto: the checkpoint's own, except on the cpu platform, which computes in float32."""
     load_format: str = "safetensors"

@@ -13,8 +13,12 @@ import torch_npu
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.devices import Communicators, Devices, Roles
 from npu_runner.platforms.memory import DeviceMemory, Memory
-from npu_runner.platforms.npu.allocator_settings import check_allocator
-from npu_runner.platforms.npu.host_settings import communicator_config, process_defaults, rank_defaults
+from npu_runner.platforms.npu.host_settings import (
+    check_allocator,
+    communicator_config,
+    process_defaults,
+    rank_defaults,
+)
 from npu_runner.platforms.npu.versions import cann_version, old_cann, old_wheel, soc_name, takes_argument
 
 logger = logging.getLogger(__name__)

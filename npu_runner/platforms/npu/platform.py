@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.npu.allocator_settings import allocator_defaults
-from npu_runner.platforms.npu.host_settings import check_graph_mode, most_graphs, process_defaults
+from npu_runner.platforms.npu.host_settings import allocator_defaults, check_graph_mode, most_graphs, process_defaults
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, soc_name
 from npu_runner.platforms.platform import Platform, PlatformDefaults
