@@ -9,14 +9,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from npu_runner.errors import RequestError
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.workers.pool import NOT_YET
 from npu_runner.serving.workers.prompts import Prepared, PromptProcessor, PromptTask, PromptWorkers
 
+NOT_YET: Any = object()
+"""What `requests` gives while it has none and may have one later."""
 # Tasks that wait for a worker hold the caller's pictures: no further request is read while they are larger together.
 MAX_AHEAD_BYTES = 1 << 29
 

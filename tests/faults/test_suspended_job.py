@@ -32,9 +32,14 @@ import json, sys
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 from tests.faults.worker_tasks import TakeSteps
 limits = PoolLimits(num_workers=2, task_timeout_seconds=1.5)
-with WorkerPool(TakeSteps(sys.argv[1], hangs={4}), iter(range(8)), limits) as pool:
+with WorkerPool(TakeSteps(sys.argv[1], hangs={4}), limits) as pool:
     found = {}
-    while (item := pool.get(None)) is not None:
+    for task in range(8):
+        pool.submit(task)
+    while len(found) < 8:
+        item = pool.get(1.0)
+        if item is None:
+            continue
         found[item.task] = item.result.code if isinstance(item.result, WorkerFailure) else item.result
         print("a result", file=sys.stderr, flush=True)
 print(json.dumps([found, pool.num_replaced]))

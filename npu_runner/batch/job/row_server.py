@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.serving.replicas.base import RawRow, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline import InlineReplica
-from npu_runner.serving.workers.pool import NOT_YET, PoolLimits, WorkerPool
+from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,6 @@ class RowServer(InlineReplica):
         super().__init__(name)
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
-        self._feed = _Feed()
         self._wants_grammars = threading.Event()
         """A row that was prepared has a grammar. Of use while the model loads."""
 
@@ -112,7 +110,7 @@ class RowServer(InlineReplica):
         )
         # Workers prepare the first rows while the model loads.
         self._pool: WorkerPool[InputRow] = self._open.enter_context(
-            WorkerPool(preprocessor, self._feed, self._plan.limits, self._plan.inherited, seen=self._look_at)
+            WorkerPool(preprocessor, self._plan.limits, self._plan.inherited, seen=self._look_at)
         )
 
     def _look_at(self, prepared: Any) -> None:
@@ -124,11 +122,11 @@ class RowServer(InlineReplica):
         self._loop = ServingLoop(self._engine, self._pool, name_of=self._plan.source.name, stamp=terms)
 
     def submit(self, run: RowRun) -> None:
-        self._feed.add([_input_row(row) for row in run.rows()])
-        self._pool.look_again()
+        for row in run.rows():
+            self._pool.submit(_input_row(row))
 
     def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        found = self._feed.take_back(num_rows)
+        found = [row.sequence for row in self._pool.take_back(num_rows)]
         if self._loop is not None and len(found) < num_rows:
             found += self._loop.give_back(num_rows - len(found), begun=begun)
         self._give_back(found)
@@ -172,31 +170,3 @@ def _input_row(row: RawRow) -> InputRow:
     if data is None:
         return InputRow(number, line, start, num_bytes, checksum)
     return CarriedRow(number, line, start, num_bytes, checksum, data)
-
-
-class _Feed:
-    """Rows that no worker has begun. Filled here, read by the pool's thread."""
-
-    def __init__(self) -> None:
-        self._rows: deque[InputRow] = deque()
-
-    def add(self, rows: Sequence[InputRow]) -> None:
-        self._rows.extend(rows)
-
-    def take_back(self, num_rows: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < num_rows:
-            try:
-                found.append(self._rows.pop().sequence)
-            except IndexError:
-                break
-        return found
-
-    def __iter__(self) -> _Feed:
-        return self
-
-    def __next__(self) -> InputRow:
-        try:
-            return self._rows.popleft()
-        except IndexError:
-            return NOT_YET  # type: ignore[no-any-return]

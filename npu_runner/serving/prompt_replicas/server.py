@@ -13,13 +13,12 @@ from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.prompt_feed import PromptFeed, ReadyRequest, Request
+from npu_runner.serving.prompt_feed import NOT_YET, PromptFeed, ReadyRequest, Request
 from npu_runner.serving.prompt_replicas.wire import pack_answer, unpack_request
 from npu_runner.serving.replicas.base import FinishedRow, RawRow, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.engine_loop import EngineLoop, Flight
 from npu_runner.serving.replicas.inline import InlineReplica
 from npu_runner.serving.workers.options import PreprocessingOptions
-from npu_runner.serving.workers.pool import NOT_YET
 from npu_runner.serving.workers.prompts import PromptWorkers
 from npu_runner.strategies.opened import open_checkpoint
 

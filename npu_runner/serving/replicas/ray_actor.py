@@ -18,9 +18,9 @@ import ray
 
 import npu_runner
 from npu_runner.errors import ConfigError
+from npu_runner.processes.byte_queue import ByteBoundedQueue
 from npu_runner.processes.channel import ChannelClosed
 from npu_runner.serving.replicas.base import Finished, Replica
-from npu_runner.serving.replicas.inbox import Inbox
 from npu_runner.serving.replicas.process_main import ReplicaHost
 from npu_runner.threads import wait_briefly
 
@@ -34,7 +34,7 @@ class _Link:
 
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.events = Inbox(_MAX_WAITING_BYTES)
+        self.events = ByteBoundedQueue(_MAX_WAITING_BYTES)
 
     def receive(self) -> tuple[Any, int]:
         message = self.commands.get()

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError
+from npu_runner.processes.byte_queue import ByteBoundedQueue
 from npu_runner.serving.replicas.base import Event, Replica, RowRun
-from npu_runner.serving.replicas.inbox import Inbox
 
 _MAX_INBOX_BYTES = 64 << 20
 
@@ -26,7 +26,7 @@ class RemoteReplica(Replica):
         self.name = name
         self.num_rows_ahead = num_rows_ahead
         self._make = make
-        self._inbox = Inbox(_MAX_INBOX_BYTES)
+        self._inbox = ByteBoundedQueue(_MAX_INBOX_BYTES)
         """Lists of events; an error is the last word."""
         self._failure: NpuRunnerError | None = None
 

@@ -6,8 +6,7 @@ Knows nothing of who asks, nor of what is done with a prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -160,12 +159,9 @@ class PromptWorkers:
         self._preparation = _Preparation(processor)
         self._limits = PoolLimits(
             num_workers=options.num_workers, task_timeout_seconds=options.preprocessing_timeout,
-            worker_memory_bytes=options.worker_memory_bytes, max_ready=max_ready, max_tasks=0,
+            worker_memory_bytes=options.worker_memory_bytes, max_ready=max_ready,
         )
         self._pool: WorkerPool[_Numbered] | None = None
-        self._queue: deque[_Numbered] = deque()
-        self._num_put = 0
-        self._pending_bytes: dict[int, int] = {}
         self._num_replaced = 0
 
     @property
@@ -178,33 +174,24 @@ class PromptWorkers:
         return self._limits.num_workers
 
     @property
-    def num_pending(self) -> int:
-        """Tasks that were put and whose prompts were not fetched."""
-        return len(self._pending_bytes)
-
-    @property
     def pending_bytes(self) -> int:
-        return sum(self._pending_bytes.values())
+        """Of tasks that were put and whose prompts were not fetched."""
+        return 0 if self._pool is None else self._pool.pending_bytes
 
     def put(self, number: int, task: PromptTask) -> None:
         """`task`: a sendable one; `number`: no pending one's."""
         if self._pool is None:
-            self._queue, self._num_put = deque(), 0
-            self._pool = WorkerPool(self._preparation, _taken_from(self._queue), self._limits)
-        self._pending_bytes[number] = task.num_chars + num_bytes(task.pictures)
-        self._queue.append(_Numbered(number, task))
-        self._num_put += 1
-        self._pool.allow(self._num_put)
+            self._pool = WorkerPool(self._preparation, self._limits)
+        self._pool.submit(_Numbered(number, task), task.num_chars + num_bytes(task.pictures))
 
     def get(self, timeout: float = 0.0) -> Prepared | None:
-        """What is prepared next; None when nothing is pending, or ready within `timeout` seconds.
+        """What is prepared next; None when nothing is ready within `timeout` seconds.
 
         Raises JobError when no worker can be kept alive.
         """
-        finished = self._pool.get(timeout) if self._pool is not None and self._pending_bytes else None
+        finished = None if self._pool is None else self._pool.get(timeout)
         if finished is None:
             return None
-        del self._pending_bytes[finished.task.number]
         result = finished.result
         if isinstance(result, WorkerFailure):
             result = RequestError(result.message, result.code)
@@ -219,9 +206,3 @@ class PromptWorkers:
             self._pool.close()
             self._num_replaced += self._pool.num_replaced
             self._pool = None
-        self._pending_bytes = {}
-
-
-def _taken_from(tasks: deque[_Numbered]) -> Iterator[_Numbered]:
-    while True:
-        yield tasks.popleft()
