@@ -46,7 +46,7 @@ from npu_runner.batch.job.driver import Driver, hooks_for
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.tally import Outcome, Tally
 from npu_runner.batch.rows.input_row import InputRow, RowSource
-from npu_runner.serving.replicas.base import (
+from npu_runner.serving.replica import (
     Begun,
     Event,
     Finished,

@@ -59,7 +59,7 @@ def test_a_layer_imports_only_what_stands_below_it(path: Path) -> None:
 FLOORS = {
     "batch": ["rows", "files", "job"],  # what a row is, where rows lie, what is done with them
     "prompts": ["media", "text", "prompts"],  # what a message shows, what it says, and both in one prompt
-    "serving": ["workers", "replicas", "serving", "prompt_replicas"],  # to prepare, to share out, both for one LLM
+    "serving": ["workers", "serving", "replicas", "calls"],  # to prepare, one loop, to share out, all for an LLM
 }
 
 

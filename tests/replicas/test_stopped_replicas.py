@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from npu_runner.errors import ReplicaDeadError
-from npu_runner.serving.replicas import process
-from npu_runner.serving.replicas.base import (
+from npu_runner.serving.replica import (
     Begun,
     Event,
     Finished,
@@ -30,6 +29,7 @@ from npu_runner.serving.replicas.base import (
     Returned,
     RowRun,
 )
+from npu_runner.serving.replicas import process
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
 from npu_runner.serving.replicas.placement import Placement
 from npu_runner.serving.replicas.process import ProcessReplica

@@ -10,7 +10,7 @@ import tempfile
 from typing import IO
 
 from npu_runner.batch.files.durable import late_file_errors
-from npu_runner.serving.replicas.base import FinishedRow
+from npu_runner.serving.replica import FinishedRow
 
 _MAX_BYTES_IN_MEMORY = 64 << 20
 # Files are written to their end and never in the middle: one goes when none of its rows waits any more.

@@ -13,7 +13,7 @@ import numpy as np
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_file import InputScan, RowFile
 from npu_runner.batch.rows.input_row import InputRow, row_key
-from npu_runner.serving.replicas.base import INDEX, LINE, NUM_BYTES, START, RowRun
+from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RowRun
 
 
 class RowBook:

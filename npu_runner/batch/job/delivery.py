@@ -13,7 +13,7 @@ from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.early_rows import EarlyRows
 from npu_runner.batch.job.tally import Outcome, Tally
-from npu_runner.serving.replicas.base import FinishedRow
+from npu_runner.serving.replica import FinishedRow
 
 MAX_ROWS_OUT_OF_ORDER = 4096
 

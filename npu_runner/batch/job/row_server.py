@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import npu_runner
-from npu_runner.batch.files.carried_rows import CarriedRow
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
-from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.serving import ServingLoop
-from npu_runner.batch.rows.input_row import InputRow, RowSource
-from npu_runner.batch.rows.preprocessing import PreparedRow, RowPreprocessor
+from npu_runner.batch.job.row_endpoint import RowEndpoint
+from npu_runner.batch.rows.input_row import RowSource
+from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.config import RunnerConfig
-from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.media import MediaRules
-from npu_runner.serving.replicas.base import RawRow, ReplicaFacts, RowRun
+from npu_runner.serving.engine_loop import max_waiting_requests
+from npu_runner.serving.replica import ReplicaFacts
 from npu_runner.serving.replicas.inline import InlineReplica
-from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
+from npu_runner.serving.workers.pool import PoolLimits
+
+
+class ModelSide(Protocol):
+    """A checkpoint that is about to be served: its processor is there at once, the engine takes its time to load."""
+
+    @property
+    def processor(self) -> Any:
+        """A ChatProcessor, or what does as one does; picklable."""
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """SamplingParams fields that the checkpoint sets."""
+
+    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """The engine, once it can serve; prompts of `processor` are what it takes. `wants_grammars`: LLMEngine's."""
+
+
+class CheckpointSide:
+    """A checkpoint folder and LLMEngine, which is given what was opened here."""
+
+    def __init__(self, config: RunnerConfig):
+        # torch comes with it: not before everything else is checked
+        from npu_runner.strategies.opened import open_checkpoint
+
+        self._checkpoint = open_checkpoint(config)
+        self.processor, self.generation_defaults = self._checkpoint.processor, self._checkpoint.generation_defaults
+
+    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """See ModelSide."""
+        from npu_runner.engine.llm_engine import LLMEngine
+
+        return LLMEngine(self._checkpoint, wants_grammars=wants_grammars)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +119,6 @@ class RowServer(InlineReplica):
         super().__init__(name)
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
-        self._wants_grammars = threading.Event()
-        """A row that was prepared has a grammar. Of use while the model loads."""
 
     def start(self, wake: Callable[[], None]) -> None:
         self._model = self._plan.open_model(self._plan.config)
@@ -109,33 +136,9 @@ class RowServer(InlineReplica):
             seed=self._plan.config.seed,
         )
         # Workers prepare the first rows while the model loads.
-        self._pool: WorkerPool[InputRow] = self._open.enter_context(
-            WorkerPool(preprocessor, self._plan.limits, self._plan.inherited, seen=self._look_at)
-        )
-
-    def _look_at(self, prepared: Any) -> None:
-        """In the pool's thread."""
-        if isinstance(prepared, PreparedRow) and getattr(prepared.params, "structured_outputs", None) is not None:
-            self._wants_grammars.set()
-
-    def begin(self, terms: Any) -> None:
-        self._loop = ServingLoop(self._engine, self._pool, name_of=self._plan.source.name, stamp=terms)
-
-    def submit(self, run: RowRun) -> None:
-        for row in run.rows():
-            self._pool.submit(_input_row(row))
-
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        found = [row.sequence for row in self._pool.take_back(num_rows)]
-        if self._loop is not None and len(found) < num_rows:
-            found += self._loop.give_back(num_rows - len(found), begun=begun)
-        self._give_back(found)
-
-    def _wait_to_begin(self) -> None:
-        self._pool.raise_failure()
-
-    def _num_workers_replaced(self) -> int:
-        return self._pool.num_replaced
+        self.endpoint = self._endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
+                                                     name_of=self._plan.source.name)
+        self._open.callback(self.endpoint.close)
 
     def _load(self) -> ReplicaFacts:
         with ExitStack() as hashing:
@@ -143,8 +146,8 @@ class RowServer(InlineReplica):
             folder = Path(self._plan.config.model)
             if self._plan.digest_threads:
                 digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
-            self._engine = self._open.enter_context(self._model.load(self._wants_grammars.is_set))
-            self._pool.raise_failure()
+            self._engine = self._open.enter_context(self._model.load(self._endpoint.wants_grammars.is_set))
+            self.endpoint.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs
         return ReplicaFacts(
@@ -163,10 +166,3 @@ class RowServer(InlineReplica):
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
             **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},
         }
-
-
-def _input_row(row: RawRow) -> InputRow:
-    number, line, start, num_bytes, checksum, data = row
-    if data is None:
-        return InputRow(number, line, start, num_bytes, checksum)
-    return CarriedRow(number, line, start, num_bytes, checksum, data)

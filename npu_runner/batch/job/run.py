@@ -28,11 +28,11 @@ from npu_runner.batch.job import delivery, manifest_check
 from npu_runner.batch.job.delivery import Delivery, OrderedDelivery
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
 from npu_runner.batch.job.job_outputs import make_report, save_summary
-from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.replica_plan import ReplicaPlan, planned_replicas, report_of
+from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobSummary, ReplicaReport
 from npu_runner.batch.job.tally import Tally
@@ -41,7 +41,7 @@ from npu_runner.checkpoint.location import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError
 from npu_runner.processes.patient_streams import PatientStream, patient_stderr
-from npu_runner.serving.replicas.base import ReplicaStats
+from npu_runner.serving.replica import ReplicaStats
 from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.row_queue import RowQueue
 from npu_runner.serving.workers.options import num_cpus

@@ -9,7 +9,7 @@ from typing import Any
 from npu_runner.batch.job.tally import Tally
 from npu_runner.errors import ConfigError, NpuRunnerError
 from npu_runner.request.outputs import EngineStats
-from npu_runner.serving.replicas.base import ReplicaStats
+from npu_runner.serving.replica import ReplicaStats
 
 
 @dataclass(frozen=True, kw_only=True)

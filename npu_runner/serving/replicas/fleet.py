@@ -16,7 +16,17 @@ from typing import Any
 
 from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
 from npu_runner.processes.stopwatch import Stopwatch
-from npu_runner.serving.replicas.base import Begun, Event, Finished, FinishedRow, Ready, ReplicaFacts, Returned, RowRun
+from npu_runner.serving.blame import GivenUp
+from npu_runner.serving.replica import (
+    Begun,
+    Event,
+    Finished,
+    FinishedRow,
+    Progressed,
+    Ready,
+    ReplicaFacts,
+    Returned,
+)
 from npu_runner.serving.replicas.load_balancer import LoadBalancer
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
 from npu_runner.serving.replicas.row_queue import RowQueue
@@ -27,19 +37,10 @@ ROOM_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenUp:
-    """A row that is given up: nobody else gets it."""
-
-    index: int
-    code: str
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class FleetHooks:
     """What the fleet asks of the driver."""
 
-    make_run: Callable[[Sequence[int]], RowRun]
+    make_run: Callable[[Sequence[int]], Any]
     """The rows of these indices, for a replica."""
     say: Callable[[str], None]
     """A line for the person who watches."""
@@ -67,8 +68,8 @@ class Fleet:
         self.states = [ReplicaState(number, make, self._woken.put) for number, make in enumerate(replicas)]
         self._balancer = LoadBalancer(self.states, rows, hooks.make_run)
         first = self.states[0].replica
-        self._works_here = len(self.states) == 1 and first is not None and not first.can_restart
-        """The only replica works in this thread, in its `poll`, and wakes nobody."""
+        self._works_here = first is not None and first.is_inline
+        """The only replica works in this thread."""
         self._look_at = 0.0
         self._without_room: Stopwatch | None = None
         self._facts: ReplicaFacts | None = None
@@ -171,8 +172,9 @@ class Fleet:
     def _poll_replicas(self, timeout_seconds: float) -> None:
         for state in self._whom_to_ask(timeout_seconds):
             try:
-                for event in state.poll(timeout_seconds if self._works_here else 0.0):
-                    self._take(state, event)
+                if state.replica is not None:
+                    for event in state.replica.poll(timeout_seconds if self._works_here else 0.0):
+                        self._take(state, event)
             except ReplicaDeadError as error:
                 self._retire(state, error)
             except NpuRunnerError as error:
@@ -232,6 +234,8 @@ class Fleet:
             state.begun.difference_update(event.indices)
             self._rows.put_back(event.indices)
             self._free(state)
+        elif isinstance(event, Progressed):
+            state.latest = event.stats
         elif isinstance(event, Ready):
             self._welcome(state, event.facts)
 
@@ -253,10 +257,9 @@ class Fleet:
 
     def _retire(self, state: ReplicaState, error: ReplicaDeadError) -> None:
         assert state.replica is not None, f"{state.name} died twice"
-        if not state.replica.can_restart:
-            raise error
-        under_way = state.begun if error.rows is None else state.held.intersection(error.rows)
-        under_way = set(under_way)
+        under_way = set(state.begun if error.rows is None else state.held.intersection(error.rows))
+        if not state.replica.can_restart or (state.replica.is_inline and not error.request_ids):
+            raise error  # where no row is the cause, the next engine of this process would die as well
         held = state.retire()
         is_last = not self._places()
         held -= self._record_death(under_way, error, is_last=is_last)

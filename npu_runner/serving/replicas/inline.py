@@ -1,4 +1,4 @@
-"""A replica in its caller's thread: makes events of what a loop over an engine does. Knows nothing of what a row is.
+"""A replica in its caller's thread: makes events of what the loop around an engine does. Knows no row's contents.
 
 Every other replica is one of these in a process of its own, on this host or on another one.
 """
@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from npu_runner.errors import NpuRunnerError
-from npu_runner.serving.replicas.base import (
+from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError
+from npu_runner.serving.engine_loop import Endpoint, EngineLoop
+from npu_runner.serving.replica import (
     Begun,
     Event,
     Finished,
@@ -23,7 +24,6 @@ from npu_runner.serving.replicas.base import (
     ReplicaStats,
     Returned,
 )
-from npu_runner.serving.replicas.engine_loop import EngineLoop
 
 _REPORT_SECONDS = 0.25
 
@@ -32,13 +32,16 @@ class InlineReplica(Replica):
     """Works in `poll`: the first one loads the model. What subclasses enter into `_open` ends with it."""
 
     can_restart = False
+    is_inline = True
+    endpoint: Endpoint
+    """Prepares the rows and writes their answers. Made by `start` or `_load`."""
 
     def __init__(self, name: str):
         self.name = name
         self._open = ExitStack()
         self._events: list[Event] = []
         self._engine: Any = None
-        self._loop: EngineLoop[Any] | None = None
+        self._loop: EngineLoop | None = None
         self._failure: NpuRunnerError | None = None
         self._report_at = 0.0
 
@@ -46,17 +49,38 @@ class InlineReplica(Replica):
     def _load(self) -> ReplicaFacts:
         """Have `_engine` loaded, and say what it is."""
 
-    @abstractmethod
-    def _wait_to_begin(self) -> None:
-        """Called while the engine is loaded and `begin` has not come. Raises what rows cannot be prepared for."""
+    def begin(self, terms: Any) -> None:
+        self.endpoint.begin(terms)
+        self._loop = EngineLoop(self._engine, self.endpoint)
 
-    @abstractmethod
-    def _num_workers_replaced(self) -> int:
-        """Preprocessing workers that died so far."""
+    def submit(self, run: Any) -> None:
+        self.endpoint.submit(run)
+
+    def recall(self, num_rows: int, *, begun: bool = False) -> None:
+        found = self.endpoint.take_back(num_rows)
+        if self._loop is not None and len(found) < num_rows:
+            found += self._loop.give_back(num_rows - len(found), begun=begun)
+        # What is under way is told without them.
+        self._events += [Returned(found), Progressed(self.stats())]
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        if self._failure is None:
-            self._work(timeout_seconds)
+        if self._failure is not None:
+            pass  # raised below, once all is told
+        elif self._engine is None:
+            self._events.append(Ready(self._load()))
+        elif self._loop is None:
+            self.endpoint.raise_failure()
+        else:
+            loop = self._loop
+            try:
+                loop.turn(0.0 if self._events else timeout_seconds)
+            except EngineDeadError as error:
+                self._failure = ReplicaDeadError(str(error), request_ids=error.request_ids, blame=error.blame,
+                                                 rows=loop.numbers_of(error.request_ids) or None)
+                self._failure.__cause__ = error
+            except NpuRunnerError as error:
+                self._failure = error
+            self._tell_of(loop)
         events, self._events = self._events, []
         if self._failure is not None and not events:
             raise self._failure
@@ -72,26 +96,10 @@ class InlineReplica(Replica):
         return ReplicaStats(
             engine=replace(self._engine.stats()),
             wait_seconds=0.0 if self._loop is None else self._loop.wait_seconds,
-            num_workers_replaced=self._num_workers_replaced(),
+            num_workers_replaced=self.endpoint.num_replaced,
         )
 
-    def _give_back(self, indices: list[int]) -> None:
-        """Rows that were asked back are the driver's again, and what is under way is told without them."""
-        self._events += [Returned(indices), Progressed(self.stats())]
-
-    def _work(self, timeout_seconds: float) -> None:
-        if self._engine is None:
-            self._events.append(Ready(self._load()))
-        elif self._loop is None:
-            self._wait_to_begin()
-        else:
-            self._serve(self._loop, 0.0 if self._events else timeout_seconds)
-
-    def _serve(self, loop: EngineLoop[Any], timeout_seconds: float) -> None:
-        try:
-            loop.turn(timeout_seconds)
-        except NpuRunnerError as error:
-            self._failure = error  # raised by the next `poll`: what was done before it is done
+    def _tell_of(self, loop: EngineLoop) -> None:
         if loop.begun:
             self._events.append(Begun(loop.begun))
         if loop.finished:

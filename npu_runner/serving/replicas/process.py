@@ -19,7 +19,7 @@ from npu_runner.errors import ReplicaDeadError
 from npu_runner.processes import process_token
 from npu_runner.processes.channel import Channel, ChannelClosed, Packed, pack
 from npu_runner.processes.child import Child, describe_exit
-from npu_runner.serving.replicas.base import Replica
+from npu_runner.serving.replica import Replica
 from npu_runner.serving.replicas.placement import Placement
 from npu_runner.serving.replicas.remote import RemoteReplica
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError
 from npu_runner.processes.byte_queue import ByteBoundedQueue
-from npu_runner.serving.replicas.base import Event, Replica, RowRun
+from npu_runner.serving.replica import Event, Replica
 
 _MAX_INBOX_BYTES = 64 << 20
 
@@ -45,7 +45,7 @@ class RemoteReplica(Replica):
     def begin(self, terms: Any) -> None:
         self._tell(("begin", terms))
 
-    def submit(self, run: RowRun) -> None:
+    def submit(self, run: Any) -> None:
         self._tell(("submit", run))
 
     def recall(self, num_rows: int, *, begun: bool = False) -> None:
