@@ -33,7 +33,7 @@ from npu_runner.serving.calls.prompt_service import LocalService, PromptService,
 from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.replicas.options import ReplicaOptions
 from npu_runner.serving.workers.options import PreprocessingOptions
-from npu_runner.serving.workers.prompts import PromptTask, chat_task, text_task
+from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, text_task
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids (a list, an array or a tensor), {"prompt": text or ids, "images": [PIL image or bytes, ...],

@@ -61,7 +61,7 @@ from npu_runner.serving.replica import (
 )
 from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.placement import Placement
-from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.row_queue import RowQueue
 
 MAX_ROWS = 512

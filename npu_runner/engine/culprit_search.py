@@ -10,7 +10,7 @@ import logging
 from npu_runner.core.batch import ScheduledBatch, probe_batch
 from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
-from npu_runner.engine.executors.base import Executor
+from npu_runner.engine.executors.executor import Executor
 from npu_runner.engine.quarantine import Quarantine
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError
 

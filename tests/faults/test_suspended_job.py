@@ -46,11 +46,11 @@ print(json.dumps([found, pool.num_replaced]))
 """
 FLEET = """
 import functools, sys
-from npu_runner.serving.replicas import process
+from npu_runner.serving.replicas import process_replica
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
 from npu_runner.serving.replicas.row_queue import RowQueue
 from tests.replicas.test_stopped_replicas import made, run_of
-process.STOPPED_SECONDS = 2.0
+process_replica.STOPPED_SECONDS = 2.0
 queue, answers = RowQueue(200), []
 queue.allow(0)
 hooks = FleetHooks(make_run=run_of, say=print, isolate=print, record_death=lambda *_: None)

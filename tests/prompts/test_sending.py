@@ -19,7 +19,7 @@ from npu_runner.prompts.prompt_forms import RawPrompt
 from npu_runner.prompts.sending import unread_file
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
-from npu_runner.serving.workers.prompts import NumberedTask, Preparation, PromptTask, chat_task, text_task
+from npu_runner.serving.workers.prompt_tasks import NumberedTask, Preparation, PromptTask, chat_task, text_task
 
 Workers = WorkerPool[NumberedTask]
 ORIENTATION = 0x0112

@@ -23,7 +23,7 @@ from npu_runner.serving.calls import prompt_service
 from npu_runner.serving.calls.prompt_endpoint import pack_answer
 from npu_runner.serving.calls.prompt_server import load_engine
 from npu_runner.serving.replicas.placement import Placement
-from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.workers.options import PreprocessingOptions
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.replicas.jobs import REPLICA, family, kill, processes, wait_until_gone

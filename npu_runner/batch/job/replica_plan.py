@@ -25,7 +25,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.serving.replica import Replica
 from npu_runner.serving.replicas.options import AUTO
 from npu_runner.serving.replicas.placement import Placement, place
-from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
 from npu_runner.serving.workers.options import num_cpus
 

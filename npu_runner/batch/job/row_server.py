@@ -20,7 +20,7 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.serving.engine_loop import max_waiting_requests
 from npu_runner.serving.replica import ReplicaFacts
-from npu_runner.serving.replicas.inline import InlineReplica
+from npu_runner.serving.replicas.inline_replica import InlineReplica
 from npu_runner.serving.workers.pool import PoolLimits
 
 

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.base import CLOSED, Executor, RunnerCounters
-from npu_runner.engine.executors.channel import RING_SIZE, Payloads, PhaseBoard, Record, Wire
+from npu_runner.engine.executors.executor import CLOSED, Executor, RunnerCounters
+from npu_runner.engine.executors.rank_channel import RING_SIZE, Payloads, PhaseBoard, Record, Wire
 from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
 from npu_runner.errors import EngineDeadError, RequestError, StepError, blame_for
 from npu_runner.grammars.matchers import Rule

@@ -25,7 +25,7 @@ from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.engine_loop import Endpoint, Flight, Prepared
 from npu_runner.serving.replica import FinishedRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
-from npu_runner.serving.workers.prompts import NumberedTask, Preparation, PromptTask
+from npu_runner.serving.workers.prompt_tasks import NumberedTask, Preparation, PromptTask
 
 Answer = RequestOutput | RequestError
 _TOKEN_TEXT = "token_text"

@@ -11,7 +11,7 @@ from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.serving.calls.prompt_endpoint import Answer, PromptEndpoint, pack_answer
 from npu_runner.serving.engine_loop import max_waiting_requests
 from npu_runner.serving.replica import ReplicaFacts
-from npu_runner.serving.replicas.inline import InlineReplica
+from npu_runner.serving.replicas.inline_replica import InlineReplica
 from npu_runner.serving.workers.options import PreprocessingOptions
 from npu_runner.serving.workers.pool import PoolLimits
 from npu_runner.strategies.opened import open_checkpoint

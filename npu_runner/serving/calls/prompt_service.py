@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from npu_runner.config import RunnerConfig
-from npu_runner.engine.executors.base import CLOSED
+from npu_runner.engine.executors.executor import CLOSED
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import EngineDeadError, ReplicaDeadError, RequestError
 from npu_runner.request.outputs import EngineStats, RequestOutput
@@ -30,11 +30,11 @@ from npu_runner.serving.replica import ReplicaFacts
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
 from npu_runner.serving.replicas.options import AUTO, ReplicaOptions
 from npu_runner.serving.replicas.placement import Placement, place
-from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, added
 from npu_runner.serving.replicas.row_queue import RowQueue
 from npu_runner.serving.workers.options import PreprocessingOptions, default_num_workers
-from npu_runner.serving.workers.prompts import PromptTask
+from npu_runner.serving.workers.prompt_tasks import PromptTask
 from npu_runner.strategies.opened import OpenedCheckpoint, open_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from npu_runner.processes.stopwatch import Stopwatch
 from npu_runner.serving.replica import Replica
 from npu_runner.serving.replicas.ray_actor import RayReplicaHost, size_of
 from npu_runner.serving.replicas.ray_cluster import Demand
-from npu_runner.serving.replicas.remote import RemoteReplica
+from npu_runner.serving.replicas.remote_replica import RemoteReplica
 
 # An actor that nobody has room for waits for ever, and Ray says nothing; one that has room is there sooner.
 WAITING_SECONDS = 30.0

@@ -21,7 +21,7 @@ from npu_runner.processes.channel import Channel, ChannelClosed, Packed, pack
 from npu_runner.processes.child import Child, describe_exit
 from npu_runner.serving.replica import Replica
 from npu_runner.serving.replicas.placement import Placement
-from npu_runner.serving.replicas.remote import RemoteReplica
+from npu_runner.serving.replicas.remote_replica import RemoteReplica
 
 STOPPED_SECONDS = 60.0
 _GRACE_SECONDS = 3.0
