@@ -71,7 +71,7 @@ class LLM:
     one with an iterator on either side, and inside such an iterator, a call is a RequestError.
     """
 
-    max_engine_restarts = 0
+    max_engine_restarts: float = 0
     """How often the engine of this process is loaded again when it has died, and its requests are tried again."""
 
     def __init__(self, model: str | Path, **settings: Any):

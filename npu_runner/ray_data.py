@@ -7,7 +7,7 @@ the pipeline pays for neither. Knows nothing of files.
 from __future__ import annotations
 
 import dataclasses
-import sys
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ class LLMPredictor:
         class RestartedLLM(LLM):
             """Its engine is loaded again as often as a row is the cause of its death."""
 
-            max_engine_restarts = sys.maxsize
+            max_engine_restarts = math.inf
 
         return RestartedLLM(self._model, **self._settings)
 

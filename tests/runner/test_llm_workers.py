@@ -117,7 +117,7 @@ def test_a_worker_that_is_killed_costs_no_answer(llm: LLM) -> None:
     (expected,) = llm.chat(CONVERSATION, GREEDY)
     (victim,) = workers_of(llm)
     os.kill(victim, signal.SIGSTOP)  # it cannot finish before it dies
-    pool: Any = llm._service._server.endpoint.pool  # type: ignore[attr-defined]
+    pool: Any = llm._service._server.pool  # type: ignore[attr-defined]
 
     def kill_at_work() -> None:
         while not any(worker.item for worker in list(pool._workers)):

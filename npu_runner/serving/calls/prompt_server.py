@@ -13,7 +13,7 @@ from npu_runner.serving.engine_loop import max_waiting_requests
 from npu_runner.serving.replica import ReplicaFacts
 from npu_runner.serving.replicas.inline_replica import InlineReplica
 from npu_runner.serving.workers.options import PreprocessingOptions
-from npu_runner.serving.workers.pool import PoolLimits
+from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 from npu_runner.strategies.opened import open_checkpoint
 
 
@@ -21,7 +21,6 @@ class PromptServer(InlineReplica):
     """The number of a row is the number of its request. `load`: gives the engine; `pack`: see PromptEndpoint."""
 
     num_rows_ahead = 0
-    endpoint: PromptEndpoint
 
     def __init__(self, load: Callable[[], LLMEngine], options: PreprocessingOptions, name: str, *,
                  pack: Callable[[Answer], Any] = pack_answer, can_restart: bool = False):
@@ -30,6 +29,8 @@ class PromptServer(InlineReplica):
         self._load_engine = load
         self._options = options
         self._pack = pack
+        self.pool: WorkerPool[Any] | None = None
+        """What prepares prompts; None: the model is not loaded yet."""
 
     def start(self, wake: Callable[[], None]) -> None:
         """The first `poll` loads the model; there are no requests before that is done."""
@@ -41,9 +42,10 @@ class PromptServer(InlineReplica):
             num_workers=self._options.num_workers, task_timeout_seconds=self._options.preprocessing_timeout,
             worker_memory_bytes=self._options.worker_memory_bytes, max_ready=max_waiting,
         )  # fmt: skip
-        self.endpoint = PromptEndpoint(engine.processor, limits, max_source_pixels=engine.config.max_source_pixels,
-                                       pack=self._pack)
-        self._open.callback(self.endpoint.close)
+        endpoint = PromptEndpoint(engine.processor, limits, max_source_pixels=engine.config.max_source_pixels,
+                                  pack=self._pack)
+        self.endpoint, self.pool = endpoint, endpoint.pool
+        self._open.callback(endpoint.close)
         return ReplicaFacts(
             version=npu_runner.__version__, settings=engine.describe(), ledger=engine.ledger,
             max_rows=engine.max_num_seqs + 2 * max_waiting + limits.num_workers,

@@ -121,7 +121,7 @@ class PromptService(ABC):
         if self._failure is not None:
             raise self._failure
 
-    def _made_fleet(self, replicas: Sequence[MakeReplica], max_restarts: int) -> Fleet:
+    def _made_fleet(self, replicas: Sequence[MakeReplica], max_restarts: float) -> Fleet:
         self._rows = RowQueue(sys.maxsize)
         self._rows.allow(0)
         self._rows.forget(self.num_requests)
@@ -152,7 +152,7 @@ class LocalService(PromptService):
     `max_restarts`: how often it is loaded again when it died; where it is not, that ends the service.
     """
 
-    def __init__(self, config: RunnerConfig, options: PreprocessingOptions, max_restarts: int = 0):
+    def __init__(self, config: RunnerConfig, options: PreprocessingOptions, max_restarts: float = 0):
         checkpoint = open_checkpoint(config)
         super().__init__(checkpoint, checkpoint.config)
         self._options = options
@@ -170,12 +170,12 @@ class LocalService(PromptService):
     @property
     def workers(self) -> list[int]:
         """Process ids of the preprocessing workers."""
-        return self._server.endpoint.pool.worker_pids()
+        return [] if self._server.pool is None else self._server.pool.worker_pids()
 
     def forget(self) -> None:
         """Nothing is repaired, all is made again but the engine, which is reset."""
         with self._lock:
-            self._server.endpoint.close()
+            self._close_workers()
             self._engine.reset()
             self._begin()
 
@@ -187,9 +187,13 @@ class LocalService(PromptService):
         with self._lock:
             self._failure = self._failure or EngineDeadError(CLOSED)
             try:
-                self._server.endpoint.close()
+                self._close_workers()
             finally:
                 self._engine.close()
+
+    def _close_workers(self) -> None:
+        if self._server.pool is not None:
+            self._server.pool.close()
 
     def _begin(self) -> None:
         """With the engine that there is. Requests that are held are nobody's."""
@@ -222,7 +226,8 @@ class LocalService(PromptService):
         return run
 
     def _has_room(self, unanswered: dict[int, int]) -> bool:
-        return len(unanswered) < self._max_ahead and self._server.endpoint.pool.pending_bytes < MAX_AHEAD_BYTES
+        pool = self._server.pool
+        return len(unanswered) < self._max_ahead and (pool is None or pool.pending_bytes < MAX_AHEAD_BYTES)
 
     def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
         with self._lock:

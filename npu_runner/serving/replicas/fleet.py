@@ -7,6 +7,7 @@ come, and goes to another when the one that had it is dead.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +60,7 @@ class Fleet:
     nobody gets from the beginning.
     """
 
-    def __init__(self, replicas: Sequence[MakeReplica], rows: RowQueue, hooks: FleetHooks, *, max_restarts: int = 0,
+    def __init__(self, replicas: Sequence[MakeReplica], rows: RowQueue, hooks: FleetHooks, *, max_restarts: float = 0,
                  given_up: Sequence[GivenUp] = ()):
         self._rows = rows
         self._hooks = hooks
@@ -264,7 +265,8 @@ class Fleet:
         is_last = not self._places()
         held -= self._record_death(under_way, error, is_last=is_last)
         self._rows.put_back(held)
-        restarts = f"started again ({state.num_deaths} of {self._max_restarts})"
+        limit = "" if math.isinf(self._max_restarts) else f" of {self._max_restarts}"
+        restarts = f"started again ({state.num_deaths}{limit})"
         what = restarts if state.num_deaths <= self._max_restarts else "not started again (max_replica_restarts)"
         self._hooks.say(f"{error}; {len(held)} rows that it had go to whoever is there, {len(under_way)} of them were "
                         f"under way; {what}")
