@@ -28,7 +28,7 @@ from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, Requ
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.calls.prompt_endpoint import Request
+from npu_runner.serving.calls.prompt_server import Request
 from npu_runner.serving.calls.prompt_service import LocalService, PromptService, ReplicaService
 from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.replicas.options import ReplicaOptions

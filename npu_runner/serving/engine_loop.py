@@ -1,7 +1,7 @@
 """The one loop around an engine: admit what an endpoint has prepared, step, hand what is finished to the endpoint.
 
 An `Endpoint` prepares requests and writes their answers: rows of a job (batch/job/row_endpoint.py), prompts of `LLM`
-and Ray Data (prompt_endpoint.py). The loop works in its caller's thread. Knows nothing of files.
+and Ray Data (calls/prompt_server.py). The loop works in its caller's thread. Knows nothing of files.
 """
 
 from __future__ import annotations

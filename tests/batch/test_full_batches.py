@@ -13,7 +13,7 @@ from npu_runner.core.sequence import Sequence
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.calls.prompt_endpoint import PromptEndpoint
+from npu_runner.serving.calls.prompt_server import PromptEndpoint
 from npu_runner.serving.engine_loop import EngineLoop, Flight, Prepared
 from npu_runner.serving.replica import FinishedRow
 

@@ -20,8 +20,7 @@ from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, RequestError
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.calls import prompt_service
-from npu_runner.serving.calls.prompt_endpoint import pack_answer
-from npu_runner.serving.calls.prompt_server import load_engine
+from npu_runner.serving.calls.prompt_server import load_engine, pack_answer
 from npu_runner.serving.replicas.placement import Placement
 from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.workers.options import PreprocessingOptions

@@ -24,8 +24,14 @@ from npu_runner.errors import EngineDeadError, ReplicaDeadError, RequestError
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.serving.blame import LoneDeaths
-from npu_runner.serving.calls.prompt_endpoint import Answer, Request, pack_answer, unpack_answer
-from npu_runner.serving.calls.prompt_server import PromptServer, load_engine
+from npu_runner.serving.calls.prompt_server import (
+    Answer,
+    PromptServer,
+    Request,
+    load_engine,
+    pack_answer,
+    unpack_answer,
+)
 from npu_runner.serving.replica import ReplicaFacts
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
 from npu_runner.serving.replicas.options import AUTO, ReplicaOptions
