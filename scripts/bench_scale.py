@@ -45,7 +45,7 @@ from npu_runner.batch.job.driver import Driver, hooks_for
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.summary import Outcome, Tally
 from npu_runner.batch.rows.input_row import RowSource
-from npu_runner.serving.replicas.base import (
+from npu_runner.serving.replica import (
     Begun,
     Event,
     Finished,
@@ -60,7 +60,7 @@ from npu_runner.serving.replicas.base import (
 )
 from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.placement import Placement
-from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.row_queue import RowQueue
 
 MAX_ROWS = 512

@@ -16,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from npu_runner.core.batch import ScheduledBatch, probe_batch
 from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
-from npu_runner.engine.executors.base import Executor
+from npu_runner.engine.executors.executor import Executor
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError
 
 logger = logging.getLogger(__name__)

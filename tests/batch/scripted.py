@@ -25,7 +25,7 @@ from npu_runner.errors import RequestError
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.replicas.base import RawRow
+from npu_runner.serving.replica import RawRow
 
 
 @dataclass(frozen=True)

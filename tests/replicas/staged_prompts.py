@@ -7,8 +7,8 @@ import signal
 from typing import Any
 
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.prompt_replicas.server import PromptServer
-from npu_runner.serving.replicas.base import ReplicaFacts
+from npu_runner.serving.calls.prompt_server import PromptServer
+from npu_runner.serving.replica import ReplicaFacts
 
 POISON = [7, 7, 7, 7]
 

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from npu_runner.batch.job.delivery import EarlyRows
-from npu_runner.serving.replicas.base import FinishedRow
+from npu_runner.serving.replica import FinishedRow
 
 
 def open_files() -> int:

@@ -12,7 +12,7 @@ import pytest
 from npu_runner import LLM, SamplingParams
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.steps_under_way import StepsUnderWay
-from npu_runner.engine.executors.base import Executor
+from npu_runner.engine.executors.executor import Executor
 from npu_runner.runner.base import ModelRunnerOutput
 
 PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]

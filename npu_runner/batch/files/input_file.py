@@ -26,7 +26,7 @@ from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
 from npu_runner.batch.rows.shape import PIECE_BYTES, NameReader
 from npu_runner.errors import ConfigError, JobError
-from npu_runner.serving.replicas.base import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
+from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
 
 STANDARD_STREAM = "-"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -13,7 +13,7 @@ import numpy as np
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_file import InputScan, RowFile
 from npu_runner.batch.rows.input_row import row_key
-from npu_runner.serving.replicas.base import NUM_BYTES, START, RawRow, RowRun
+from npu_runner.serving.replica import NUM_BYTES, START, RawRow, RowRun
 
 
 class RowBook:

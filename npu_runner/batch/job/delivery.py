@@ -15,7 +15,7 @@ from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.job.summary import Outcome, Tally
-from npu_runner.serving.replicas.base import FinishedRow
+from npu_runner.serving.replica import FinishedRow
 
 MAX_ROWS_OUT_OF_ORDER = 4096
 _MAX_BYTES_IN_MEMORY = 64 << 20

@@ -9,27 +9,27 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from npu_runner.batch.files.input_file import STANDARD_STREAM, CarriedRows, RowFile, SharedFile
-from npu_runner.batch.job.model_side import ModelSide
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.remote_server import RemotePlan, SharedInput
-from npu_runner.batch.job.row_server import RowServer, ServerPlan, num_rows_ahead, server_plan
+from npu_runner.batch.job.row_server import ModelSide, RowServer, ServerPlan, num_rows_ahead, server_plan
 from npu_runner.batch.job.summary import ReplicaReport
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
-from npu_runner.serving.replicas.base import Replica
+from npu_runner.serving.replica import Replica
 from npu_runner.serving.replicas.options import AUTO
 from npu_runner.serving.replicas.placement import Placement, place
-from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
 from npu_runner.serving.workers.options import num_cpus
 
 _MAX_DIGEST_THREADS = 4
+_REMEDY = "leave --shared-input out, and rows travel with their bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,3 +170,45 @@ def _shared_input(options: BatchOptions, source: RowFile) -> SharedInput | None:
     if options.input == STANDARD_STREAM:
         raise ConfigError("shared_input: standard input has no path that another host could see; leave it out")
     return SharedInput(path=str(Path(options.input).resolve()), num_bytes=os.fstat(source.descriptor).st_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedInput:
+    """The input as the driver sees it."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemotePlan:
+    """A plan without descriptors. `shared_input`: what its source reads; None where rows bring their bytes."""
+
+    server: ServerPlan
+    name: str
+    shared_input: SharedInput | None = None
+
+    def __call__(self) -> RowServer:
+        """Called on the other host."""
+        host = f"{self.name} on host {socket.gethostname()}"
+        if not Path(self.server.config.model).is_dir():
+            raise ConfigError(f"{host}: there is no folder {self.server.config.model}; put the model where every host "
+                              "sees it under the same path")
+        media = self.server.media.allowed_dir
+        if media is not None and not Path(media).is_dir():
+            raise ConfigError(f"{host}: there is no folder {media} (allowed_media_dir); pictures are read where the "
+                              "replica is")
+        if self.shared_input is not None:
+            _look_at(self.shared_input, host)
+        return RowServer(self.server, self.name)
+
+
+def _look_at(shared: SharedInput, host: str) -> None:
+    """Another file of the same size is known by the checksums of its rows."""
+    try:
+        with open(shared.path, "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ConfigError(f"{host}: input {shared.path} cannot be read ({error.strerror}); {_REMEDY}") from error
+    if found < shared.num_bytes:
+        raise ConfigError(f"{host}: input {shared.path} has {found} bytes there and {shared.num_bytes} here; {_REMEDY}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
 import warnings
 from collections import Counter
@@ -38,11 +37,12 @@ from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.media import load_media
 from npu_runner.prompts.media.video_files import VideoFile
 from npu_runner.request.limits import LIMITS
-from npu_runner.serving.replicas.base import RawRow
+from npu_runner.serving.replica import RawRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 
 _MAX_THUMBNAILS_PER_ROW = 8
 _MAX_TEXT = 4000
+_MAX_PENDING = 64  # pictures on their way to a worker and back
 _MAX_KINDS = 40
 _MOST_FIELDS = 60
 _MOST_CHARS = 400
@@ -183,14 +183,19 @@ def _lay_out(pairs: Iterator[tuple[dict[str, Any], dict[str, Any]]], cards: list
 
 def _fill_in(cards: list[Card], pictures: Iterator[_Picture], thumbnails: ThumbnailMaker, worker: PoolLimits) -> None:
     """Let a worker make the pictures. One that cannot be made, or takes the worker with it, stays None."""
-    first = next(pictures, None)
-    if first is None:  # all rows are looked at by now, and no worker is needed
-        return
-    with WorkerPool(_OfPicture(thumbnails), itertools.chain([first], pictures), worker) as pool:
-        while not pool.is_over:
-            finished = pool.get(None)
-            if finished is not None and isinstance(finished.result, str):
-                cards[finished.task.card].pictures[finished.task.place] = finished.result
+    num_pending = 0
+    with WorkerPool(_OfPicture(thumbnails), worker) as pool:
+        while True:
+            while num_pending < _MAX_PENDING and (picture := next(pictures, None)) is not None:
+                pool.submit(picture)
+                num_pending += 1
+            if not num_pending:  # all rows are looked at by now
+                return
+            finished = pool.get(1.0)
+            if finished is not None:
+                num_pending -= 1
+                if isinstance(finished.result, str):
+                    cards[finished.task.card].pictures[finished.task.place] = finished.result
 
 
 @dataclass(frozen=True)

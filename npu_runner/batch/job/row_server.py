@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import npu_runner
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
-from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.serving import ServingLoop
+from npu_runner.batch.job.row_endpoint import RowEndpoint
 from npu_runner.batch.rows.input_row import RowSource
-from npu_runner.batch.rows.preprocessing import PreparedRow, RowPreprocessor
+from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.config import RunnerConfig
-from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.media import MediaRules
-from npu_runner.serving.replicas.base import RawRow, ReplicaFacts, RowRun
-from npu_runner.serving.replicas.inline import InlineReplica
-from npu_runner.serving.workers.pool import NOT_YET, PoolLimits, WorkerPool
+from npu_runner.serving.engine_loop import max_waiting_requests
+from npu_runner.serving.replica import ReplicaFacts
+from npu_runner.serving.replicas.inline_replica import InlineReplica
+from npu_runner.serving.workers.pool import PoolLimits
+
+
+class ModelSide(Protocol):
+    """A checkpoint that is about to be served: its processor is there at once, the engine takes its time to load."""
+
+    @property
+    def processor(self) -> Any:
+        """A ChatProcessor, or what does as one does; picklable."""
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """SamplingParams fields that the checkpoint sets."""
+
+    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """The engine, once it can serve; prompts of `processor` are what it takes. `wants_grammars`: LLMEngine's."""
+
+
+class CheckpointSide:
+    """A checkpoint folder and LLMEngine, which is given what was opened here."""
+
+    def __init__(self, config: RunnerConfig):
+        # torch comes with it: not before everything else is checked
+        from npu_runner.strategies.opened import open_checkpoint
+
+        self._checkpoint = open_checkpoint(config)
+        self.processor, self.generation_defaults = self._checkpoint.processor, self._checkpoint.generation_defaults
+
+    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """See ModelSide."""
+        from npu_runner.engine.llm_engine import LLMEngine
+
+        return LLMEngine(self._checkpoint, wants_grammars=wants_grammars)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +119,6 @@ class RowServer(InlineReplica):
         super().__init__(name)
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
-        self._feed = _Feed()
-        self._wants_grammars = threading.Event()
-        """A row that was prepared has a grammar. Of use while the model loads."""
 
     def start(self, wake: Callable[[], None]) -> None:
         self._model = self._plan.open_model(self._plan.config)
@@ -110,33 +136,9 @@ class RowServer(InlineReplica):
             seed=self._plan.config.seed,
         )
         # Workers prepare the first rows while the model loads.
-        self._pool: WorkerPool[RawRow] = self._open.enter_context(
-            WorkerPool(preprocessor, self._feed, self._plan.limits, self._plan.inherited, seen=self._look_at)
-        )
-
-    def _look_at(self, prepared: Any) -> None:
-        """In the pool's thread."""
-        if isinstance(prepared, PreparedRow) and getattr(prepared.params, "structured_outputs", None) is not None:
-            self._wants_grammars.set()
-
-    def begin(self, terms: Any) -> None:
-        self._loop = ServingLoop(self._engine, self._pool, name_of=self._plan.source.name, stamp=terms)
-
-    def submit(self, run: RowRun) -> None:
-        self._feed.add(list(run.rows()))
-        self._pool.look_again()
-
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        found = self._feed.take_back(num_rows)
-        if self._loop is not None and len(found) < num_rows:
-            found += self._loop.give_back(num_rows - len(found), begun=begun)
-        self._give_back(found)
-
-    def _wait_to_begin(self) -> None:
-        self._pool.raise_failure()
-
-    def _num_workers_replaced(self) -> int:
-        return self._pool.num_replaced
+        self.endpoint = self._endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
+                                                     name_of=self._plan.source.name)
+        self._open.callback(self.endpoint.close)
 
     def _load(self) -> ReplicaFacts:
         with ExitStack() as hashing:
@@ -144,8 +146,8 @@ class RowServer(InlineReplica):
             folder = Path(self._plan.config.model)
             if self._plan.digest_threads:
                 digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
-            self._engine = self._open.enter_context(self._model.load(self._wants_grammars.is_set))
-            self._pool.raise_failure()
+            self._engine = self._open.enter_context(self._model.load(self._endpoint.wants_grammars.is_set))
+            self.endpoint.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs
         return ReplicaFacts(
@@ -164,31 +166,3 @@ class RowServer(InlineReplica):
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
             **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},
         }
-
-
-class _Feed:
-    """Rows that no worker has begun. Filled here, read by the pool's thread."""
-
-    def __init__(self) -> None:
-        self._rows: deque[RawRow] = deque()
-
-    def add(self, rows: Sequence[RawRow]) -> None:
-        self._rows.extend(rows)
-
-    def take_back(self, num_rows: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < num_rows:
-            try:
-                found.append(self._rows.pop().number)
-            except IndexError:
-                break
-        return found
-
-    def __iter__(self) -> _Feed:
-        return self
-
-    def __next__(self) -> RawRow:
-        try:
-            return self._rows.popleft()
-        except IndexError:
-            return NOT_YET  # type: ignore[no-any-return]

@@ -27,12 +27,12 @@ from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.delivery import Delivery, delivery_for, window_of
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
-from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.replica_plan import planned_replicas, report_of
 from npu_runner.batch.job.report import make_report
+from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobRecord, JobSummary, Tally
 from npu_runner.batch.rows.openai_response import JobStamp

@@ -15,7 +15,7 @@ from typing import Any
 from npu_runner.batch.files.place import Place
 from npu_runner.errors import ConfigError, NpuRunnerError
 from npu_runner.request.outputs import EngineStats, RequestOutput
-from npu_runner.serving.replicas.base import ReplicaStats
+from npu_runner.serving.replica import ReplicaStats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from npu_runner.batch.rows.shape import NameReader
-from npu_runner.serving.replicas.base import RawRow
+from npu_runner.serving.replica import RawRow
 
 KEY_BYTES = 16
 CHECKSUM_BYTES = 8

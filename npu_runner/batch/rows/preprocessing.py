@@ -18,7 +18,7 @@ from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.request.limits import LIMITS
-from npu_runner.serving.replicas.base import RawRow
+from npu_runner.serving.replica import RawRow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.config import RunnerConfig
-from npu_runner.engine.executors.channel import RING_SIZE, Payloads, PhaseBoard, Record, Wire
+from npu_runner.engine.executors.rank_channel import RING_SIZE, Payloads, PhaseBoard, Record, Wire
 from npu_runner.errors import EngineDeadError, NpuRunnerError
 
 if TYPE_CHECKING:  # torch comes with it, and is loaded once the rank has said that it starts
@@ -163,7 +163,7 @@ class _Server:
 
     def collect(self) -> None:
         """Answer the oldest step."""
-        from npu_runner.engine.executors.inline import runner_counters
+        from npu_runner.engine.executors.inline_executor import runner_counters
 
         step = self.under_way.popleft()
         output = self._runner.collect(step.handle)

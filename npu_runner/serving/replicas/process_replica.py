@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import queue
 import socket
 import sys
 import threading
@@ -16,12 +17,11 @@ from typing import Any
 
 from npu_runner.errors import ReplicaDeadError
 from npu_runner.processes import process_token
-from npu_runner.processes.channel import Channel, ChannelClosed
+from npu_runner.processes.channel import Channel, ChannelClosed, Packed, pack
 from npu_runner.processes.child import Child, describe_exit
-from npu_runner.serving.replicas.base import Replica
-from npu_runner.serving.replicas.outbox import Outbox
+from npu_runner.serving.replica import Replica
 from npu_runner.serving.replicas.placement import Placement
-from npu_runner.serving.replicas.remote import RemoteReplica
+from npu_runner.serving.replicas.remote_replica import RemoteReplica
 
 STOPPED_SECONDS = 60.0
 _GRACE_SECONDS = 3.0
@@ -108,3 +108,32 @@ class ProcessReplica(RemoteReplica):
     def _look_after(self) -> None:
         if self._started.is_stopped_for(STOPPED_SECONDS):
             self._failure = ReplicaDeadError(f"it has been stopped for {STOPPED_SECONDS:g} seconds (SIGSTOP)")
+
+
+class Outbox:
+    """Sends over `channel` what is put here, in order, in a thread of its own: who hands messages in never waits for a
+    process that does not read. Who hands them in bounds the rows that are in them.
+
+    Once the other side is gone messages are dropped: whoever receives from it sees its end.
+    """
+
+    def __init__(self, channel: Channel, name: str):
+        self._channel = channel
+        self._messages: queue.SimpleQueue[Packed | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name=name, daemon=True)
+        self._writer.start()
+
+    def put(self, message: Any) -> None:
+        """Returns at once. Raises what pickling it raises."""
+        self._messages.put(pack(message))
+
+    def join(self) -> None:
+        """Wait for the thread. The caller has shut the connection down before, or it would send all there is first."""
+        self._messages.put(None)
+        self._writer.join()
+
+    def _write(self) -> None:
+        with contextlib.suppress(ChannelClosed):
+            while (message := self._messages.get()) is not None:
+                self._channel.send_packed(message)
+                del message  # pictures of many rows, perhaps, and the next message may be long in coming

@@ -1,4 +1,4 @@
-"""Prepares prompts in worker processes that start with the first one and stay. Imports neither torch nor an engine.
+"""Prompts that are to be prepared, in this process or in a worker. Imports neither torch nor an engine.
 
 Knows nothing of who asks, nor of what is done with a prompt.
 """
@@ -6,8 +6,7 @@ Knows nothing of who asks, nor of what is done with a prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -15,11 +14,9 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.prompt_forms import RawPrompt
-from npu_runner.prompts.sending import checked_conversation, num_bytes, sendable_pictures
+from npu_runner.prompts.sending import checked_conversation, sendable_pictures
 from npu_runner.prompts.text.messages import check_ending
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.serving.workers.options import PreprocessingOptions
-from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 
 # To tokenize this many characters takes about as long as to send them to a worker and to take the tokens back.
 _LEAST_CHARS = 4096
@@ -125,103 +122,21 @@ def text_task(raw: RawPrompt) -> TextTask:
 
 
 @dataclass(frozen=True)
-class _Numbered:
+class NumberedTask:
+    """`number`: by which whoever asked knows it."""
+
     number: int
     task: PromptTask
 
 
 @dataclass(frozen=True)
-class _Preparation:
+class Preparation:
     """What workers apply to tasks."""
 
     processor: PromptProcessor
 
-    def __call__(self, numbered: _Numbered) -> PromptInputs | RequestError:
+    def __call__(self, numbered: NumberedTask) -> PromptInputs | RequestError:
         try:
             return numbered.task.prepare(self.processor)
         except RequestError as error:
             return error
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A prompt, or the error that it came to. `num_bytes`: what it takes."""
-
-    number: int
-    prompt: PromptInputs | RequestError
-    num_bytes: int
-
-
-class PromptWorkers:
-    """The workers of one processor. After an exception out of any method: `close`, which may itself be repeated."""
-
-    def __init__(self, processor: PromptProcessor, options: PreprocessingOptions, *, max_ready: int):
-        """`max_ready`: most prepared prompts that wait to be fetched."""
-        self._preparation = _Preparation(processor)
-        self._limits = PoolLimits(
-            num_workers=options.num_workers, task_timeout_seconds=options.preprocessing_timeout,
-            worker_memory_bytes=options.worker_memory_bytes, max_ready=max_ready, max_tasks=0,
-        )
-        self._pool: WorkerPool[_Numbered] | None = None
-        self._queue: deque[_Numbered] = deque()
-        self._num_put = 0
-        self._pending_bytes: dict[int, int] = {}
-        self._num_replaced = 0
-
-    @property
-    def num_replaced(self) -> int:
-        """Workers that died or were killed for being stuck, and were replaced."""
-        return self._num_replaced + (0 if self._pool is None else self._pool.num_replaced)
-
-    @property
-    def num_workers(self) -> int:
-        return self._limits.num_workers
-
-    @property
-    def num_pending(self) -> int:
-        """Tasks that were put and whose prompts were not fetched."""
-        return len(self._pending_bytes)
-
-    @property
-    def pending_bytes(self) -> int:
-        return sum(self._pending_bytes.values())
-
-    def put(self, number: int, task: PromptTask) -> None:
-        """`task`: a sendable one; `number`: no pending one's."""
-        if self._pool is None:
-            self._queue, self._num_put = deque(), 0
-            self._pool = WorkerPool(self._preparation, _taken_from(self._queue), self._limits)
-        self._pending_bytes[number] = task.num_chars + num_bytes(task.pictures)
-        self._queue.append(_Numbered(number, task))
-        self._num_put += 1
-        self._pool.allow(self._num_put)
-
-    def get(self, timeout: float = 0.0) -> Prepared | None:
-        """What is prepared next; None when nothing is pending, or ready within `timeout` seconds.
-
-        Raises JobError when no worker can be kept alive.
-        """
-        finished = self._pool.get(timeout) if self._pool is not None and self._pending_bytes else None
-        if finished is None:
-            return None
-        del self._pending_bytes[finished.task.number]
-        result = finished.result
-        if isinstance(result, WorkerFailure):
-            result = RequestError(result.message, result.code)
-        return Prepared(finished.task.number, result, finished.num_bytes)
-
-    def pids(self) -> list[int]:
-        return [] if self._pool is None else self._pool.worker_pids()
-
-    def close(self) -> None:
-        """End the workers and drop what they had to do; the next task starts new ones."""
-        if self._pool is not None:
-            self._pool.close()
-            self._num_replaced += self._pool.num_replaced
-            self._pool = None
-        self._pending_bytes = {}
-
-
-def _taken_from(tasks: deque[_Numbered]) -> Iterator[_Numbered]:
-    while True:
-        yield tasks.popleft()

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError
-from npu_runner.serving.replicas.base import Event, Replica, RowRun
-from npu_runner.serving.replicas.inbox import Inbox
+from npu_runner.processes.byte_queue import ByteBoundedQueue
+from npu_runner.serving.replica import Event, Replica
 
 _MAX_INBOX_BYTES = 64 << 20
 
@@ -26,7 +26,7 @@ class RemoteReplica(Replica):
         self.name = name
         self.num_rows_ahead = num_rows_ahead
         self._make = make
-        self._inbox = Inbox(_MAX_INBOX_BYTES)
+        self._inbox = ByteBoundedQueue(_MAX_INBOX_BYTES)
         """Lists of events; an error is the last word."""
         self._failure: NpuRunnerError | None = None
 
@@ -45,7 +45,7 @@ class RemoteReplica(Replica):
     def begin(self, terms: Any) -> None:
         self._tell(("begin", terms))
 
-    def submit(self, run: RowRun) -> None:
+    def submit(self, run: Any) -> None:
         self._tell(("submit", run))
 
     def recall(self, num_rows: int, *, begun: bool = False) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.base import CLOSED, Executor, RunnerCounters
-from npu_runner.engine.executors.channel import RING_SIZE
+from npu_runner.engine.executors.executor import CLOSED, Executor, RunnerCounters
+from npu_runner.engine.executors.rank_channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, RequestError, StepError
 from npu_runner.grammars.matchers import Rule
 from npu_runner.runner.base import ModelRunnerOutput

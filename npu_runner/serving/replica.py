@@ -149,7 +149,9 @@ class Replica(ABC):
     name: str
     """As people read it: `replica 3`, with host and devices where there are several."""
     can_restart: bool
-    """Whether another one may take its place when it has died. Not in this process: what is torn stays torn."""
+    """Whether another one may take its place when it has died."""
+    is_inline = False
+    """It works in its caller's thread, in `poll`, and wakes nobody."""
     num_rows_ahead: int
     """Rows that it can prepare before it is ready. May grow once it is there, wherever that is."""
     waits_for: str | None = None
@@ -165,8 +167,9 @@ class Replica(ABC):
         """From here on rows are answered. `terms`: what all answers of the job have in common, picklable."""
 
     @abstractmethod
-    def submit(self, run: RowRun) -> None:
-        """Hand over rows. Returns at once. One that is dead takes them too, and says so in `poll`."""
+    def submit(self, run: Any) -> None:
+        """Hand over rows, as the driver's `make_run` has made them. Returns at once. One that is dead takes them too,
+        and says so in `poll`."""
 
     @abstractmethod
     def recall(self, num_rows: int, *, begun: bool = False) -> None:
