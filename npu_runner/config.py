@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,19 +165,61 @@ class RunnerConfig:
 
     @classmethod
     def from_keywords(cls, model: str | Path, **settings: Any) -> RunnerConfig:
-        """Build a config from keywords; an unknown one is a ConfigError that lists the nearest names."""
-        import difflib
-
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in settings:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=3) or known
-                raise ConfigError(f"unknown setting {name!r}; did you mean {', '.join(near)}?")
-        return cls(model=str(model), **settings)
+        """Build a config from flat keywords; an unknown one is a ConfigError that lists the nearest names."""
+        (config,) = from_keywords({"model": str(model), **settings}, cls)
+        return config  # type: ignore[no-any-return]
 
     def replace(self, **changes: Any) -> RunnerConfig:
-        """A copy with some settings changed, validated again."""
-        return dataclasses.replace(self, **changes)
+        """A copy with some settings changed under their flat names, validated again."""
+        return self.from_keywords(**{**flat_values(self), **changes})
+
+
+# -- settings under flat names: a part is a field whose default is made by a dataclass ---------------------------------
+
+
+def part_of(field: dataclasses.Field[Any]) -> type | None:
+    """The dataclass of a field that holds a part; None: the field is a setting itself."""
+    kind = field.default_factory
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def flat_fields(settings: type) -> dict[str, dataclasses.Field[Any]]:
+    """The settings of a dataclass and of its parts, by the name that each has for users."""
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for field in dataclasses.fields(settings):
+        kind = part_of(field)
+        found |= {field.name: field} if kind is None else flat_fields(kind)
+    return found
+
+
+def flat_values(settings: Any) -> dict[str, Any]:
+    """What `from_keywords` would make the same settings of."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        found |= {field.name: value} if part_of(field) is None else flat_values(value)
+    return found
+
+
+def from_keywords(given: Mapping[str, Any], *kinds: type) -> tuple[Any, ...]:
+    """One object of each kind, from settings under flat names. Raises ConfigError for a name that none of them has."""
+    known = [name for kind in kinds for name in flat_fields(kind)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or sorted(known)
+            raise ConfigError(f"unknown setting {name!r}; did you mean {', '.join(near)}?")
+    return tuple(_from_known(given, kind) for kind in kinds)
+
+
+def _from_known(given: Mapping[str, Any], settings: type) -> Any:
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        kind = part_of(field)
+        if kind is not None:
+            values[field.name] = _from_known(given, kind)
+        elif field.name in given:
+            values[field.name] = given[field.name]
+    return settings(**values)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -5,8 +5,6 @@ Knows nothing of files or rows; the batch job has those.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice, repeat
@@ -17,7 +15,7 @@ from typing import Any, Literal, overload
 
 from tqdm import tqdm
 
-from npu_runner.config import RunnerConfig
+from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.engine.waiting import WaitingRoom, max_waiting_requests
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
@@ -74,7 +72,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **settings: Any):
-        config, self.options, several = _split_settings(model, settings)
+        config, self.options, several = from_keywords(
+            {"model": str(model), **settings}, RunnerConfig, PreprocessingOptions, ReplicaOptions)
         self._replicas: PromptReplicas | None = None
         self._engine: LLMEngine | None = None
         source: LLMEngine | PromptReplicas
@@ -361,22 +360,6 @@ class LLM:
             indices[request_id] = ready.index
             room.enter(ready.num_bytes)
             num_waiting += ready.params.n
-
-
-def _split_settings(
-    model: str | Path, settings: Mapping[str, Any]
-) -> tuple[RunnerConfig, PreprocessingOptions, ReplicaOptions]:
-    of_model, of_prompts, of_replicas = ({field.name for field in dataclasses.fields(kind)}
-                                         for kind in (RunnerConfig, PreprocessingOptions, ReplicaOptions))
-    known = of_model | of_prompts | of_replicas
-    for name in settings:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-            raise ConfigError(f"unknown setting {name!r}; did you mean {', '.join(near)}?")
-    options = PreprocessingOptions(**{name: value for name, value in settings.items() if name in of_prompts})
-    several = ReplicaOptions(**{name: value for name, value in settings.items() if name in of_replicas})
-    config = {name: value for name, value in settings.items() if name in of_model}
-    return RunnerConfig.from_keywords(model, **config), options, several
 
 
 def _is_one_prompt(prompts: Any) -> bool:

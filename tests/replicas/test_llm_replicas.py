@@ -216,7 +216,8 @@ def test_what_is_no_number_is_refused(settings: dict[str, Any], message: str) ->
 
 
 def staged(*_: Any) -> list[Callable[[], ProcessReplica]]:
-    config = answers.RunnerConfig(model=str(SHAPES_VL), **{k: v for k, v in SETTINGS.items() if k[:3] != "pre"})
+    config = answers.RunnerConfig.from_keywords(
+        SHAPES_VL, **{k: v for k, v in SETTINGS.items() if k[:3] != "pre"})
     options = answers.PreprocessingOptions(preprocessing_workers=1)
 
     def made(name: str) -> ProcessReplica:

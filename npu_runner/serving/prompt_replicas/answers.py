@@ -32,7 +32,7 @@ from npu_runner.serving.replicas.placement import Placement, place
 from npu_runner.serving.replicas.process import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, added
 from npu_runner.serving.replicas.row_queue import RowQueue
-from npu_runner.serving.workers.options import PreprocessingOptions, default_num_workers
+from npu_runner.serving.workers.options import PreprocessingOptions
 from npu_runner.serving.workers.prompts import PromptTask
 from npu_runner.strategies.opened import open_checkpoint
 
@@ -253,7 +253,6 @@ def _recruit(config: RunnerConfig, options: PreprocessingOptions, several: Repli
 
 
 def _made_process(config: RunnerConfig, options: PreprocessingOptions, name: str, placement: Placement) -> Replica:
-    if options.preprocessing_workers is None:
-        options = replace(options, preprocessing_workers=default_num_workers(placement.num_cores))
+    options = replace(options, preprocessing_workers=options.num_workers(placement.num_cores))
     make = functools.partial(PromptServer, config.replace(platform=placement.platform), options, name)
     return ProcessReplica(name, make, placement, num_rows_ahead=PromptServer.num_rows_ahead)

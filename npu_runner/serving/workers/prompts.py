@@ -18,7 +18,7 @@ from npu_runner.prompts.prompt_forms import RawPrompt
 from npu_runner.prompts.sending import checked_conversation, num_bytes, sendable_pictures
 from npu_runner.prompts.text.messages import check_ending
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.serving.workers.options import PreprocessingOptions
+from npu_runner.serving.workers.options import PreprocessingOptions, num_cpus
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 
 # To tokenize this many characters takes about as long as to send them to a worker and to take the tokens back.
@@ -159,7 +159,7 @@ class PromptWorkers:
         """`max_ready`: most prepared prompts that wait to be fetched."""
         self._preparation = _Preparation(processor)
         self._limits = PoolLimits(
-            num_workers=options.num_workers, task_timeout_seconds=options.preprocessing_timeout,
+            num_workers=options.num_workers(num_cpus()), task_timeout_seconds=options.preprocessing_timeout,
             worker_memory_bytes=options.worker_memory_bytes, max_ready=max_ready, max_tasks=0,
         )
         self._pool: WorkerPool[_Numbered] | None = None
