@@ -15,14 +15,15 @@ from npu_runner.request.limits import LIMITS
 GIB = 1 << 30
 MIB = 1 << 20
 PLATFORMS = ("auto", "npu", "cuda", "cpu")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
 # Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
 DEFAULT_MAX_MODEL_LEN = 32768
 MAX_VIDEO_FPS = 1000.0
-LOAD_FORMATS = ("safetensors", "dummy")
-REASONING_PARSERS = ("auto", "none")
-RUNNERS = ("auto", "generate", "pooling")
+
+
+def one_of(*choices: str) -> Any:
+    """A field whose value is one of `choices`, the first of them by default; `check_choices` holds it to that."""
+    return dataclasses.field(default=choices[0], metadata={"choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +34,14 @@ class RunnerConfig:
     """Folder of a checkpoint, a hub id, or the name of an embedded model (shapes-vl or shapes-hybrid)."""
     revision: str | None = None
     """Branch, tag or commit when `model` is a hub id."""
-    runner: str = "auto"
+    runner: str = one_of("auto", "generate", "pooling")
     """generate answers with text, pooling with vectors (/v1/embeddings, LLM.embed); auto: pooling where the
     checkpoint's modules.json (sentence-transformers) says so, else generate."""
     platform: str = "auto"
     """npu, cuda or cpu; auto takes the first that is usable, in that order."""
-    dtype: str = "auto"
+    dtype: str = one_of("auto", "float32", "bfloat16", "float16")
     """auto: the checkpoint's own, except on the cpu platform, which computes in float32."""
-    load_format: str = "safetensors"
+    load_format: str = one_of("safetensors", "dummy")
     """safetensors reads the checkpoint; dummy draws random weights on the device (for benchmarks)."""
     tensor_parallel_size: int = 1
     """Devices (on the cpu platform: processes) that share each layer."""
@@ -87,7 +88,7 @@ class RunnerConfig:
     chat_template_kwargs: Mapping[str, Any] | None = None
     """What the chat template reads beside the conversation, a JSON object as {"enable_thinking": false}. A request's
     own chat_template_kwargs win, name by name."""
-    reasoning_parser: str = "auto"
+    reasoning_parser: str = one_of("auto", "none")
     """auto: where the checkpoint has tokens to think between, the reasoning is split off the answer; none: the answer
     stays as the model wrote it."""
     prepare_structured_outputs: bool = False
@@ -97,7 +98,7 @@ class RunnerConfig:
     tool_call_parser: str = "auto"
     """How tool calls are read out of answers to rows with tools: hermes, qwen3_coder, the name of an installed
     package's parser, or none (they stay text); auto: as the chat template asks for them to be written."""
-    graph_mode: str = "auto"
+    graph_mode: str = one_of(*GRAPH_MODES)
     """How decode steps are compiled: eager, reduce-overhead or max-autotune; auto: the platform's default."""
     enforce_eager: bool = False
     """Same as graph_mode="eager"."""
@@ -117,12 +118,8 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model: a checkpoint folder or a hub id is needed")
-        _one_of("runner", self.runner, RUNNERS)
         _one_of("platform", self.platform, PLATFORMS)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("load_format", self.load_format, LOAD_FORMATS)
-        _one_of("graph_mode", self.graph_mode, GRAPH_MODES)
-        _one_of("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
+        check_choices(self)
         if not isinstance(self.chat_template_kwargs, (dict, type(None))):
             raise ConfigError(f"chat_template_kwargs: {self.chat_template_kwargs!r} is no object of names and values")
         for name in ("tensor_parallel_size", "max_images_per_prompt", "max_source_pixels", "max_logprobs_per_request"):
@@ -220,6 +217,13 @@ def _from_known(given: Mapping[str, Any], settings: type) -> Any:
         elif field.name in given:
             values[field.name] = given[field.name]
     return settings(**values)
+
+
+def check_choices(settings: Any) -> None:
+    """Raises ConfigError for a field of this dataclass that is none of its choices."""
+    for field in dataclasses.fields(settings):
+        if "choices" in field.metadata:
+            _one_of(field.name, getattr(settings, field.name), field.metadata["choices"])
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -50,8 +50,16 @@ class Option:
         return "" if self.is_needed or self.field.default is None else _show(self.field.name, self.field.default)
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """Empty where it is not one of a few words."""
+        found: tuple[str, ...] = self.field.metadata.get("choices", ())
+        return found
+
+    @property
     def values(self) -> str:
         """What may stand behind the flag."""
+        if self.choices:
+            return "|".join(self.choices)
         if self.kind is bool:
             return ""
         if "values" in self.field.metadata:

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_runner.config import from_keywords
+from npu_runner.config import check_choices, from_keywords, one_of
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.replicas.options import AUTO, ReplicaOptions
 from npu_runner.serving.workers.options import PreprocessingOptions
-
-PROGRESS_STYLES = ("auto", "bar", "lines", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +57,13 @@ class BatchOptions:
     max_thinking_tokens: int | None = None
     """In chats: tokens of reasoning after which the end-of-thinking token is forced; rows may say otherwise. None: no
     limit."""
-    progress: str = "auto"
+    progress: str = one_of("auto", "bar", "lines", "off")
     """bar, lines or off; auto: a bar on a terminal and lines elsewhere."""
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
     workers: PreprocessingOptions = field(default_factory=PreprocessingOptions)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.shared_input and self.ray is None:
             raise ConfigError("shared_input: replicas of this host read the input as it is; it goes with ray")
         if self.workers.preprocessing_workers == 0:
@@ -75,8 +74,6 @@ class BatchOptions:
             raise ConfigError(f"max_thinking_tokens: {self.max_thinking_tokens} is negative; 0 lets nothing be thought")
         if self.report_rows < 1:
             raise ConfigError(f"report_rows: {self.report_rows} is not a positive number")
-        if self.progress not in PROGRESS_STYLES:
-            raise ConfigError(f"progress: {self.progress!r} is not one of {', '.join(PROGRESS_STYLES)}")
         if self.allowed_media_dir is not None and not self.allowed_media_dir.is_dir():
             raise ConfigError(f"allowed_media_dir: {str(self.allowed_media_dir)!r} is not a folder")
 
