@@ -159,7 +159,7 @@ class LLM:
         one always is that makes the model fail.
         """
         rules = MediaRules(
-            allowed_dir=allowed_media_dir, max_images=self.config.max_images_per_prompt,
+            allowed_dir=allowed_media_dir, max_images=self.config.prompts.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes,
         )
         processor = self.processor
@@ -279,7 +279,7 @@ class LLM:
     def _feed(self, requests: Iterator[Request], read_seconds: float) -> PromptFeed:
         return PromptFeed(
             requests, self._workers, self.engine.processor, max_ahead=self._max_ready + self._workers.num_workers,
-            max_source_pixels=self.engine.config.max_source_pixels, read_seconds=read_seconds,
+            max_source_pixels=self.engine.config.prompts.max_source_pixels, read_seconds=read_seconds,
         )  # fmt: skip
 
     def _results(self, answers: _Answers, total: int | None, use_tqdm: bool, return_errors: bool) -> Results:

@@ -84,7 +84,7 @@ def _on_this_host(
         plan = make_plan(config, num_workers=num_workers)
         return ReplicaPlan(replicas=[functools.partial(RowServer, plan)], workers_each=num_workers)
     asked = options.replicas.data_parallel_size
-    placements = place(config.platform, None if asked == AUTO else int(asked), config.tensor_parallel_size)
+    placements = place(config.platform, None if asked == AUTO else int(asked), config.parallel.tensor_parallel_size)
     counts = [options.workers.num_workers(placement.num_cores) for placement in placements]
     plans = [
         make_plan(config.replace(platform=placement.platform), num_workers=count)
@@ -116,7 +116,8 @@ def _actors(
     from npu_runner.serving.replicas.ray_replica import RayReplica
 
     rows = CarriedRows(source.file_name) if shared is None else SharedFile(shared.path)
-    taken = demand(resources, config.platform, options.replicas.data_parallel_size, config.tensor_parallel_size)
+    size = config.parallel.tensor_parallel_size
+    taken = demand(resources, config.platform, options.replicas.data_parallel_size, size)
     count = options.workers.num_workers(taken.num_cores)
     plan = server_plan(
         config.replace(platform=taken.platform), options=options, source=rows, num_workers=count, open_model=open_model

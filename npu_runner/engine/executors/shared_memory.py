@@ -60,7 +60,7 @@ class SharedMemoryExecutor(Executor):
         self._ranks: list[RankProcess] = []
         self._finalizer = weakref.finalize(self, end_ranks, self._ranks, start)
         try:
-            for number in range(config.tensor_parallel_size):
+            for number in range(config.parallel.tensor_parallel_size):
                 self._ranks.append(RankProcess(number, start))
             opened = config.replace(model=str(model_path), revision=None)  # the folder that was looked at
             self._submit("start", opened, self._store.port, timeout=START_TIMEOUT_SECONDS)
@@ -71,7 +71,7 @@ class SharedMemoryExecutor(Executor):
 
     def submit(self, batch: ScheduledBatch) -> None:
         assert self._last.number - self._oldest + 1 < RING_SIZE, f"{RING_SIZE} steps are under way already"
-        self._submit("execute_model", batch, timeout=self._config.step_timeout_seconds)
+        self._submit("execute_model", batch, timeout=self._config.parallel.step_timeout_seconds)
 
     def collect(self) -> ModelRunnerOutput:
         output, self._counters = self._collect()
@@ -83,7 +83,7 @@ class SharedMemoryExecutor(Executor):
         self._oldest = self._last.number + 1
 
     def build_rules(self, rules: Sequence[Rule], patience: float) -> dict[int, RequestError | None]:
-        self._submit("build_rules", rules, patience, timeout=self._config.step_timeout_seconds)
+        self._submit("build_rules", rules, patience, timeout=self._config.parallel.step_timeout_seconds)
         answers: dict[int, RequestError | None] = self._collect()
         return answers
 

@@ -164,7 +164,9 @@ class PromptReplicas:
         if not isinstance(prompt, PromptTask):
             return prompt
         try:
-            return prompt.sendable(self.config.max_source_pixels) if prompt.is_plain else prompt.prepare(self.processor)
+            if not prompt.is_plain:
+                return prompt.prepare(self.processor)
+            return prompt.sendable(self.config.prompts.max_source_pixels)
         except RequestError as error:
             return error
 
@@ -247,7 +249,7 @@ def _remember_nothing(numbers: Sequence[int]) -> None:
 
 def _recruit(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions) -> list[MakeReplica]:
     asked = several.data_parallel_size
-    placements = place(config.platform, None if asked == AUTO else int(asked), config.tensor_parallel_size)
+    placements = place(config.platform, None if asked == AUTO else int(asked), config.parallel.tensor_parallel_size)
     return [functools.partial(_made_process, config, options, f"replica {number}", placement)
             for number, placement in enumerate(placements)]
 

@@ -76,7 +76,7 @@ class PromptLoop(EngineLoop[Flight]):
         self._feed = PromptFeed(
             self._requests(), workers, engine.processor,
             max_ahead=max_waiting_requests(engine.max_num_seqs) + workers.num_workers,
-            max_source_pixels=engine.config.max_source_pixels, read_seconds=inf,
+            max_source_pixels=engine.config.prompts.max_source_pixels, read_seconds=inf,
         )  # fmt: skip
         self._num_read = 0
         self._numbers: dict[int, int] = {}
