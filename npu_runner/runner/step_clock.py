@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from dataclasses import dataclass
+
+from npu_runner.request.outputs import StepSeconds
 
 
-@dataclass
-class StepClock:
-    """Seconds of the host since start-up, by phase; each `end_...` books what has passed since the one before it, or
-    since `start`.
+class StepClock(StepSeconds):
+    """Each `end_...` adds to its phase what has passed since the `end_...` before it, or since `start`.
 
-    On an accelerator `launch` and `sample` only hand out work, and `wait` is what the device still needs when the host
-    has nothing left to do. On the CPU the work is done while it is handed out.
+    On an accelerator `launch` and `sample` only queue work, and `wait` is what the device still needs when the host has
+    nothing left to do. On the CPU the work is done while it is launched.
     """
 
-    prepare_seconds: float = 0.0
-    """Index arrays, and their copy to the device."""
-    launch_seconds: float = 0.0
-    """The forward, pictures included."""
-    sample_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    """Until the sampled tokens are in host memory."""
-    _since: float = 0.0
+    _since = 0.0
+
+    def seconds(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
 
     def start(self) -> None:
         self._since = time.perf_counter()

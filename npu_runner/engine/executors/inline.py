@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.base import CLOSED, Executor, RunnerCounters
+from npu_runner.engine.executors.base import CLOSED, Executor
 from npu_runner.engine.executors.channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, RequestError, StepError
 from npu_runner.grammars.matchers import Rule
+from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.model_runner import ModelRunner
 from npu_runner.strategies.opened import OpenedCheckpoint
@@ -98,8 +99,8 @@ class InlineExecutor(Executor):
 
 
 def runner_counters(runner: ModelRunner) -> RunnerCounters:
-    cache, clock = runner.vision_cache.counters, runner.clock
+    cache = runner.vision_cache.counters
     return RunnerCounters(
-        cache.hits, cache.misses, cache.evictions, cache.num_bytes, runner.num_images_encoded,
-        clock.prepare_seconds, clock.launch_seconds, clock.sample_seconds, clock.wait_seconds,
-    )
+        vision_cache_hits=cache.hits, vision_cache_misses=cache.misses, vision_cache_evictions=cache.evictions,
+        vision_cache_bytes=cache.num_bytes, num_images_encoded=runner.num_images_encoded, **runner.clock.seconds(),
+    )  # fmt: skip

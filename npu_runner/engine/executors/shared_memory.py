@@ -19,13 +19,14 @@ from typing import Any, NoReturn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.base import CLOSED, Executor, RunnerCounters
+from npu_runner.engine.executors.base import CLOSED, Executor
 from npu_runner.engine.executors.channel import RING_SIZE, Payloads, PhaseBoard, Record
 from npu_runner.engine.executors.rank_process import RankProcess, RankStart, end_ranks, open_store
 from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
 from npu_runner.errors import EngineDeadError, RequestError, StepError, blame_for
 from npu_runner.grammars.matchers import Rule
 from npu_runner.processes.stopwatch import LOOK_SECONDS, Stopwatch
+from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput
 
 # A process may be stopped for a moment by hand; this long it holds up all the others.
