@@ -7,7 +7,6 @@ transformers, and only when such a checkpoint is served.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Iterator
 from functools import cached_property
@@ -55,11 +54,11 @@ class TransformersStrategy(LoadStrategy):
 
     def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
-        if config.tensor_parallel_size > 1:
-            raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size}: {served}, on one device; set it to "
-                              "1")
-        if config.graph_mode not in ("auto", "eager"):
-            raise ConfigError(f"graph_mode {config.graph_mode!r}: {served}, which runs eagerly; leave it at auto")
+        num_ranks, graph_mode = config.parallel.tensor_parallel_size, config.graphs.graph_mode
+        if num_ranks > 1:
+            raise ConfigError(f"tensor_parallel_size {num_ranks}: {served}, on one device; set it to 1")
+        if graph_mode not in ("auto", "eager"):
+            raise ConfigError(f"graph_mode {graph_mode!r}: {served}, which runs eagerly; leave it at auto")
         if config.load_format == "dummy":
             raise ConfigError(f"load_format 'dummy': {served}, with the checkpoint's own weights; leave it at auto")
         if self.pooling(config) is not None:
@@ -70,7 +69,7 @@ class TransformersStrategy(LoadStrategy):
             raise ConfigError(f"max_model_len {config.max_model_len}: rope {rope[0]!r} depends on the longest position "
                               f"of a batch beyond its original {rope[1]}, and a step holds many requests; set "
                               f"max_model_len to at most {rope[1]}")
-        return dataclasses.replace(config, graph_mode="eager")
+        return config.replace(graph_mode="eager")
 
     def read_config(self) -> ModelConfig:
         with reading_config(self.path) as config:

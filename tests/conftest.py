@@ -22,9 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--async-scheduling"):
-        from npu_runner import RunnerConfig
+        from npu_runner.config import SchedulerConfig
 
-        RunnerConfig.__init__.__kwdefaults__["async_scheduling"] = True
+        SchedulerConfig.__init__.__kwdefaults__["async_scheduling"] = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

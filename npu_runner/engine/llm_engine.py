@@ -66,7 +66,7 @@ class LLMEngine:
         self._executor = make_executor(checkpoint, wants_grammars)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
-        self.block_manager = make_block_manager(info, enable_prefix_caching=self.config.enable_prefix_caching)
+        self.block_manager = make_block_manager(info, enable_prefix_caching=self.config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(scheduler_limits(info), self.block_manager)
         self._under_way: deque[ScheduledBatch] = deque()
         self._last_end = 0.0
@@ -396,7 +396,7 @@ class LLMEngine:
     def describe(self) -> dict[str, str]:
         """Everything beside the checkpoint and the request that shapes an answer."""
         return {**self.info.description, "max_model_len": str(self.max_model_len),
-                "tensor_parallel_size": str(self.config.tensor_parallel_size), "seed": str(self.config.seed)}
+                "tensor_parallel_size": str(self.config.parallel.tensor_parallel_size), "seed": str(self.config.seed)}
 
     def reset(self) -> None:
         """Forget every request and the prefix cache, whatever state an interrupt has left them in."""

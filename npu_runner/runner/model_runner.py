@@ -83,7 +83,7 @@ class ModelRunner(ModelRunnerBase):
         # A prompt is shorter than max_model_len, and a picture is never longer than its prompt.
         most_tokens = max(1, self.max_model_len - 1)
         self.largest_image = checkpoint.processor.largest_image(most_tokens) if self.strategy.is_multimodal else None
-        self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
+        self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.cache.vision_cache_bytes)
         self.guard = MemoryGuard(self.platform.memory, self.vision_cache.release, can_retry=self.tp.size == 1)
         # With one step after the other there is nothing that could be sent ahead of it.
         is_of_use = self.strategy.is_multimodal and self._schedules_ahead
@@ -193,12 +193,13 @@ class ModelRunner(ModelRunnerBase):
         self._progress("allocating states")
         shape = StateShape(num_layers=len(self.model_config.state_layers), layer=self.delta_shape,
                            element_bytes=self.dtype.itemsize)
+        cache = self.config.cache
         plan = fit_states(
             shape, profile, is_measured=self.platform.memory.info() is not None,
-            memory_utilization=self.config.memory_utilization, reserved_bytes=self._reserved_bytes,
-            max_num_seqs=self._wanted_num_seqs, is_given=self.config.max_num_seqs is not None,
+            memory_utilization=self.config.cache.memory_utilization, reserved_bytes=self._reserved_bytes,
+            max_num_seqs=self._wanted_num_seqs, is_given=self.config.scheduler.max_num_seqs is not None,
             padding_of=self._most_padding,
-            max_snapshots=self.config.max_state_snapshots if self.config.enable_prefix_caching else 0,
+            max_snapshots=cache.max_state_snapshots if cache.enable_prefix_caching else 0,
         )
         num_seqs = self.tp.minimum(plan.max_num_seqs, self.device)
         plan = dataclasses.replace(plan, max_num_seqs=num_seqs, num_padding=self._most_padding(num_seqs),
@@ -216,8 +217,8 @@ class ModelRunner(ModelRunnerBase):
         self._progress("allocating the KV cache")
         is_measured = self.platform.memory.info() is not None
         plan = plan_kv_cache(
-            self._kv_shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.kv_cache_bytes,
-            memory_utilization=self.config.memory_utilization,
+            self._kv_shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.cache.kv_cache_bytes,
+            memory_utilization=self.config.cache.memory_utilization,
             reserved_bytes=self._reserved_bytes, states=self.states.plan if self.states else None,
             max_model_len=self.settings.max_model_len, max_model_len_is_given=self.settings.max_model_len_is_given,
             max_num_seqs=self.settings.max_num_seqs, windows=self.windows,
@@ -234,7 +235,8 @@ class ModelRunner(ModelRunnerBase):
         parts = DecodeParts(
             steps=self.steps, settings=self.settings, model_config=self.model_config, dtype=self.dtype,
             num_blocks=self.num_blocks, max_model_len=self.max_model_len,
-            graph_batch_sizes=self.config.graph_batch_sizes, step_timeout_seconds=self.config.step_timeout_seconds,
+            graph_batch_sizes=self.config.graphs.graph_batch_sizes,
+            step_timeout_seconds=self.config.parallel.step_timeout_seconds,
             run_bucket=lambda size: self.dummy_run(size, size, expected_decode_len=2, in_capturing=True),
         )
         compile_decode_graphs(parts, self._progress)
@@ -279,7 +281,7 @@ class ModelRunner(ModelRunnerBase):
         kept = steps.sampler, steps.pictures, steps.clock
         tokens_S = steps.last_tokens_S.clone()
         steps.sampler, steps.clock = self._make_sampler(), PhaseClock()
-        steps.pictures = self._make_pictures(VisionCache(self.config.vision_cache_bytes))
+        steps.pictures = self._make_pictures(VisionCache(self.config.cache.vision_cache_bytes))
         try:
             states_aside = self.states.aside(batch_size) if self.states and self._is_ready else nullcontext()
             with steps.tables.aside(), states_aside:
@@ -321,7 +323,7 @@ class ModelRunner(ModelRunnerBase):
 
     @property
     def _schedules_ahead(self) -> bool:
-        given = self.config.async_scheduling
+        given = self.config.scheduler.async_scheduling
         return self.platform.defaults.async_scheduling if given is None else given
 
     def submit(self, batch: ScheduledBatch) -> StepUnderWay:
@@ -389,11 +391,11 @@ class ModelRunner(ModelRunnerBase):
 
     def _most_padding(self, max_num_seqs: int) -> int:
         is_eager = self.settings.graph_mode == "eager"
-        return 0 if is_eager else most_padding(bucket_sizes(max_num_seqs, self.config.graph_batch_sizes))
+        return 0 if is_eager else most_padding(bucket_sizes(max_num_seqs, self.config.graphs.graph_batch_sizes))
 
     @property
     def _reserved_bytes(self) -> int:
-        return self.config.vision_cache_bytes if self.strategy.is_multimodal else 0
+        return self.config.cache.vision_cache_bytes if self.strategy.is_multimodal else 0
 
     def _bind_cache(self, num_blocks: int) -> None:
         sizes = (len(self.model_config.attention_layers), num_blocks, self.settings.block_size, self._num_kv_heads,

@@ -51,8 +51,8 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], words: st
 
 
 def test_a_config_is_not_written_afterwards() -> None:
-    config = RunnerConfig(model="x", graph_batch_sizes=(8, 2, 8))
-    assert config.graph_batch_sizes == (2, 8)
+    config = RunnerConfig.from_keywords(model="x", graph_batch_sizes=(8, 2, 8))
+    assert config.graphs.graph_batch_sizes == (2, 8)
     with pytest.raises(AttributeError):
         config.seed = 3  # type: ignore[misc]
     assert config.replace(seed=3).seed == 3

@@ -31,7 +31,8 @@ PLACES = [(PlainRows, "book"), (Generation, "append"), (LogprobsRecord, "append"
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLMEngine]:
-    config = RunnerConfig(model="shapes-vl", platform="cpu", max_model_len=256, max_num_seqs=16, kv_cache_bytes=1 << 22)
+    config = RunnerConfig.from_keywords("shapes-vl", platform="cpu", max_model_len=256, max_num_seqs=16,
+                                        kv_cache_bytes=1 << 22)
     with LLMEngine(open_checkpoint(config)) as engine:
         yield engine
 

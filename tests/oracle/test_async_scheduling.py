@@ -209,4 +209,4 @@ def test_logits_that_are_not_numbers_end_their_row_alone(checkpoint: Any, platfo
 
 def test_the_setting_is_checked() -> None:
     with pytest.raises(ConfigError, match="async_scheduling: 2 is neither true nor false"):
-        RunnerConfig(model="x", async_scheduling=2)  # type: ignore[arg-type]
+        RunnerConfig.from_keywords(model="x", async_scheduling=2)

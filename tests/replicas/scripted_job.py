@@ -87,7 +87,7 @@ def main(options: dict[str, Any]) -> int:
         process_replica.STOPPED_SECONDS = fleet.ROOM_SECONDS = 1.0
     config = RunnerConfig(model=model, platform=platform)
     try:
-        summary = run_batch(config, BatchOptions(**options), open_model=open_model)
+        summary = run_batch(config, BatchOptions.from_keywords(**options), open_model=open_model)
     except NpuRunnerError as error:
         print(error, file=sys.stderr)
         return 2 if type(error).__name__ in ("ConfigError", "ModelError") else 1

@@ -219,7 +219,7 @@ def test_what_is_no_number_is_refused(settings: dict[str, Any], message: str) ->
 
 
 def staged(*_: Any) -> list[Callable[[], ProcessReplica]]:
-    config = RunnerConfig(model=str(SHAPES_VL), **{k: v for k, v in SETTINGS.items() if k[:3] != "pre"})
+    config = RunnerConfig.from_keywords(model=str(SHAPES_VL), **{k: v for k, v in SETTINGS.items() if k[:3] != "pre"})
     options = PreprocessingOptions(preprocessing_workers=1)
 
     def made(name: str) -> ProcessReplica:

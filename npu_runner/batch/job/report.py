@@ -136,13 +136,13 @@ def make_report(
     assert destination.path is not None, "refused at the start"
     worker = PoolLimits(
         num_workers=1,
-        task_timeout_seconds=options.preprocessing_timeout,
-        worker_memory_bytes=options.worker_memory_bytes,
+        task_timeout_seconds=options.workers.preprocessing_timeout,
+        worker_memory_bytes=options.workers.worker_memory_bytes,
     )
     write_report(
         place, file, rows, destination.path, errors=destination.error_path, worker=worker,
         max_rows=options.report_rows,
-        thumbnails=ThumbnailMaker(options.allowed_media_dir, max_source_pixels, options.max_media_bytes),
+        thumbnails=ThumbnailMaker(options.allowed_media_dir, max_source_pixels, options.workers.max_media_bytes),
         max_row_bytes=options.max_row_bytes,
     )  # fmt: skip
 

@@ -89,16 +89,16 @@ def server_plan(
         source=source,
         media=MediaRules(
             allowed_dir=None if folder is None else folder.resolve(),
-            max_images=config.max_images_per_prompt,
-            max_bytes=options.max_media_bytes,
-            max_total_bytes=options.max_prompt_media_bytes,
+            max_images=config.prompts.max_images_per_prompt,
+            max_bytes=options.workers.max_media_bytes,
+            max_total_bytes=options.workers.max_prompt_media_bytes,
         ),
         limits=PoolLimits(
             num_workers=num_workers,
-            task_timeout_seconds=options.preprocessing_timeout,
-            worker_memory_bytes=options.worker_memory_bytes,
+            task_timeout_seconds=options.workers.preprocessing_timeout,
+            worker_memory_bytes=options.workers.worker_memory_bytes,
             # Without a setting the platform's default counts, which is none above 256.
-            max_ready=max_waiting_requests(config.max_num_seqs or 0),
+            max_ready=max_waiting_requests(config.scheduler.max_num_seqs or 0),
         ),
         max_row_bytes=options.max_row_bytes,
         answer_defaults=answer_defaults(options),

@@ -253,8 +253,8 @@ class _Job:
         file.refuse_changes()
         destination.finish(work.rows, is_ordered=self._options.ordered)
         if self._places.report is not None:
-            make_report(
-                self._places.report, self._options, self._config.max_source_pixels, file, work.rows, destination)
+            most_pixels = self._config.prompts.max_source_pixels
+            make_report(self._places.report, self._options, most_pixels, file, work.rows, destination)
             self._progress.say(f"report    {self._places.report.name}")
 
     def say_summary(self, error: NpuRunnerError | None = None) -> JobSummary:

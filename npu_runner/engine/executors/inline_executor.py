@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.executor import CLOSED, Executor, RunnerCounters
+from npu_runner.engine.executors.executor import CLOSED, Executor
 from npu_runner.engine.executors.rank_channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, RequestError, StepError
 from npu_runner.grammars.matchers import Rule
+from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.clocks import STEP_PHASES
 from npu_runner.runner.model_runner import ModelRunner
@@ -101,6 +102,7 @@ class InlineExecutor(Executor):
 def runner_counters(runner: ModelRunner) -> RunnerCounters:
     cache, seconds = runner.vision_cache.counters, runner.steps.clock.seconds
     return RunnerCounters(
-        cache.hits, cache.misses, cache.evictions, cache.num_bytes, runner.steps.pictures.num_encoded,
-        *(seconds.get(phase, 0.0) for phase in STEP_PHASES),
-    )
+        vision_cache_hits=cache.hits, vision_cache_misses=cache.misses, vision_cache_evictions=cache.evictions,
+        vision_cache_bytes=cache.num_bytes, num_images_encoded=runner.steps.pictures.num_encoded,
+        **{f"{phase}_seconds": seconds.get(phase, 0.0) for phase in STEP_PHASES},
+    )  # fmt: skip

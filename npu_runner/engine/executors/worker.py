@@ -198,12 +198,12 @@ def _start(rank: Rank, config: RunnerConfig, store_port: int) -> Any:
     from npu_runner.runner.model_runner import ModelRunner
     from npu_runner.strategies.opened import open_checkpoint
 
-    size = config.tensor_parallel_size
+    size = config.parallel.tensor_parallel_size
     platform = pick_platform(config.platform)
     platform.devices.prepare_process(rank.number, size)
     rank.phase("joining the process group")
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=_NO_TIMEOUT)
-    has_two = config.graph_mode in platform.communicators.modes_with_their_own
+    has_two = config.graphs.graph_mode in platform.communicators.modes_with_their_own
     options = platform.communicators.options(serves_graphs=not has_two, is_second=False)
     dist.init_process_group(platform.communicators.backend, store=store, rank=rank.number, world_size=size,
                             timeout=_NO_TIMEOUT, pg_options=options)
