@@ -33,53 +33,42 @@ _SECTION = (11, 11, 10)
 _ROTARY_SHARE = 0.25
 # Layers that predict the token after next; nothing here speculates.
 _MTP_PREFIXES = ("mtp.",)
+HYBRID_FIELDS: dict[str, Any] = {"head_dim": HEAD_DIM, "norm_is_zero_centred": True}
+"""The fields of ModelConfig that are the same in all models of this build."""
 
 
 class Qwen35TextStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
     attention_class = GatedAttention
     left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
+    has_experts: ClassVar[bool] = False
 
     def model_config(self, config: RawConfig) -> ModelConfig:
-        return decoder_config(config, layers=self.layers(config), rope=hybrid_rope(config, _SECTION),
-                              **hybrid_fields())
+        return decoder_config(config, layers=_layers(config, self.has_experts), rope=hybrid_rope(config, _SECTION),
+                              **HYBRID_FIELDS)
 
-    def layers(self, config: RawConfig) -> list[LayerConfig]:
-        return dense_layers(config)
+
+class Qwen35MoETextStrategy(Qwen35TextStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text",)
+    has_experts = True
 
 
 class Qwen35Strategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5",)
     attention_class = GatedAttention
     left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
+    has_experts: ClassVar[bool] = False
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(
-            config, layers=self.layers(config), rope=hybrid_rope(config, _SECTION), **hybrid_fields(),
+            config, layers=_layers(config, self.has_experts), rope=hybrid_rope(config, _SECTION), **HYBRID_FIELDS,
             vision=read_vision(config.raw["vision_config"], ()), image_token_id=config.raw.get("image_token_id"),
         )
-
-    def layers(self, config: RawConfig) -> list[LayerConfig]:
-        return dense_layers(config)
-
-
-class Qwen35MoETextStrategy(Qwen35TextStrategy):
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text",)
-
-    def layers(self, config: RawConfig) -> list[LayerConfig]:
-        return sparse_layers(config)
 
 
 class Qwen35MoEStrategy(Qwen35Strategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe",)
-
-    def layers(self, config: RawConfig) -> list[LayerConfig]:
-        return sparse_layers(config)
-
-
-def hybrid_fields() -> dict[str, Any]:
-    """The fields of ModelConfig that are the same in all models of this build."""
-    return {"head_dim": HEAD_DIM, "norm_is_zero_centred": True}
+    has_experts = True
 
 
 def hybrid_rope(config: RawConfig, section: tuple[int, int, int] | None = None) -> RopeConfig:
@@ -87,14 +76,10 @@ def hybrid_rope(config: RawConfig, section: tuple[int, int, int] | None = None) 
     return read_rope(config, section=section, rotary_share=_ROTARY_SHARE, head_dim=head_dim)
 
 
-def dense_layers(config: RawConfig) -> list[LayerConfig]:
-    mlp = MLPConfig(intermediate_size=int(config.text["intermediate_size"]))
-    return [LayerConfig(mixer=mixer, channel=mlp) for mixer in hybrid_mixers(config)]
-
-
-def sparse_layers(config: RawConfig) -> list[LayerConfig]:
-    moe = read_moe(config, renormalise=True, has_shared=True)
-    return [LayerConfig(mixer=mixer, channel=moe) for mixer in hybrid_mixers(config)]
+def _layers(config: RawConfig, has_experts: bool) -> list[LayerConfig]:
+    channel = (read_moe(config, renormalise=True, has_shared=True) if has_experts
+               else MLPConfig(intermediate_size=int(config.text["intermediate_size"])))
+    return [LayerConfig(mixer=mixer, channel=channel) for mixer in hybrid_mixers(config)]
 
 
 def hybrid_mixers(config: RawConfig) -> list[AttentionConfig | GatedDeltaNetConfig]:

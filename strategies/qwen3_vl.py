@@ -17,7 +17,7 @@ from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.decoder import VisionLanguageModel
-from npu_runner.models.mixers.attention import HeadNormAttention
+from npu_runner.models.mixers.attention import DecoderAttention, HeadNormAttention
 from npu_runner.models.vision.patches import cut_patches
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
@@ -37,7 +37,7 @@ _SECTION = (24, 20, 20)
 
 class Qwen3VLStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
-    attention_class = HeadNormAttention
+    attention_class: ClassVar[type[DecoderAttention]] = HeadNormAttention
     is_multimodal = True
     takes_videos = True
 

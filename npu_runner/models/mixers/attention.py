@@ -6,7 +6,6 @@ T tokens in the step, D hidden size, N query heads, K kv heads, H head dim, R di
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -64,9 +63,9 @@ class DecoderAttention(nn.Module):
 class HeadNormAttention(DecoderAttention):
     """With an RMS norm of each query head and of each key head, as in Qwen3."""
 
-    def __init__(self, config: ModelConfig, mixer: AttentionConfig, cache_layer: int, context: LayerContext, *,
-                 qkv_bias: bool = False, o_bias: bool = False):
-        super().__init__(config, mixer, cache_layer, context, qkv_bias=qkv_bias, o_bias=o_bias)
+    def __init__(self, config: ModelConfig, mixer: AttentionConfig, cache_layer: int, context: LayerContext,
+                 **biases: bool):
+        super().__init__(config, mixer, cache_layer, context, **biases)
         self.q_norm, self.k_norm = (
             RMSNorm(config.head_dim, config.rms_norm_eps, context, is_zero_centred=config.norm_is_zero_centred)
             for _ in range(2))
@@ -82,8 +81,7 @@ class GatedAttention(HeadNormAttention):
     @staticmethod
     def parts(config: ModelConfig, context: LayerContext) -> list[OutputPart]:
         query, *rest = DecoderAttention.parts(config, context)
-        doubled = {name: 2 * getattr(query, name) for name in ("total", "start", "length")}
-        return [dataclasses.replace(query, **doubled), *rest]
+        return [OutputPart(query.name, 2 * query.total, 2 * query.start, 2 * query.length), *rest]
 
     def forward(self, x_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.project(x_TD)
