@@ -17,7 +17,7 @@ from npu_runner.cli.doctor_generation import check_generation
 from npu_runner.cli.doctor_layers import check_layers
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import AUTO, check_name, find_platform, platforms
-from npu_runner.platforms.examination import Examination, Findings
+from npu_runner.platforms.examination import Examination, Findings, examination_of
 from npu_runner.platforms.host import Check, Host
 
 
@@ -80,10 +80,10 @@ def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
 def _choose(findings: Findings, asked: str) -> tuple[Examination, str]:
     """What is to be examined, and why that."""
     if asked != AUTO:
-        return find_platform(asked).examination(findings), "as asked for"
+        return examination_of(find_platform(asked), findings), "as asked for"
     missing: list[str] = []
     for platform in platforms():
-        examination = platform.examination(findings)
+        examination = examination_of(platform, findings)
         signs = examination.signs()
         if signs.are_there:
             return examination, "; ".join([signs.text, *missing])

@@ -10,6 +10,7 @@ import functools
 import importlib
 import logging
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.platform import Platform
@@ -75,9 +76,8 @@ def find_platform(name: str) -> Platform:
     """The platform called `name`, whether this host can use it or not. Raises ConfigError where there is none."""
     check_name(name)
     target = BUILT_IN.get(name) or _installed()[name].value
-    module, _, attribute = target.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = load(target)
     except Exception as error:
         raise ConfigError(f"platform {name!r} ({target}) does not load ({type(error).__name__}: {error})") from error
     if not (isinstance(found, type) and issubclass(found, Platform)):
@@ -85,6 +85,12 @@ def find_platform(name: str) -> Platform:
     if found.name != name:
         raise ConfigError(f"platform {name!r}: {target} calls itself {found.name!r}; both names must be the same")
     return found()
+
+
+def load(target: str) -> Any:
+    """What "MODULE:NAME" stands for."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from npu_runner.platforms import find_platform, load, platforms
 from npu_runner.platforms.host import Check, Host, Outcome, run_function, run_program
 from npu_runner.platforms.platform import Platform
 
@@ -75,11 +76,9 @@ class Examination:
 
     def check_torch(self, outcome: Outcome) -> Check:
         """Whether `import torch` works: it loads the extensions of vendors that are installed, on any platform."""
-        from npu_runner.platforms import platforms
-
         if outcome.error is None:
             return Check("import torch", "ok", f"torch {outcome.reports[0]}")
-        known = (other.examination(self.findings).why_torch_fails(outcome) for other in platforms())
+        known = (examination_of(other, self.findings).why_torch_fails(outcome) for other in platforms())
         remedy = next(filter(None, known), "install torch again, in an environment of its own")
         return Check("import torch", "failed", outcome.error, remedy)
 
@@ -95,6 +94,12 @@ class Examination:
     def _reason(self) -> str | None:
         outcome = run_program(self.host, __name__, [self.platform.name])
         return str(outcome.error) if not outcome.reports else outcome.reports[-1]
+
+
+def examination_of(platform: Platform, findings: Findings) -> Examination:
+    """What that platform says is to be looked at."""
+    found: Examination = load(platform.examination)(platform, findings)
+    return found
 
 
 def check_packages(packages: Packages, needed: tuple[str, ...], who: str, instead: str = "") -> Check:
@@ -136,8 +141,6 @@ def import_torch(reports: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """PLATFORM REPORTS: write why it cannot be used, or null."""
-    from npu_runner.platforms import find_platform
-
     name, reports = arguments
     reason = find_platform(name).why_unavailable()
     with open(reports, "a") as file:

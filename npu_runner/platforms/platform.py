@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from npu_runner.platforms.attention import AttentionBackend
     from npu_runner.platforms.devices import Communicators, Devices, Roles
-    from npu_runner.platforms.examination import Examination, Findings
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.memory import Memory
@@ -61,6 +60,8 @@ class Platform(ABC):
     """What Ray calls the devices of this platform."""
     visible_devices: str | None = None
     """The variable that lists the devices that a process sees. None: there are none to share out, but cores."""
+    examination: str = "npu_runner.platforms.examination:Examination"
+    """What `npu-runner doctor` looks at: the module and name of an `Examination`."""
     remedy: str = ""
     """What the doctor says is to be done where `why_unavailable` finds a reason."""
 
@@ -77,12 +78,6 @@ class Platform(ABC):
     def check_graph_mode(self, graph_mode: str) -> None:
         """Raises ConfigError where this process cannot make graphs of that mode, which is one of `graph_modes`."""
         return None
-
-    def examination(self, findings: Findings) -> Examination:
-        """What `npu-runner doctor` looks at where this platform is to be used."""
-        from npu_runner.platforms.examination import Examination
-
-        return Examination(self, findings)
 
     def describe(self) -> dict[str, str]:
         """Names and versions that shape numbers, for manifests and reports."""

@@ -17,7 +17,7 @@ from npu_runner.assets import EMBEDDED
 from npu_runner.cli.doctor import DoctorOptions, examine_host
 from npu_runner.cli.doctor_generation import judge
 from npu_runner.platforms import find_platform
-from npu_runner.platforms.examination import RUNNER_NEEDS, Findings
+from npu_runner.platforms.examination import RUNNER_NEEDS, Findings, examination_of
 from npu_runner.platforms.host import Check, Host, Outcome, run_function
 from npu_runner.platforms.npu.preflight import devices, probes, software
 from npu_runner.platforms.npu.preflight.errors import ERROR_CODES
@@ -25,7 +25,7 @@ from npu_runner.platforms.npu.versions import cann_version
 from tests.cann.environment import ROOT, environment, has_real_cann
 
 only_emulated = pytest.mark.skipif(has_real_cann(), reason="a real host cannot be broken on purpose")
-NPU = find_platform("npu").examination(Findings(Host(), {}))
+NPU = examination_of(find_platform("npu"), Findings(Host(), {}))
 KNOWN = {"torch": "2.9.0", "torch_npu": "2.9.0.post6"}
 
 
@@ -450,7 +450,7 @@ def test_packages_that_torch_npu_does_not_declare() -> None:
 
 
 def found_packages(platform: str, packages: dict[str, str | None]) -> Check:
-    examination = find_platform(platform).examination(Findings(Host(), packages))
+    examination = examination_of(find_platform(platform), Findings(Host(), packages))
     return next(check for check in examination.examine() if check.name == "Python packages")
 
 

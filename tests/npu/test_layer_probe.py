@@ -10,12 +10,12 @@ import pytest
 
 from npu_runner.cli.doctor_layers import BOUNDS, judge
 from npu_runner.platforms import find_platform
-from npu_runner.platforms.examination import Findings
+from npu_runner.platforms.examination import Findings, examination_of
 from npu_runner.platforms.host import Host, Outcome
 from tests.cann.environment import has_real_cann, run_python
 from tests.npu.programs.sabotage import DECODER, DTYPE, SABOTAGES
 
-NPU = find_platform("npu").examination(Findings(Host(), {}))
+NPU = examination_of(find_platform("npu"), Findings(Host(), {}))
 
 
 @pytest.mark.npu

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from npu_runner.platforms.attention import AttentionBackend
     from npu_runner.platforms.devices import Roles
-    from npu_runner.platforms.examination import Examination, Findings
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.npu.attention import NpuAttention
@@ -41,6 +40,7 @@ class NpuPlatform(Platform):
     keeps_graphs = ("max-autotune",)
     ray_resource = "NPU"
     visible_devices = "ASCEND_RT_VISIBLE_DEVICES"
+    examination = "npu_runner.platforms.npu.preflight.checks:NpuExamination"
     _attention: weakref.ref[NpuAttention] | None = None
 
     def why_unavailable(self) -> str | None:
@@ -66,11 +66,6 @@ class NpuPlatform(Platform):
 
     def check_graph_mode(self, graph_mode: str) -> None:
         check_graph_mode(graph_mode, os.environ)
-
-    def examination(self, findings: Findings) -> Examination:
-        from npu_runner.platforms.npu.preflight.checks import NpuExamination
-
-        return NpuExamination(self, findings)
 
     def describe(self) -> dict[str, str]:
         import torch_npu
