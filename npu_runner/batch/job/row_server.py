@@ -115,6 +115,8 @@ def num_rows_ahead(plan: ServerPlan) -> int:
 class RowServer(InlineReplica):
     """Serves the rows of a job's input."""
 
+    endpoint: RowEndpoint
+
     def __init__(self, plan: ServerPlan, name: str = "this process"):
         super().__init__(name)
         self.num_rows_ahead = num_rows_ahead(plan)
@@ -136,8 +138,8 @@ class RowServer(InlineReplica):
             seed=self._plan.config.seed,
         )
         # Workers prepare the first rows while the model loads.
-        self.endpoint = self._endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
-                                                     name_of=self._plan.source.name)
+        self.endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
+                                    name_of=self._plan.source.name)
         self._open.callback(self.endpoint.close)
 
     def _load(self) -> ReplicaFacts:
@@ -146,7 +148,7 @@ class RowServer(InlineReplica):
             folder = Path(self._plan.config.model)
             if self._plan.digest_threads:
                 digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
-            self._engine = self._open.enter_context(self._model.load(self._endpoint.wants_grammars.is_set))
+            self._engine = self._open.enter_context(self._model.load(self.endpoint.wants_grammars.is_set))
             self.endpoint.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs
