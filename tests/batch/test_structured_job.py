@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from openai.types.chat import ChatCompletion
 
-from npu_runner.batch.job.row_endpoint import RowEndpoint
+from npu_runner.batch.job.row_server import RowEndpoint
 from npu_runner.cli import main as cli
 from npu_runner.runner.model_runner import ModelRunner
 from tests.batch.scripted import read_rows, row, write_rows
