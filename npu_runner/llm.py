@@ -18,6 +18,7 @@ from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import plain_number, raw_prompt
 from npu_runner.prompts.text.effort import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
@@ -27,7 +28,7 @@ from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.calls.prompt_server import Request
-from npu_runner.serving.calls.prompt_service import LocalService, PromptService, ReplicaService
+from npu_runner.serving.calls.prompt_service import make_service
 from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.replicas.options import ReplicaOptions
 from npu_runner.serving.workers.options import PreprocessingOptions
@@ -75,14 +76,26 @@ class LLM:
     def __init__(self, model: str | Path, **settings: Any):
         config, self.options, several = from_keywords(
             {"model": str(model), **settings}, RunnerConfig, PreprocessingOptions, ReplicaOptions)
-        self._service: PromptService = (
-            LocalService(config, self.options, self.max_engine_restarts) if several.data_parallel_size == 1
-            else ReplicaService(config, self.options, several))
-        self.config, self.processor = self._service.config, self._service.processor
-        self.generation_defaults: Mapping[str, Any] = self._service.generation_defaults
         self._turns = Turns()
         self._is_torn = False
         """A call was interrupted, or is under way: what the service holds is nobody's any more."""
+        # The last line: nothing that comes behind it may leave replicas running.
+        self._service = make_service(config, self.options, several, self.max_engine_restarts)
+
+    @property
+    def config(self) -> RunnerConfig:
+        """As it was settled for the checkpoint."""
+        return self._service.config
+
+    @property
+    def processor(self) -> ChatProcessor:
+        """Makes prompts of conversations."""
+        return self._service.processor
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """Fields of SamplingParams that the checkpoint sets."""
+        return self._service.generation_defaults
 
     @property
     def num_requests(self) -> int:

@@ -1,6 +1,6 @@
 """The one loop around an engine: admit what an endpoint has prepared, step, hand what is finished to the endpoint.
 
-An `Endpoint` prepares requests and writes their answers: rows of a job (batch/job/row_endpoint.py), prompts of `LLM`
+An `Endpoint` prepares requests and writes their answers: rows of a job (batch/job/row_server.py), prompts of `LLM`
 and Ray Data (calls/prompt_server.py). The loop works in its caller's thread. Knows nothing of files.
 """
 

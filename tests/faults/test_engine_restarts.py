@@ -35,7 +35,7 @@ class Stage:
         self.blame: str | None = None
         self.names_rows = True
         self.beside: list[int] = []
-        self._add, self._step = engine.add_request, engine.step
+        self._add, self._step = self.engine.add_request, self.engine.step
         self.engine.add_request, self.engine.step, self.engine.close = self.add, self.step, lambda: None
         self._poisoned: set[str] = set()
 
@@ -49,7 +49,8 @@ class Stage:
         if self._poisoned.intersection(under_way):
             self.beside.append(len(under_way) - 1)
             raise EngineDeadError("rank 1 died", request_ids=under_way if self.names_rows else (), blame=self.blame)
-        return self._step()
+        found: list[RequestOutput] = self._step()
+        return found
 
     def load(self, config: RunnerConfig) -> LLMEngine:
         self.engine.reset()

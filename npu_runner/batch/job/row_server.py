@@ -1,7 +1,11 @@
-"""A job's replica in this process: preprocessing workers and an engine. Knows nothing of the output."""
+"""A job's replica: rows are prepared in worker processes, and answered as lines of the output.
+
+It works in the driver's thread, or in a process of its own. Knows nothing of files of answers, or of resuming.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -12,16 +16,19 @@ import npu_runner
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.row_endpoint import RowEndpoint
+from npu_runner.batch.job.summary import Outcome, answered
+from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import RowSource
-from npu_runner.batch.rows.preprocessing import RowPreprocessor
+from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
+from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.media import MediaRules
-from npu_runner.serving.engine_loop import max_waiting_requests
-from npu_runner.serving.replica import ReplicaFacts
+from npu_runner.request.outputs import RequestOutput
+from npu_runner.serving.engine_loop import Endpoint, Flight, Prepared, max_waiting_requests
+from npu_runner.serving.replica import FinishedRow, RawRow, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline_replica import InlineReplica
-from npu_runner.serving.workers.pool import PoolLimits
+from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 
 
 class ModelSide(Protocol):
@@ -112,8 +119,89 @@ def num_rows_ahead(plan: ServerPlan) -> int:
     return plan.limits.max_ready + 2 * plan.limits.num_workers
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What it takes to write a row's answer."""
+
+    row: RawRow
+    form: AnswerForm
+    expected: str | None
+
+
+class RowEndpoint(Endpoint):
+    """`prepare`: a RowPreprocessor; `name_of`: the custom_id of a row that no worker could prepare; `inherited`:
+    descriptors that workers have too."""
+
+    def __init__(self, prepare: Callable[[RawRow], Any], limits: PoolLimits, inherited: tuple[int, ...], *,
+                 name_of: Callable[[RawRow], str | None]):
+        self.pool: WorkerPool[RawRow] = WorkerPool(prepare, limits, inherited, seen=self._look_at)
+        self._name_of = name_of
+        self._stamp: JobStamp | None = None
+        self.wants_grammars = threading.Event()
+        """A row that was prepared has a grammar. Of use while the model loads."""
+
+    @property
+    def num_replaced(self) -> int:
+        return self.pool.num_replaced
+
+    def _look_at(self, prepared: Any) -> None:
+        """In the pool's thread."""
+        if isinstance(prepared, PreparedRow) and getattr(prepared.params, "structured_outputs", None) is not None:
+            self.wants_grammars.set()
+
+    def begin(self, terms: JobStamp) -> None:
+        self._stamp = terms
+
+    def submit(self, run: RowRun) -> None:
+        for row in run.rows():
+            self.pool.submit(row)
+
+    def take_back(self, num_requests: int) -> list[int]:
+        return [row.number for row in self.pool.take_back(num_requests)]
+
+    def next(self, timeout_seconds: float) -> Prepared | None:
+        finished = self.pool.get(timeout_seconds)
+        if finished is None:
+            return None
+        row, result = finished.task, finished.result
+        if isinstance(result, WorkerFailure):
+            error = RowError(code=result.code, message=result.message, status_code=500)
+            return Prepared(Flight(row.number), failure=_failed(row, self._name_of(row), error))
+        if isinstance(result, RejectedRow):
+            return Prepared(Flight(row.number), failure=_failed(row, result.custom_id, result.error))
+        assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
+        flight = Flight(row.number, result.num_sequences, _Row(row, result.form, result.expected))
+        return Prepared(flight, result.custom_id, result.prompt, result.params, finished.num_bytes)
+
+    def answer(self, flight: Flight, output: RequestOutput) -> FinishedRow:
+        name, of = output.request_id, flight.row
+        error = why_unanswered(output)
+        if error is not None:
+            return _failed(of.row, name, error)
+        assert self._stamp is not None, "no row is answered before the job begins"
+        data = answer_row(output, custom_id=name, form=of.form, stamp=self._stamp)
+        return FinishedRow(flight.number, answered(output, of.expected), data)
+
+    def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
+        return _failed(flight.row.row, name, RowError(code=error.code, message=error.message, param=error.param))
+
+    def raise_failure(self) -> None:
+        self.pool.raise_failure()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def _failed(row: RawRow, custom_id: str | None, error: RowError) -> FinishedRow:
+    data = error_row(error, custom_id=custom_id, line=row.line)
+    return FinishedRow(row.number, Outcome(failure_code=error.code), data)
+
+
+
 class RowServer(InlineReplica):
     """Serves the rows of a job's input."""
+
+    endpoint: RowEndpoint
 
     def __init__(self, plan: ServerPlan, name: str = "this process"):
         super().__init__(name)
@@ -136,8 +224,8 @@ class RowServer(InlineReplica):
             seed=self._plan.config.seed,
         )
         # Workers prepare the first rows while the model loads.
-        self.endpoint = self._endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
-                                                     name_of=self._plan.source.name)
+        self.endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
+                                    name_of=self._plan.source.name)
         self._open.callback(self.endpoint.close)
 
     def _load(self) -> ReplicaFacts:
@@ -146,7 +234,7 @@ class RowServer(InlineReplica):
             folder = Path(self._plan.config.model)
             if self._plan.digest_threads:
                 digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
-            self._engine = self._open.enter_context(self._model.load(self._endpoint.wants_grammars.is_set))
+            self._engine = self._open.enter_context(self._model.load(self.endpoint.wants_grammars.is_set))
             self.endpoint.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs

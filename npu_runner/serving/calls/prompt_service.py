@@ -57,8 +57,6 @@ class PromptService(ABC):
         self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
         self.num_requests = 0
         """So far, of all calls: the number of the next one."""
-        self._first = 0
-        """Requests before it are nobody's any more."""
         self._requests: dict[int, Any] = {}
         """Those that are not answered, as replicas take them."""
         self._max_ahead = 0
@@ -265,20 +263,22 @@ class ReplicaService(PromptService):
         checkpoint = open_checkpoint(config)
         # The folder that was looked at, whatever a hub id stands for a moment later.
         super().__init__(checkpoint, checkpoint.config.replace(model=str(checkpoint.path), revision=None))
+        self._first = 0
+        """Requests before it are nobody's any more."""
         self._answered: queue.SimpleQueue[list[tuple[int, Any]] | BaseException] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[ReplicaFacts | BaseException] = queue.SimpleQueue()
         self._is_closing = threading.Event()
         self._fleet = self._made_fleet(_plan_replicas(self.config, options, several), several.max_replica_restarts)
         self._thread = threading.Thread(target=self._drive, name="replicas", daemon=True)
-        self._thread.start()
         try:
+            self._thread.start()
             found = self._loaded.get()
             if isinstance(found, BaseException):
                 raise found
+            self._max_ahead = found.max_rows * len(self._fleet.states)
         except BaseException:
             self.close()
             raise
-        self._max_ahead = found.max_rows * len(self._fleet.states)
 
     def forget(self) -> None:
         self._first = self.num_requests
@@ -290,7 +290,8 @@ class ReplicaService(PromptService):
     def close(self) -> None:
         self._is_closing.set()
         self._fleet.wake()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._failure = self._failure or EngineDeadError("the replicas were closed")
 
     # -- the caller's thread ---------------------------------------------------------------------------------------
@@ -362,6 +363,14 @@ class ReplicaService(PromptService):
         found = self._poll(fleet, _IDLE_SECONDS)
         if found:
             self._answered.put(found)
+
+
+def make_service(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions,
+                 max_restarts: float) -> PromptService:
+    """`max_restarts`: of an engine of this process."""
+    if several.data_parallel_size == 1:
+        return LocalService(config, options, max_restarts)
+    return ReplicaService(config, options, several)
 
 
 def _remember_nothing(numbers: Sequence[int]) -> None:
