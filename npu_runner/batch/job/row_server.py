@@ -197,7 +197,6 @@ def _failed(row: RawRow, custom_id: str | None, error: RowError) -> FinishedRow:
     return FinishedRow(row.number, Outcome(failure_code=error.code), data)
 
 
-
 class RowServer(InlineReplica):
     """Serves the rows of a job's input."""
 
