@@ -1,18 +1,30 @@
-"""Where the host's time goes: of a start, by phase, and of the steps. Knows nothing of what is done in them."""
+"""Where the host's time goes, by phase: of a start, and of the steps. Knows nothing of what is done in a phase."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+
+STEP_PHASES = ("prepare", "launch", "sample", "wait")
+"""Of a step: index arrays and their copy to the device; the forward, images included; the sampler; until the sampled
+tokens are in host memory.
+
+On an accelerator `launch` and `sample` only hand out work, and `wait` is what the device still needs when the host has
+nothing left to do. On the CPU the work is done while it is handed out.
+"""
 
 
-class StartClock:
+class PhaseClock:
     """Seconds of the host by phase, in the order in which they were first entered; one phase follows the other."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._phase: str | None = None
         self._since = time.perf_counter()
+
+    def start(self, phase: str) -> None:
+        """`enter`, where what came before failed and did not `end`: the time since then is not counted."""
+        self._phase = None
+        self.enter(phase)
 
     def enter(self, phase: str) -> None:
         """What passes from here on belongs to `phase`; one that was entered before goes on."""
@@ -24,7 +36,7 @@ class StartClock:
         self.seconds[phase] = seconds
 
     def end(self) -> None:
-        """The start is over: nothing is counted before the next `enter`."""
+        """Nothing is counted before the next `enter`."""
         self._book()
         self._phase = None
 
@@ -36,42 +48,3 @@ class StartClock:
         if self._phase is not None:
             self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
         self._since = now
-
-
-@dataclass
-class StepClock:
-    """Seconds of the host since start-up, by phase; each `end_...` books what has passed since the one before it, or
-    since `start`.
-
-    On an accelerator `launch` and `sample` only hand out work, and `wait` is what the device still needs when the host
-    has nothing left to do. On the CPU the work is done while it is handed out.
-    """
-
-    prepare_seconds: float = 0.0
-    """Index arrays, and their copy to the device."""
-    launch_seconds: float = 0.0
-    """The forward, pictures included."""
-    sample_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    """Until the sampled tokens are in host memory."""
-    _since: float = 0.0
-
-    def start(self) -> None:
-        self._since = time.perf_counter()
-
-    def end_prepare(self) -> None:
-        self.prepare_seconds += self._passed()
-
-    def end_launch(self) -> None:
-        self.launch_seconds += self._passed()
-
-    def end_sample(self) -> None:
-        self.sample_seconds += self._passed()
-
-    def end_wait(self) -> None:
-        self.wait_seconds += self._passed()
-
-    def _passed(self) -> float:
-        now = time.perf_counter()
-        passed, self._since = now - self._since, now
-        return passed

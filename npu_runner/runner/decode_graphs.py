@@ -17,13 +17,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import npu_runner
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.base import AttentionBackend, DecodeForward, GraphResourceError, GraphSettings
-from npu_runner.runner.block_tables import BlockTables
+from npu_runner.platforms.base import GraphResourceError, GraphSettings
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes
 from npu_runner.runner.dummy import dummy_decode
 from npu_runner.runner.settings import Settings
@@ -90,11 +89,7 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
 
     def agrees(bucket: Bucket) -> bool:
         progress("comparing the kept graph of", f"bucket {bucket.batch_size}")
-        return agrees_with_eager(
-            bucket, eager, steps.attention, lambda batch: _fill(steps, bucket, batch), parts.reset_states,
-            last_tokens=steps.last_tokens_S, tables=steps.tables, num_blocks=parts.num_blocks,
-            vocab_size=parts.model_config.vocab_size, dtype=parts.dtype,
-        )
+        return _agrees_with_eager(parts, bucket)
 
     buckets.compile_all(eager, warm_up, agrees, votes)
     _record_draws(steps, buckets)
@@ -148,12 +143,12 @@ def _graph_settings(parts: DecodeParts) -> GraphSettings:
         "model_config": repr(parts.model_config), "settings": repr(settings), "num_blocks": parts.num_blocks,
         "max_model_len": parts.max_model_len, "states": repr(steps.states.plan if steps.states else None),
         "rank": steps.tp.rank, "num_ranks": steps.tp.size,
-        "source": source_fingerprint(steps.model),
+        "source": _source_fingerprint(steps.model),
     }
     return GraphSettings(mode=settings.graph_mode, identity=identity, cache_dir=parts.settings.graph_cache_dir)
 
 
-def source_fingerprint(model: nn.Module) -> str:
+def _source_fingerprint(model: nn.Module) -> str:
     """A hash over our own sources, and over those of the model's classes from other packages (but torch's)."""
     own = Path(npu_runner.__file__).parent
     files = set(own.rglob("*.py"))
@@ -167,34 +162,31 @@ def source_fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def agrees_with_eager(bucket: Bucket, eager: DecodeForward, attention: AttentionBackend,
-                      fill: Callable[[ScheduledBatch], dict[str, np.ndarray]], reset_states: Callable[[], None], *,
-                      last_tokens: Tensor, tables: BlockTables, num_blocks: int, vocab_size: int,
-                      dtype: torch.dtype) -> bool:
-    """Whether the bucket's graph gives the logits of `eager` for a few made-up tokens; both write the same keys.
+def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
+    """Whether the bucket's graph gives the logits of an eager step for made-up tokens; both write the same keys.
 
-    Only while cache and states are nobody's: blocks 1 and up are written, one for each sequence as far as they go.
-    `fill` puts a step into the bucket's buffers, padded, and returns what they hold; `reset_states` makes all zeros.
-    `last_tokens` and `tables` are written, too.
+    Only while cache and states are nobody's: blocks 1 and up are written, one for each sequence as far as they go. The
+    last tokens and the block tables are written, too.
     """
-    num_rows = min(bucket.batch_size, num_blocks - 1)
+    steps = parts.steps
+    num_rows = min(bucket.batch_size, parts.num_blocks - 1)
     made_up = [dummy_decode(num_rows, place + 1) for place in range(_NUM_TOKENS)]
-    rng = np.random.default_rng(0)
+    rng, vocab_size = np.random.default_rng(0), parts.model_config.vocab_size
     tokens = [torch.from_numpy(rng.integers(0, vocab_size, num_rows, dtype=np.int32)) for _ in made_up]
     for step in made_up:
         step.new_blocks_N3 = np.array([(row, 0, row + 1) for row in range(num_rows)], dtype=np.int32)
-    device = bucket.buffer.device
     # One after the other: each must begin with the same states.
-    reset_states()
+    parts.reset_states()
     for step, ids in zip(made_up, tokens, strict=True):
-        last_tokens[:num_rows].copy_(ids)
-        padded = fill(step)
-        plan = attention.plan_decode(padded["context_lens"].tolist(), tables.on_host_SW[padded["table_slots"]], device)
-        expected = eager(bucket.inputs, plan)[:num_rows].float()
-    reset_states()
+        steps.last_tokens_S[:num_rows].copy_(ids)
+        padded = _fill(steps, bucket, step)
+        tables_BW = steps.tables.on_host_SW[padded["table_slots"]]
+        plan = steps.attention.plan_decode(padded["context_lens"].tolist(), tables_BW, bucket.buffer.device)
+        expected = steps.decode_step.forward(bucket.inputs, plan)[:num_rows].float()
+    parts.reset_states()
     for step, ids in zip(made_up, tokens, strict=True):
-        last_tokens[:num_rows].copy_(ids)
-        fill(step)
+        steps.last_tokens_S[:num_rows].copy_(ids)
+        _fill(steps, bucket, step)
         logits = bucket.forward(bucket.inputs)[:num_rows].float()
     spread = float(expected.std())
-    return bool(((logits - expected).abs().max() <= _TOLERANCE[dtype] * max(spread, 1e-6)).item())
+    return bool(((logits - expected).abs().max() <= _TOLERANCE[parts.dtype] * max(spread, 1e-6)).item())

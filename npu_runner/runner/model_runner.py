@@ -29,7 +29,7 @@ from npu_runner.platforms import pick_platform
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
 from npu_runner.runner.buckets import bucket_sizes, most_padding
-from npu_runner.runner.clocks import StartClock, StepClock
+from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
 from npu_runner.runner.kv_cache import KVCacheShape, cache_window, fit_states, plan_kv_cache
@@ -63,7 +63,7 @@ class ModelRunner(ModelRunnerBase):
         self._wants_grammars = wants_grammars
         self._is_ready = False
         self._phase = "starting"
-        self._start_clock = StartClock()
+        self._start_clock = PhaseClock()
         self._start_clock.add("reading config and tokenizer", checkpoint.seconds)
         self.checkpoint = checkpoint
         self.config, self.model_config = checkpoint.config, checkpoint.model_config
@@ -278,7 +278,7 @@ class ModelRunner(ModelRunnerBase):
         steps = self.steps
         kept = steps.sampler, steps.pictures, steps.clock
         tokens_S = steps.last_tokens_S.clone()
-        steps.sampler, steps.clock = self._make_sampler(), StepClock()
+        steps.sampler, steps.clock = self._make_sampler(), PhaseClock()
         steps.pictures = self._make_pictures(VisionCache(self.config.vision_cache_bytes))
         try:
             states_aside = self.states.aside(batch_size) if self.states and self._is_ready else nullcontext()
@@ -363,17 +363,9 @@ class ModelRunner(ModelRunnerBase):
             logger.warning("the device did not take its memory back: %s", str(failure).strip().partition("\n")[0])
 
     @property
-    def clock(self) -> StepClock:
-        return self.steps.clock
-
-    @property
     def max_image_tokens(self) -> int:
         """Merged tokens that the tower takes at once."""
         return max(self.settings.max_num_batched_tokens, self.largest_image.num_tokens if self.largest_image else 0)
-
-    @property
-    def num_images_encoded(self) -> int:
-        return self.steps.pictures.num_encoded
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 

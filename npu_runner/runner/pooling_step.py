@@ -63,18 +63,10 @@ class PoolingStepRunner(StepRunner):
         """The hidden states, as they are."""
         return hidden_BD
 
-    def _submit(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> StepUnderWay:
-        step = self.prepare(batch, number, of_rows)
-        self.clock.end_prepare()
-        launched = self.launch(step)
-        self.clock.end_launch()
-        vectors = self.pool(step, launched.last_BX, of_rows["dimensions"])
-        mark = self._mark(step, vectors)
-        self.clock.end_sample()
-        return StepUnderWay(step, vectors, mark=mark)
-
-    def pool(self, step: PreparedStep, hidden_BD: Tensor, dimensions_B: np.ndarray) -> PooledVectors | None:
+    def make_result(self, step: PreparedStep, hidden_BD: Tensor,
+                    of_rows: dict[str, np.ndarray]) -> PooledVectors | None:
         """Hand out the pooling; None where this rank, or this step, pools nothing."""
+        dimensions_B = of_rows["dimensions"]
         if self.tp.rank != 0 or not len(dimensions_B):
             return None
         x_BD = hidden_BD.float()

@@ -27,7 +27,7 @@ from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
-from npu_runner.runner.clocks import StepClock
+from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.memory import MemoryGuard
 from npu_runner.runner.pictures import Pictures, StepPictures
 from npu_runner.runner.prompt_logprobs import PromptScores, score_prompts
@@ -143,7 +143,7 @@ class StepRunner:
         self.gated_delta = gated_delta
         self.states = states
         self.buckets: DecodeBuckets | None = None
-        self.clock = StepClock()
+        self.clock = PhaseClock()
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
         self.last_tokens_S = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
         self.size_tables(max_model_len)
@@ -161,7 +161,7 @@ class StepRunner:
 
     def submit(self, batch: ScheduledBatch) -> StepUnderWay:
         """Hand a step to the device, behind those that are under way."""
-        self.clock.start()
+        self.clock.start("prepare")
         self._last_number = number = (self._last_number + 1) % 2**31
         of_rows = self.admit(batch)
         self._newest = self.guard.step(
@@ -172,26 +172,32 @@ class StepRunner:
     def _submit(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> StepUnderWay:
         """The part of a step that may be run twice, without states: it writes the same keys and values to the same
         places."""
+        self.clock.enter("prepare")
         step = self.prepare(batch, number, of_rows)
-        self.clock.end_prepare()
+        self.clock.enter("launch")
         launched = self.launch(step)
-        self.clock.end_launch()
-        sampled = self.sample(step, launched.last_BX)
+        self.clock.enter("sample")
+        result = self.make_result(step, launched.last_BX, of_rows)
+        mark = self._mark(step, result)
+        self.clock.end()
+        return StepUnderWay(step, result, launched.prompt_scores, mark)
+
+    def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> StepResult | None:
+        """Hand out what makes the step's result; None where this rank, or this step, has none."""
+        sampled = self.sample(step, logits_BV)
         # The sampler has counted its tokens: nothing behind it takes memory, for a step made again counts them again.
         self.keep_tokens(step, sampled)
-        mark = self._mark(step, sampled)
-        self.clock.end_sample()
-        return StepUnderWay(step, sampled, launched.prompt_scores, mark)
+        return sampled
 
     def collect(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         """What a step brings, once it has run; steps are collected in their order. None on ranks that do not sample.
 
         Raises EngineDeadError when what comes back is not this step's.
         """
-        self.clock.start()
+        self.clock.start("wait")
         output = self.guard.step(lambda: self._output(under_way), under_way.step.batch.describe,
                                  why_once="which was under way by then")
-        self.clock.end_wait()
+        self.clock.end()
         return output
 
     def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:

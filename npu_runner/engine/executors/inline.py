@@ -14,6 +14,7 @@ from npu_runner.engine.executors.channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, RequestError, StepError
 from npu_runner.grammars.matchers import Rule
 from npu_runner.runner.base import ModelRunnerOutput
+from npu_runner.runner.clocks import STEP_PHASES
 from npu_runner.runner.model_runner import ModelRunner
 from npu_runner.strategies.opened import OpenedCheckpoint
 
@@ -98,8 +99,8 @@ class InlineExecutor(Executor):
 
 
 def runner_counters(runner: ModelRunner) -> RunnerCounters:
-    cache, clock = runner.vision_cache.counters, runner.clock
+    cache, seconds = runner.vision_cache.counters, runner.steps.clock.seconds
     return RunnerCounters(
-        cache.hits, cache.misses, cache.evictions, cache.num_bytes, runner.num_images_encoded,
-        clock.prepare_seconds, clock.launch_seconds, clock.sample_seconds, clock.wait_seconds,
+        cache.hits, cache.misses, cache.evictions, cache.num_bytes, runner.steps.pictures.num_encoded,
+        *(seconds.get(phase, 0.0) for phase in STEP_PHASES),
     )
