@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         """Final hidden states (T, D) of embedded tokens `x_TD`.
 
         `deepstack`: (T,) int32 rows of the levels, and for each of the first layers a level (M + 1, D): after that
-        layer every token adds its row. The last row is zeros, for tokens of no picture; DeepStack, arXiv 2406.04334.
+        layer every token adds its row. The last row is zeros, for tokens of no image; DeepStack, arXiv 2406.04334.
         """
         cos_TR, sin_TR = self.rotary(positions)
         residual_TD = None
