@@ -102,6 +102,14 @@ def test_the_reader_finds_what_a_person_finds() -> None:
         assert f"torch.npu.{name}" in found, name
 
 
+@pytest.mark.parametrize("wheel", SUPPORTED)
+def test_what_every_vendors_memory_takes_of_its_module_is_in_this_wheel(wheel: str) -> None:
+    sources = [(SOURCES.parent / name).read_text() for name in ("memory.py", "transfers.py")]
+    names = set(re.findall(r"\bself\._(?:module|device)\.(\w+)", "".join(sources)))
+    assert {"mem_get_info", "Event"} <= names
+    assert [name for name in names if fact(wheel, f"torch.npu.{name}") is None] == []
+
+
 @pytest.mark.parametrize("wheel", [pair.torch_npu for pair in PAIRINGS])
 def test_everything_that_is_used_is_in_this_wheel(wheel: str) -> None:
     assert missing(wheel, _READER.uses) == set()

@@ -33,6 +33,9 @@ _PYTHON = "3.11"  # every wheel of the table exists for it, on x86_64; the text 
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 # Beside what is used: what a change of platforms/npu may want next.
 _OTHERS = (
+    *(f"torch.npu.{name}" for name in (  # through DeviceMemory, which knows no vendor
+        "mem_get_info", "memory_allocated", "max_memory_allocated", "memory_reserved", "reset_peak_memory_stats",
+        "empty_cache", "synchronize")),
     *(f"torch.ops.npu.{name}" for name in (
         "npu_fused_infer_attention_score_v2", "npu_gelu", "npu_prefetch", "npu_qkv_rms_norm_rope_cache",
         "npu_gather_pa_kv_cache", "npu_top_k_top_p", "npu_mm_all_reduce_base", "npu_mrope",
