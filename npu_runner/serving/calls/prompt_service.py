@@ -52,6 +52,9 @@ MAX_AHEAD_BYTES = 1 << 29
 class PromptService(ABC):
     """Used by one thread at a time. Raises what loading an engine raises."""
 
+    engine: LLMEngine | None = None
+    """That of this process; None: each replica has one in a process of its own."""
+
     def __init__(self, checkpoint: OpenedCheckpoint, config: RunnerConfig):
         self.config = config
         self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
@@ -61,11 +64,6 @@ class PromptService(ABC):
         """Those that are not answered, as replicas take them."""
         self._max_ahead = 0
         self._failure: BaseException | None = None
-
-    @property
-    @abstractmethod
-    def engine(self) -> LLMEngine | None:
-        """That of this process; None: each replica has one in a process of its own."""
 
     def answers(self, requests: Iterator[Request], read_seconds: float) -> Iterator[tuple[int, Answer]]:
         """(index in `requests`, answer) of each, as they finish. `requests` is read in the caller's thread, as far
@@ -101,8 +99,6 @@ class PromptService(ABC):
     def close(self) -> None:
         """End all processes and free the device. May be called twice."""
 
-    # -- what differs ----------------------------------------------------------------------------------------------
-
     @abstractmethod
     def _hand_in(self, number: int, request: Request) -> int:
         """Take over the request of that number, which is `num_requests`. Returns its bytes."""
@@ -115,11 +111,14 @@ class PromptService(ABC):
     def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
         """(number, answer) of those that are done since the last call; waits for one at most so long."""
 
-    @abstractmethod
-    def _unpack(self, data: Any) -> Answer:
+    def _pack(self, answer: Answer) -> Any:
         """An answer, as `_fetch` gives it."""
+        return answer
 
-    # -- what both do ----------------------------------------------------------------------------------------------
+    def _unpack(self, data: Any) -> Answer:
+        """The other way round."""
+        answer: Answer = data
+        return answer
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -145,10 +144,6 @@ class PromptService(ABC):
             found.append((lost.index, self._pack(RequestOutput.failed(f"request-{lost.index}", error))))
         return [(number, data) for number, data in found if self._requests.pop(number, None) is not None]
 
-    @abstractmethod
-    def _pack(self, answer: Answer) -> Any:
-        """The other way round."""
-
 
 class LocalService(PromptService):
     """One engine, which works in the caller's thread while answers are asked for.
@@ -161,15 +156,11 @@ class LocalService(PromptService):
         super().__init__(checkpoint, checkpoint.config)
         self._options = options
         self.max_restarts = max_restarts
-        self._engine = LLMEngine(checkpoint)
+        self.engine: LLMEngine = LLMEngine(checkpoint)
+        """Another one after a restart."""
         # One step at a time, whoever closes it meanwhile. Reading requests is no part of a step, and may take for ever.
         self._lock = threading.RLock()
         self._begin()
-
-    @property
-    def engine(self) -> LLMEngine:
-        """Another one after a restart."""
-        return self._engine
 
     @property
     def workers(self) -> list[int]:
@@ -180,12 +171,12 @@ class LocalService(PromptService):
         """Nothing is repaired, all is made again but the engine, which is reset."""
         with self._lock:
             self._close_workers()
-            self._engine.reset()
+            self.engine.reset()
             self._begin()
 
     def stats(self) -> EngineStats:
         """The figures of this moment."""
-        return self._engine.stats()
+        return self.engine.stats()
 
     def close(self) -> None:
         with self._lock:
@@ -193,7 +184,7 @@ class LocalService(PromptService):
             try:
                 self._close_workers()
             finally:
-                self._engine.close()
+                self.engine.close()
 
     def _close_workers(self) -> None:
         if self._server.pool is not None:
@@ -214,9 +205,9 @@ class LocalService(PromptService):
 
     def _load(self) -> LLMEngine:
         if not self._is_new:  # the one before has died, and is closed
-            self._engine = load_engine(self.config)
+            self.engine = load_engine(self.config)
         self._is_new = False
-        return self._engine
+        return self.engine
 
     def _hand_in(self, number: int, request: Request) -> int:
         self._requests[number] = request
@@ -242,13 +233,6 @@ class LocalService(PromptService):
             except ReplicaDeadError as error:
                 raise EngineDeadError(str(error), request_ids=error.request_ids, blame=error.blame) from error
 
-    def _pack(self, answer: Answer) -> Answer:
-        return answer
-
-    def _unpack(self, data: Any) -> Answer:
-        answer: Answer = data
-        return answer
-
 
 class ReplicaService(PromptService):
     """Replicas in processes of this host. A thread of its own drives the fleet, so that an interrupt of the caller
@@ -256,8 +240,6 @@ class ReplicaService(PromptService):
 
     Raises ConfigError where devices do not suffice or a setting is wrong, ReplicaDeadError where none can be loaded.
     """
-
-    engine = None
 
     def __init__(self, config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions):
         checkpoint = open_checkpoint(config)
