@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from npu_runner import LLM, RunnerConfig, SamplingParams
+from npu_runner import LLM, SamplingParams
 from npu_runner.batch.files.names import suspects_path
-from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.run import run_batch
+from npu_runner.cli.main import main
 from npu_runner.errors import EngineDeadError
 from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
 from tests.batch.scripted import completion_row, read_rows, row, write_rows
@@ -36,6 +35,8 @@ ANSWERED, FAILED, CRASHED, RAISED = None, "request_failed", "preprocessing_crash
 CULPRITS = {STEP: "which Z colour", RANK: "which K colour", REPLICA: "which X colour",
             WORKER: f"which {WORKER_POISON} " + "which " * 700}  # so long that LLM sends it to a worker, too
 OTHERS = [f"which b colour {number}" for number in range(5)]
+OPTIONS = ("--platform", "cpu", "--max-model-len", "1024", "--max-num-seqs", "8", "--kv-cache-bytes", "1M",
+           "--preprocessing-workers", "1", "--progress", "off")
 SETTINGS: dict[str, Any] = {"platform": "cpu", "max_model_len": 1024, "max_num_seqs": 8, "kv_cache_bytes": 1 << 20}
 
 
@@ -120,14 +121,10 @@ class JobOfOne(WayIn):
         source = write_rows(self.folder / "in.jsonl", [
             completion_row(name_of(number), text, max_tokens=4, logit_bias=ban(self.model))
             for number, text in enumerate(texts)])
-        options = BatchOptions(input=str(source), output=str(output), preprocessing_workers=1, progress="off")
-        is_over = False
-        while not is_over:
-            try:
-                run_batch(RunnerConfig(model=str(self.model), **SETTINGS), options)
-                is_over = True
-            except EngineDeadError:
-                self.suspects = set(json.loads(suspects_path(output).read_text())["rows"])
+        command = ["batch", "-i", str(source), "-o", str(output), "--model", str(self.model), *OPTIONS]
+        while (status := main(command)) == 1:  # it ended early: the same command again
+            self.suspects = set(json.loads(suspects_path(output).read_text())["rows"])
+        assert status in (0, 3), "every row is finished"
         assert not suspects_path(output).exists(), "nothing is suspected any more"
         return answers_in(output, len(texts))
 
