@@ -5,10 +5,7 @@ Knows nothing of files or rows; the batch job has those.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice, repeat
 from math import inf
 from pathlib import Path
@@ -17,11 +14,11 @@ from typing import Any, Literal, overload
 
 from tqdm import tqdm
 
-from npu_runner.config import RunnerConfig
+from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.llm_engine import LLMEngine
-from npu_runner.engine.waiting import WaitingRoom, max_waiting_requests
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import plain_number, raw_prompt
 from npu_runner.prompts.text.effort import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
@@ -30,12 +27,12 @@ from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, Requ
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.prompt_feed import PromptFeed, Request
-from npu_runner.serving.prompt_replicas.answers import PromptReplicas
+from npu_runner.serving.calls.prompt_server import Request
+from npu_runner.serving.calls.prompt_service import make_service
+from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.replicas.options import ReplicaOptions
 from npu_runner.serving.workers.options import PreprocessingOptions
-from npu_runner.serving.workers.prompts import PromptTask, PromptWorkers, chat_task, text_task
-from npu_runner.strategies.opened import open_checkpoint
+from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, text_task
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids (a list, an array or a tensor), {"prompt": text or ids, "images": [PIL image or bytes, ...],
@@ -51,11 +48,8 @@ PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
 EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
 _AnyParams = SamplingParams | PoolingParams
-_Answers = Iterator[tuple[int, str, RequestOutput | RequestError]]
-"""(index in the call, request_id, answer)"""
 _Parse = Callable[[Any], PromptTask | PromptInputs]
 _NO_MORE = object()
-_IDLE_SECONDS = 0.2
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
 _READ_SECONDS = 0.05
 
@@ -70,36 +64,52 @@ class LLM:
 
     Pictures and long texts are prepared in worker processes, ahead of the model. These start with the first of them and
     end with `close`. With `data_parallel_size` there are several of it, each in a process of its own with devices and
-    workers of its own; answers are those of one, to rounding. Not thread-safe.
+    workers of its own; answers are those of one, to rounding.
+
+    One call is answered at a time. Those of other threads wait for one that has lists of prompts and of results. Beside
+    one with an iterator on either side, and inside such an iterator, a call is a RequestError.
     """
 
+    max_engine_restarts: float = 0
+    """How often the engine of this process is loaded again when it has died, and its requests are tried again."""
+
     def __init__(self, model: str | Path, **settings: Any):
-        config, self.options, several = _split_settings(model, settings)
-        self._replicas: PromptReplicas | None = None
-        self._engine: LLMEngine | None = None
-        source: LLMEngine | PromptReplicas
-        if several.data_parallel_size == 1:
-            source = self._engine = LLMEngine(open_checkpoint(config))
-            self._max_ready = max_waiting_requests(self.engine.max_num_seqs)
-            self._workers = PromptWorkers(self.engine.processor, self.options, max_ready=self._max_ready)
-        else:
-            source = self._replicas = PromptReplicas(config, self.options, several)
-        self.config, self.processor = source.config, source.processor
-        self.generation_defaults: Mapping[str, Any] = source.generation_defaults
-        self.num_requests = 0
-        """So far: the request_id of the next one is request-<num_requests>."""
-        self._call = 0
-        """Number of the call that the engine works for; a stream of an earlier one has ended."""
+        config, self.options, several = from_keywords(
+            {"model": str(model), **settings}, RunnerConfig, PreprocessingOptions, ReplicaOptions)
+        self._turns = Turns()
         self._is_torn = False
-        """A call was interrupted, or is under way: what the engine holds is nobody's any more."""
+        """A call was interrupted, or is under way: what the service holds is nobody's any more."""
+        # The last line: nothing that comes behind it may leave replicas running.
+        self._service = make_service(config, self.options, several, self.max_engine_restarts)
+
+    @property
+    def config(self) -> RunnerConfig:
+        """As it was settled for the checkpoint."""
+        return self._service.config
+
+    @property
+    def processor(self) -> ChatProcessor:
+        """Makes prompts of conversations."""
+        return self._service.processor
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """Fields of SamplingParams that the checkpoint sets."""
+        return self._service.generation_defaults
+
+    @property
+    def num_requests(self) -> int:
+        """So far: the request_id of the next one is request-<num_requests>."""
+        return self._service.num_requests
 
     @property
     def engine(self) -> LLMEngine:
         """The engine of this process. Raises ConfigError where several replicas have one each."""
-        if self._engine is None:
+        engine = self._service.engine
+        if engine is None:
             raise ConfigError("data_parallel_size: each replica has an engine in a process of its own; `stats()`, "
                               "`config` and `processor` are those of all")
-        return self._engine
+        return engine
 
     @overload
     def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False,
@@ -160,7 +170,7 @@ class LLM:
         one always is that makes the model fail.
         """
         rules = MediaRules(
-            allowed_dir=allowed_media_dir, max_images=self.config.max_images_per_prompt,
+            allowed_dir=allowed_media_dir, max_images=self.config.prompts.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes,
         )
         processor = self.processor
@@ -203,18 +213,12 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters and gauges; of several replicas their sums, as they told last."""
-        return self.engine.stats() if self._replicas is None else self._replicas.stats()
+        return self._service.stats()
 
     def close(self) -> None:
-        """End all processes and free the device. May be called twice."""
-        self._call += 1
-        if self._replicas is not None:
-            self._replicas.close()
-            return
-        try:
-            self._workers.close()
-        finally:
-            self.engine.close()
+        """End all processes and free the device, once the step under way has ended. May be called twice."""
+        self._turns.end()
+        self._service.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -238,12 +242,15 @@ class LLM:
                     raise _with_index(index, request.prompt)
         requests = self._requests(items, params, parse)
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
-        answers = self._answers(requests, read_seconds) if self._replicas is None else self._answers_of_replicas(
-            self._replicas, requests, read_seconds)
-        results = self._results(answers, total, use_tqdm, return_errors)
+        call = Call(is_open=stream_results or not isinstance(items, Sequence))
+        results = self._results(call, requests, read_seconds, total, use_tqdm, return_errors)
+        call.follow(results)
         if stream_results:
             return results
-        finished = dict(results)
+        try:
+            finished = dict(results)
+        finally:
+            results.close()
         return [finished[index] for index in range(len(finished))]
 
     def _params(self, given: _AnyParams | Iterable[_AnyParams] | None,
@@ -277,26 +284,22 @@ class LLM:
                 prompt = error
             yield Request(resolved or SamplingParams(), prompt)
 
-    def _feed(self, requests: Iterator[Request], read_seconds: float) -> PromptFeed:
-        return PromptFeed(
-            requests, self._workers, self.engine.processor, max_ahead=self._max_ready + self._workers.num_workers,
-            max_source_pixels=self.engine.config.max_source_pixels, read_seconds=read_seconds,
-        )  # fmt: skip
-
-    def _results(self, answers: _Answers, total: int | None, use_tqdm: bool, return_errors: bool) -> Results:
-        self._call += 1
-        call = self._call
+    def _results(self, call: Call, requests: Iterator[Request], read_seconds: float, total: int | None, use_tqdm: bool,
+                 return_errors: bool) -> Generator[tuple[int, RequestOutput]]:
+        self._turns.take(call)
         if self._is_torn:
             self._forget()  # again, if an interrupt came before it was done the first time
         self._is_torn = True
         try:
+            first = self.num_requests
             with tqdm(total=total, disable=not use_tqdm, unit="request") as bar:
-                for index, name, found in answers:
+                for index, found in self._service.answers(requests, read_seconds):
                     if isinstance(found, RequestError) and not return_errors:
                         raise _with_index(index, found)
                     bar.update()
+                    name = f"request-{first + index}"
                     yield index, RequestOutput.failed(name, found) if isinstance(found, RequestError) else found
-                    if call != self._call:
+                    if not self._turns.is_current(call):
                         raise RequestError("these results ended when the LLM was called again, or closed",
                                            code="results_ended")
         except EngineDeadError:
@@ -305,78 +308,15 @@ class LLM:
         except GeneratorExit:  # nobody reads on; whichever thread this is, the next call cleans up
             raise
         except BaseException:
-            if call == self._call:
+            if self._turns.is_current(call):
                 self._forget()
             raise
         self._is_torn = False
 
     def _forget(self) -> None:
         """Whatever is under way is nobody's. Nothing is repaired, all is made again."""
-        if self._replicas is not None:
-            self._replicas.forget()
-        else:
-            self._workers.close()
-            self.engine.reset()
+        self._service.forget()
         self._is_torn = False
-
-    def _answers_of_replicas(self, replicas: PromptReplicas, requests: Iterator[Request],
-                             read_seconds: float) -> _Answers:
-        first = replicas.num_read
-        for index, found in replicas.answers(requests, read_seconds):
-            self.num_requests = replicas.num_read
-            yield index, f"request-{first + index}", found
-
-    def _answers(self, requests: Iterator[Request], read_seconds: float) -> _Answers:
-        engine, feed = self.engine, self._feed(requests, read_seconds)
-        room = WaitingRoom(engine.max_num_seqs)
-        first, indices = self.num_requests, dict[str, int]()
-        while engine.has_unfinished_requests() or not feed.is_over:
-            for index, error in self._admit(feed, room, first, indices):
-                yield index, f"request-{first + index}", error
-            if engine.has_unfinished_requests():
-                for output in engine.step():
-                    yield indices.pop(output.request_id), output.request_id, output
-
-    def _admit(self, feed: PromptFeed, room: WaitingRoom, first: int,
-               indices: dict[str, int]) -> Iterator[tuple[int, RequestError]]:
-        """Queue what is ready, as far as there is room; where the engine has nothing to do, wait a moment for it."""
-        engine = self.engine
-        if feed.is_over:
-            return
-        num_waiting, deadline = engine.stats().num_waiting, time.monotonic() + feed.read_seconds
-        while room.has_room(num_waiting):
-            is_busy = engine.has_unfinished_requests()
-            ready = feed.get(0.0 if is_busy else _IDLE_SECONDS) if not is_busy or time.monotonic() < deadline else None
-            if ready is None:
-                return
-            self.num_requests = max(self.num_requests, first + ready.index + 1)
-            request_id = f"request-{first + ready.index}"
-            try:
-                if isinstance(ready.prompt, RequestError):
-                    raise ready.prompt
-                engine.add_request(request_id, ready.prompt, ready.params)
-            except RequestError as error:
-                yield ready.index, error
-                continue
-            indices[request_id] = ready.index
-            room.enter(ready.num_bytes)
-            num_waiting += ready.params.n
-
-
-def _split_settings(
-    model: str | Path, settings: Mapping[str, Any]
-) -> tuple[RunnerConfig, PreprocessingOptions, ReplicaOptions]:
-    of_model, of_prompts, of_replicas = ({field.name for field in dataclasses.fields(kind)}
-                                         for kind in (RunnerConfig, PreprocessingOptions, ReplicaOptions))
-    known = of_model | of_prompts | of_replicas
-    for name in settings:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-            raise ConfigError(f"unknown setting {name!r}; did you mean {', '.join(near)}?")
-    options = PreprocessingOptions(**{name: value for name, value in settings.items() if name in of_prompts})
-    several = ReplicaOptions(**{name: value for name, value in settings.items() if name in of_replicas})
-    config = {name: value for name, value in settings.items() if name in of_model}
-    return RunnerConfig.from_keywords(model, **config), options, several
 
 
 def _is_one_prompt(prompts: Any) -> bool:

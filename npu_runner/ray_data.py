@@ -7,14 +7,13 @@ the pipeline pays for neither. Knows nothing of files.
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npu_runner.errors import ConfigError, EngineDeadError, RequestError
+from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import shown
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.sampling_params import SamplingParams
@@ -22,7 +21,6 @@ from npu_runner.request.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from npu_runner.llm import LLM
 
-logger = logging.getLogger(__name__)
 ERROR_COLUMN = "__inference_error__"
 _PARAMS_COLUMN = "sampling_params"
 _PROMPT_COLUMNS = ("messages", "prompt")
@@ -30,8 +28,6 @@ _UNSERVED = {"n": "a row has one generated_text; repeat the row",
              "logprobs": "there is no column for them; npu-runner batch writes them"}
 _WHOLE_NUMBERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs")
 _PARAM_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-# Of a row that was alone in the step: a rank that was killed may have been killed by somebody else.
-_MOST_DEATHS_UNBLAMED = 2
 
 Batch = Mapping[str, Any]
 
@@ -85,45 +81,21 @@ class LLMPredictor:
     def _load(self) -> LLM:
         from npu_runner import LLM
 
-        return LLM(self._model, **self._settings)
+        class RestartedLLM(LLM):
+            """Its engine is loaded again as often as a row is the cause of its death."""
+
+            max_engine_restarts = math.inf
+
+        return RestartedLLM(self._model, **self._settings)
 
     def _answer(self, asked: Mapping[int, tuple[Any, SamplingParams]], *, is_chat: bool) -> dict[int, RequestOutput]:
-        """Every row's answer. Where a step ends the engine, another is loaded and the step's rows run one at a time;
-        one that ends it alone is given up."""
-        found: dict[int, RequestOutput] = {}
-        suspects: list[int] = []
-        num_deaths: Counter[int] = Counter()
-        while open_rows := [index for index in asked if index not in found]:
-            together = [index for index in open_rows if index not in suspects] or [suspects[0]]
-            try:
-                self._ask(asked, together, found, is_chat)
-            except EngineDeadError as error:
-                in_step = [index for index in self._rows_of(error, together) if index not in found]
-                if not in_step:
-                    raise  # no row is the cause: the next engine would die as well
-                logger.warning("the engine died, another one is loaded: %s", error)
-                self._llm.close()
-                self._llm = self._load()
-                suspects += [index for index in in_step if index not in suspects]
-                if len(together) == 1:
-                    (alone,) = together
-                    num_deaths[alone] += 1
-                    if error.blame is not None or num_deaths[alone] == _MOST_DEATHS_UNBLAMED:
-                        found[alone] = _given_up(error)
-            suspects = [index for index in suspects if index not in found]
-        return found
-
-    def _ask(self, asked: Mapping[int, tuple[Any, SamplingParams]], together: Sequence[int],
-             found: dict[int, RequestOutput], is_chat: bool) -> None:
-        self._first, items = self._llm.num_requests, [asked[index][0] for index in together]
-        params = [asked[index][1] for index in together]
+        """Every row's answer."""
+        items, params = [prompt for prompt, _ in asked.values()], [params for _, params in asked.values()]
         if is_chat:
-            results = self._llm.chat(items, params, stream_results=True, return_errors=True, **self._chat_options)
+            outputs = self._llm.chat(items, params, return_errors=True, **self._chat_options)
         else:
-            items = [self._with_film_settings(item) for item in items]
-            results = self._llm.generate(items, params, stream_results=True, return_errors=True)
-        for position, output in results:
-            found[together[position]] = output
+            outputs = self._llm.generate([self._with_film_settings(item) for item in items], params, return_errors=True)
+        return dict(zip(asked, outputs, strict=True))
 
     def _with_film_settings(self, prompt: Any) -> Any:
         """A raw prompt, with the pipeline's `mm_processor_kwargs` where it has none of its own."""
@@ -133,10 +105,6 @@ class LLMPredictor:
         if not isinstance(prompt, Mapping):
             return {"prompt": prompt, "mm_processor_kwargs": kwargs}
         return prompt if prompt.get("mm_processor_kwargs") is not None else {**prompt, "mm_processor_kwargs": kwargs}
-
-    def _rows_of(self, error: EngineDeadError, together: Sequence[int]) -> list[int]:
-        numbers = [int(name.rpartition("-")[2]) for name in error.request_ids]
-        return [together[number - self._first] for number in numbers]
 
 
 def _rows(batch: Batch) -> list[tuple[Any, Any]]:
@@ -190,12 +158,6 @@ def _as_given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refusal(why: str, value: str, name: str) -> RequestError:
     return RequestError(f"sampling_params: {shown(value)}: {why}", "invalid_sampling_parameter", name)
-
-
-def _given_up(error: EngineDeadError) -> RequestOutput:
-    reason = str(error).partition("\n")[0]
-    message = f"alone in its step, this row ends the engine: {reason}"
-    return RequestOutput.failed("", RequestError(message, error.blame or "engine_died"))
 
 
 def _columns(answers: Sequence[RequestOutput]) -> dict[str, Any]:

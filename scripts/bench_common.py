@@ -39,7 +39,7 @@ def measure_head_start(config: RunnerConfig, requests: Path) -> float:
     Pictures lie in the folder of `requests`.
     """
     from npu_runner.batch.files.input_file import InputFile
-    from npu_runner.batch.job.model_side import CheckpointSide
+    from npu_runner.batch.job.row_server import CheckpointSide
     from npu_runner.batch.rows.preprocessing import RowPreprocessor
     from npu_runner.prompts.media.media import MediaRules
     from npu_runner.serving.workers.pool import PoolLimits

@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
 def _die_with(parent: int) -> None:
     """Killed with SIGKILL it must not leave anybody who computes, loads or hangs in a decoder.
 
-    The kernel sends the signal when the thread that started this process ends: start_thread.py has one that lasts.
+    The kernel sends the signal when the thread that started this process ends: child.py has one that lasts.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from npu_runner.batch.files.input_file import InputRow
-from npu_runner.batch.job.serving import ServingLoop
-from npu_runner.batch.rows.chat import ChatForm
-from npu_runner.batch.rows.openai_response import JobStamp
-from npu_runner.batch.rows.preprocessing import PreparedRow
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.workers.pool import Finished
+from npu_runner.serving.calls.prompt_server import PromptEndpoint
+from npu_runner.serving.engine_loop import EngineLoop, Flight, Prepared
+from npu_runner.serving.replica import FinishedRow
 
 NUM_OUTPUT_TOKENS = 40
 
@@ -56,40 +53,35 @@ class SchedulerAlone:
             assert sequence is not None
             sequence.append(7)
             # Answers of different lengths, so that they do not end together.
-            if sequence.num_output_tokens > NUM_OUTPUT_TOKENS * (1 + sequence.seq_id % 7) // 7:
+            if len(sequence.output_token_ids) > NUM_OUTPUT_TOKENS * (1 + sequence.seq_id % 7) // 7:
                 self.scheduler.finish(sequence, "length")
                 completion = CompletionOutput(0, "x", sequence.output_token_ids, "length")
                 done.append(RequestOutput(sequence.request_id, [completion], 3))
         return done
 
 
-class PreparedRows:
-    """A pool whose workers are always ahead."""
+class PreparedRows(PromptEndpoint):
+    """An endpoint whose workers are always ahead."""
 
     def __init__(self, count: int):
-        self._rows = deque(
-            Finished(InputRow(n, n + 1, 0, 0, b""), PreparedRow(
-                custom_id=str(n), prompt=PromptInputs([n % 97, 2, 3]), params=SamplingParams(temperature=0.0),
-                form=ChatForm(), expected=None), 10)
+        self.rows = deque(
+            Prepared(Flight(n), str(n), PromptInputs([n % 97, 2, 3]), SamplingParams(temperature=0.0), 10)
             for n in range(count)
         )
 
-    def get(self, timeout: float = 0.0) -> Any:
-        return self._rows.popleft() if self._rows else None
+    def next(self, timeout_seconds: float) -> Prepared | None:
+        return self.rows.popleft() if self.rows else None
 
-    @property
-    def is_over(self) -> bool:
-        return not self._rows
+    def answer(self, flight: Flight, output: RequestOutput) -> FinishedRow:
+        return FinishedRow(flight.number, None, b"")
 
 
 @pytest.mark.parametrize("max_num_seqs", [64, 256, 1024])
 def test_decode_steps_are_nearly_full_while_there_are_rows(max_num_seqs: int) -> None:
     engine = SchedulerAlone(max_num_seqs)
-    pool: Any = PreparedRows(max_num_seqs * 12)
-    loop = ServingLoop(
-        engine, pool, name_of=lambda row: None, stamp=JobStamp(created=0, system_fingerprint="", model_name="")
-    )
-    while not pool.is_over:
+    endpoint = PreparedRows(max_num_seqs * 12)
+    loop = EngineLoop(cast(Any, engine), endpoint)  # nobody aborts
+    while endpoint.rows:
         loop.turn(0.0)
         loop.begun.clear()
         loop.finished.clear()

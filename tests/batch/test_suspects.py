@@ -82,7 +82,7 @@ def test_rows_that_end_the_job_are_given_up_by_name(blame: str | None, code: str
     for name, item in found.items():
         if name in POISONED:
             assert item["error"]["code"] == code
-            assert item["error"]["message"] == "alone in its step, this row ended the job: rank 1 failed"
+            assert item["error"]["message"] == "alone in its step, this request ended the engine: rank 1 failed"
             assert item["response"]["status_code"] == 500
         else:
             assert item == expected[name]

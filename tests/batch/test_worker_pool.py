@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,103 +25,96 @@ def limits(**changes: Any) -> PoolLimits:
     return PoolLimits(**{"num_workers": 2, "task_timeout_seconds": 120.0, **changes})
 
 
-def drain(pool: WorkerPool[Any]) -> list[Finished[Any]]:
-    found = []
-    while (item := pool.get(None)) is not None:
-        found.append(item)
-    assert pool.is_over
+def drained(pool: WorkerPool[Any], tasks: Iterable[Any]) -> list[Finished[Any]]:
+    """The results of all of these, in the order in which they came."""
+    asked = list(tasks)
+    for task in asked:
+        pool.submit(task)
+    found = [waited_for(pool) for _ in asked]
     assert pool.get() is None
+    assert pool.pending_bytes == 0
     return found
 
 
+def waited_for(pool: WorkerPool[Any]) -> Finished[Any]:
+    while (item := pool.get(1.0)) is None:
+        """The test's own timeout ends this."""
+    return item
+
+
 def test_every_task_comes_back_once_with_its_result() -> None:
-    with WorkerPool(square, iter(range(200)), limits()) as pool:
-        found = drain(pool)
+    with WorkerPool(square, limits()) as pool:
+        found = drained(pool, range(200))
     assert sorted((item.task, item.result[0]) for item in found) == [(n, n * n) for n in range(200)]
     assert os.getpid() not in {item.result[1] for item in found}
 
 
-def test_no_tasks_is_over_at_once() -> None:
-    with WorkerPool(square, iter(()), limits()) as pool:
-        assert drain(pool) == []
+def test_without_a_task_no_worker_is_started() -> None:
+    with WorkerPool(square, limits()) as pool:
+        assert pool.get(0.1) is None
+        assert pool.worker_pids() == []
 
 
 def test_arrays_arrive_whole_whatever_their_size() -> None:
     sides = [1, 10, 150, 700, 149, 1000]
-    with WorkerPool(picture, iter(sides), limits()) as pool:
-        for item in drain(pool):
+    with WorkerPool(picture, limits()) as pool:
+        for item in drained(pool, sides):
             assert np.array_equal(item.result, picture(item.task))
             assert item.num_bytes >= item.result.nbytes
 
 
 def test_workers_import_neither_torch_nor_transformers() -> None:
-    with WorkerPool(modules, iter([0]), limits(num_workers=1)) as pool:
-        (item,) = drain(pool)
+    with WorkerPool(modules, limits(num_workers=1)) as pool:
+        (item,) = drained(pool, [0])
     assert "npu_runner.serving.workers.worker" in item.result or "__main__" in item.result
     assert not {"torch", "transformers"} & {name.split(".")[0] for name in item.result}
 
 
-class Recorded(Iterator[int]):
-    """Tasks without end that count how many were taken."""
-
-    def __init__(self) -> None:
-        self.num_taken = 0
-
-    def __next__(self) -> int:
-        self.num_taken += 1
-        return 300
-
-
 @pytest.mark.parametrize("bound", [{"max_ready": 3}, {"max_ready_bytes": 600_000}])
 def test_the_pool_runs_ahead_by_its_bounds_and_no_further(bound: dict[str, int]) -> None:
-    tasks = Recorded()
-    with WorkerPool(picture, tasks, limits(**bound)) as pool:
-        for fetched in range(1, 20):
-            assert pool.get(None) is not None
-            # 270,000 bytes each: three fill either bound; two more may be under way when it is reached.
-            assert tasks.num_taken <= fetched + 3 + 2
+    num_tasks = 40
+    with WorkerPool(picture, limits(**bound)) as pool:
+        for _ in range(num_tasks):
+            pool.submit(300)
+        for _ in range(19):
+            waited_for(pool)
+        # 270,000 bytes each: three fill either bound; two more may be under way when it is reached.
+        num_left = len(pool.take_back(num_tasks))
+        assert num_tasks - 19 - (3 + 2) <= num_left <= num_tasks - 19
 
 
-def test_no_more_tasks_start_than_allowed() -> None:
-    tasks = Recorded()
-    with WorkerPool(picture, tasks, limits()) as pool:
-        pool.allow(0)
-        already = tasks.num_taken
-        pool.allow(already + 4)
-        for _ in range(already + 4):
-            assert pool.get(None) is not None
-        assert pool.get(0.2) is None
-        assert tasks.num_taken == already + 4
-
-
-def broken_tasks() -> Iterator[int]:
-    yield 1
-    raise OSError("the input is gone")
-
-
-def test_an_error_in_the_tasks_reaches_the_caller() -> None:
-    with WorkerPool(square, broken_tasks(), limits()) as pool, pytest.raises(OSError, match="the input is gone"):
-        drain(pool)
+def test_tasks_that_no_worker_has_begun_can_be_had_back_the_last_ones_first() -> None:
+    with WorkerPool(square, limits(num_workers=1, max_ready=1)) as pool:
+        for task in range(10):
+            pool.submit(task, num_bytes=100)
+        assert pool.take_back(3) == [9, 8, 7]
+        assert pool.pending_bytes == 700
+        assert sorted(waited_for(pool).task for _ in range(7)) == list(range(7))
+        assert (pool.take_back(5), pool.pending_bytes) == ([], 0)
+        pool.submit(11)
+        assert waited_for(pool).result[0] == 121, "it goes on"
 
 
 def test_workers_that_never_start_end_the_job(capfd: pytest.CaptureFixture[str]) -> None:
     with (
-        WorkerPool(Unreadable(), iter([1]), limits(num_workers=1)) as pool,
+        WorkerPool(Unreadable(), limits(num_workers=1)) as pool,
         pytest.raises(JobError, match="die before their first row"),
     ):
-        drain(pool)
+        drained(pool, [1])
     assert "not a number" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e10, 3e6])
 def test_a_time_limit_may_be_none_or_longer_than_the_system_can_wait(seconds: float) -> None:
-    with WorkerPool(square, iter(range(20)), limits(task_timeout_seconds=seconds)) as pool:
-        assert sorted(item.task for item in drain(pool)) == list(range(20))
+    with WorkerPool(square, limits(task_timeout_seconds=seconds)) as pool:
+        assert sorted(item.task for item in drained(pool, range(20))) == list(range(20))
 
 
 def test_closing_in_the_middle_leaves_no_process() -> None:
-    pool = WorkerPool(square, itertools.count(), limits())
-    assert pool.get(None) is not None
+    pool = WorkerPool(square, limits())
+    for task in range(1000):
+        pool.submit(task)
+    waited_for(pool)
     pids = pool.worker_pids()
     assert len(pids) == 2
     pool.close()
@@ -134,10 +126,10 @@ def test_closing_in_the_middle_leaves_no_process() -> None:
 def test_worker_output_does_not_reach_our_stdout(tmp_path: Path) -> None:
     script = """
 import sys
-from tests.batch.test_worker_pool import drain, limits
+from tests.batch.test_worker_pool import drained, limits
 from npu_runner.serving.workers.pool import WorkerPool
-with WorkerPool(print, iter(["among the answers"]), limits(num_workers=1)) as pool:
-    drain(pool)
+with WorkerPool(print, limits(num_workers=1)) as pool:
+    drained(pool, ["among the answers"])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -175,8 +167,8 @@ def test_a_stuck_end_is_given_up_after_the_timeout() -> None:
 
 def test_a_task_that_wants_more_memory_than_its_worker_has_fails_by_name_and_the_next_ones_do_not() -> None:
     mib, tasks = 1 << 20, [10 << 20, 400 << 20, 10 << 20, 150 << 20, 400 << 20, 150 << 20]
-    with WorkerPool(allocate, iter(tasks), limits(num_workers=1, worker_memory_bytes=200 * mib)) as pool:
-        found = drain(pool)
+    with WorkerPool(allocate, limits(num_workers=1, worker_memory_bytes=200 * mib)) as pool:
+        found = drained(pool, tasks)
     assert [item.task for item in found] == tasks
     for item in found:
         if item.task > 200 * mib:
@@ -193,25 +185,21 @@ def test_a_task_that_wants_more_memory_than_its_worker_has_fails_by_name_and_the
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_for(num_workers: int) -> None:
     """Whether or not others that have served stand idle."""
-    mib, found = 1 << 20, []
-
-    def tasks() -> Iterator[int]:
-        while len({item.result[1] for item in found}) < num_workers:
-            yield 2 * mib
-        yield 199 * mib
-
+    mib = 1 << 20
     settings = limits(num_workers=num_workers, worker_memory_bytes=200 * mib)
-    with WorkerPool(allocate_and_keep, tasks(), settings) as pool:
-        while (item := pool.get(None)) is not None:
-            found.append(item)
+    found: list[Finished[Any]] = []
+    with WorkerPool(allocate_and_keep, settings) as pool:
+        while len({item.result[1] for item in found}) < num_workers:
+            found += drained(pool, [2 * mib] * num_workers)
+        found += drained(pool, [199 * mib])
     assert [item.result[0] for item in found] == [item.task for item in found]
     assert found[-1].task == 199 * mib
     assert pool.num_replaced == 1
 
 
 def test_a_library_that_aborts_for_want_of_memory_fails_its_task_and_names_the_limit() -> None:
-    with WorkerPool(allocate, iter([5, -1, 6]), limits(num_workers=1, worker_memory_bytes=1 << 30)) as pool:
-        found = {item.task: item.result for item in drain(pool)}
+    with WorkerPool(allocate, limits(num_workers=1, worker_memory_bytes=1 << 30)) as pool:
+        found = {item.task: item.result for item in drained(pool, [5, -1, 6])}
     assert (found[5][0], found[6][0]) == (5, 6)
     assert found[-1].code == "preprocessing_crashed"
     assert "SIGABRT" in found[-1].message
@@ -219,19 +207,18 @@ def test_a_library_that_aborts_for_want_of_memory_fails_its_task_and_names_the_l
 
 
 def test_without_a_limit_a_worker_takes_what_it_needs() -> None:
-    with WorkerPool(allocate, iter([600 << 20]), limits(num_workers=1)) as pool:
-        assert drain(pool)[0].result[0] == 600 << 20
+    with WorkerPool(allocate, limits(num_workers=1)) as pool:
+        assert drained(pool, [600 << 20])[0].result[0] == 600 << 20
 
 
 def test_a_job_fault_in_a_worker_ends_the_pool_with_it() -> None:
-    tasks = iter(["a", "gone"])
-    with WorkerPool(without_job, tasks, limits(num_workers=1)) as pool, pytest.raises(JobError, match="input is gone"):
-        drain(pool)
+    with WorkerPool(without_job, limits(num_workers=1)) as pool, pytest.raises(JobError, match="input is gone"):
+        drained(pool, ["a", "gone"])
 
 
 def test_workers_can_read_a_descriptor_that_has_no_name(tmp_path: Path) -> None:
     with tempfile.TemporaryFile(dir=tmp_path) as file:
         file.write(b"rows")
         file.flush()
-        with WorkerPool(os.fstat, iter([file.fileno()]), limits(num_workers=1), [file.fileno()]) as pool:
-            assert drain(pool)[0].result.st_size == 4
+        with WorkerPool(os.fstat, limits(num_workers=1), [file.fileno()]) as pool:
+            assert drained(pool, [file.fileno()])[0].result.st_size == 4

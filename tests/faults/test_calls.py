@@ -9,7 +9,7 @@ import pytest
 
 from npu_runner import LLM
 from npu_runner.core.batch import ScheduledBatch, probe_batch
-from npu_runner.engine.executors.channel import RING_SIZE
+from npu_runner.engine.executors.rank_channel import RING_SIZE
 from tests.oracle.running import greedy
 
 

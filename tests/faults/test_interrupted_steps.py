@@ -14,7 +14,7 @@ import pytest
 from npu_runner import LLM
 from npu_runner.assets import SHAPES_VL
 from npu_runner.engine.executors import shared_memory
-from npu_runner.engine.executors.base import Executor
+from npu_runner.engine.executors.executor import Executor
 from npu_runner.engine.generation import Generation
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.faults.interrupts import PARAMS, PROMPTS, SETTINGS, answers

@@ -32,20 +32,25 @@ import json, sys
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 from tests.faults.worker_tasks import TakeSteps
 limits = PoolLimits(num_workers=2, task_timeout_seconds=1.5)
-with WorkerPool(TakeSteps(sys.argv[1], hangs={4}), iter(range(8)), limits) as pool:
+with WorkerPool(TakeSteps(sys.argv[1], hangs={4}), limits) as pool:
     found = {}
-    while (item := pool.get(None)) is not None:
+    for task in range(8):
+        pool.submit(task)
+    while len(found) < 8:
+        item = pool.get(1.0)
+        if item is None:
+            continue
         found[item.task] = item.result.code if isinstance(item.result, WorkerFailure) else item.result
         print("a result", file=sys.stderr, flush=True)
 print(json.dumps([found, pool.num_replaced]))
 """
 FLEET = """
 import functools, sys
-from npu_runner.serving.replicas import process
+from npu_runner.serving.replicas import process_replica
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
 from npu_runner.serving.replicas.row_queue import RowQueue
 from tests.replicas.test_stopped_replicas import made, run_of
-process.STOPPED_SECONDS = 2.0
+process_replica.STOPPED_SECONDS = 2.0
 queue, answers = RowQueue(200), []
 queue.allow(0)
 hooks = FleetHooks(make_run=run_of, say=print, isolate=print, record_death=lambda *_: None)

@@ -20,13 +20,15 @@ from tests.faults.worker_tasks import DieAt, HangAt
 
 
 def run_pool(function: Any, num_tasks: int, **limits: Any) -> tuple[dict[int, Any], int]:
-    results = {}
-    with WorkerPool(
-        function, iter(range(num_tasks)), PoolLimits(**{"num_workers": 2, "task_timeout_seconds": 120.0, **limits})
-    ) as pool:
-        while (item := pool.get(None)) is not None:
-            assert item.task not in results, "a task came back twice"
-            results[item.task] = item.result
+    results: dict[int, Any] = {}
+    with WorkerPool(function, PoolLimits(**{"num_workers": 2, "task_timeout_seconds": 120.0, **limits})) as pool:
+        for task in range(num_tasks):
+            pool.submit(task)
+        while len(results) < num_tasks:
+            item = pool.get(1.0)
+            if item is not None:
+                assert item.task not in results, "a task came back twice"
+                results[item.task] = item.result
     return results, pool.num_replaced
 
 
@@ -50,21 +52,17 @@ def test_a_task_that_kills_two_workers_is_failed_and_named(tmp_path: Path) -> No
 
 
 def test_an_idle_worker_that_is_killed_costs_no_task(tmp_path: Path) -> None:
-    def tasks() -> Any:
-        yield 0
-        for pid in pool.worker_pids():  # the pool's thread reads this when a worker is idle
-            os.kill(pid, signal.SIGKILL)
-            # Dead, and its end of the channel closed, before the pool offers it the next task: then no worker is left.
-            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                time.sleep(0.001)
-        yield from range(1, 6)
-
-    pool: WorkerPool[int] = WorkerPool(
-        DieAt(tmp_path, set(), set()), tasks(), PoolLimits(num_workers=1, task_timeout_seconds=120)
-    )
+    limits = PoolLimits(num_workers=1, task_timeout_seconds=120)
+    pool: WorkerPool[int] = WorkerPool(DieAt(tmp_path, set(), set()), limits)
+    found = []
     with pool:
-        found = []
-        while (item := pool.get(None)) is not None:
+        for task in range(6):
+            if task == 1:
+                for pid in pool.worker_pids():
+                    os.kill(pid, signal.SIGKILL)
+            pool.submit(task)
+            while (item := pool.get(1.0)) is None:
+                """The test's own timeout ends this."""
             found.append((item.task, item.result))
     assert sorted(found) == [(task, task + 1000) for task in range(6)]
 
@@ -83,7 +81,7 @@ def test_the_job_writes_a_row_for_every_fate(tmp_path: Path) -> None:
     log = tmp_path / "begun.txt"
     summary = run_batch(
         RunnerConfig(model=str(write_model(tmp_path))),
-        BatchOptions(
+        BatchOptions.from_keywords(
             input=str(write_rows(tmp_path / "in.jsonl", [row(text, text) for text in texts])),
             output=str(tmp_path / "out.jsonl"),
             preprocessing_workers=2,
@@ -125,11 +123,14 @@ def write_model(folder: Path) -> Path:
 
 def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = """
-import itertools, sys
+import sys
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 from tests.faults.worker_tasks import HangAt
-pool = WorkerPool(HangAt({1, 2}), itertools.count(), PoolLimits(num_workers=3, task_timeout_seconds=3600))
-pool.get(None)
+pool = WorkerPool(HangAt({1, 2}), PoolLimits(num_workers=3, task_timeout_seconds=3600))
+for task in range(100):
+    pool.submit(task)
+while pool.get(1.0) is None:
+    pass
 print(*pool.worker_pids(), flush=True)
 sys.stdin.read()
 """

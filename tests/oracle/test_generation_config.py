@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.batch.job.model_side import CheckpointSide
+from npu_runner.batch.job.row_server import CheckpointSide
 from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError

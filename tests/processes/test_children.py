@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_runner.processes.child import Child, describe_exit
-from npu_runner.processes.start_thread import in_start_thread
+from npu_runner.processes.child import Child, describe_exit, in_start_thread
 from tests.processes.child_programs import NAME
 
 ROOT = Path(__file__).parents[2]

@@ -18,9 +18,10 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import RawPrompt
 from npu_runner.prompts.sending import unread_file
 from npu_runner.request.limits import LIMITS
-from npu_runner.serving.workers.options import PreprocessingOptions
-from npu_runner.serving.workers.prompts import Prepared, PromptTask, PromptWorkers, chat_task, text_task
+from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
+from npu_runner.serving.workers.prompt_tasks import NumberedTask, Preparation, PromptTask, chat_task, text_task
 
+Workers = WorkerPool[NumberedTask]
 ORIENTATION = 0x0112
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
 
@@ -106,19 +107,17 @@ PICTURES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def workers(qwen: ChatProcessor) -> Iterator[PromptWorkers]:
-    workers = PromptWorkers(qwen, PreprocessingOptions(preprocessing_workers=1), max_ready=8)
-    yield workers
-    workers.close()
+def workers(qwen: ChatProcessor) -> Iterator[Workers]:
+    with WorkerPool(Preparation(qwen), PoolLimits(num_workers=1, task_timeout_seconds=120.0)) as pool:
+        yield pool
 
 
-def from_worker(workers: PromptWorkers, task: PromptTask) -> Any:
+def from_worker(workers: Workers, task: PromptTask) -> Any:
     assert task.is_worth_a_worker
-    workers.put(0, task.sendable(LIMITS.max_source_pixels))
-    while (prepared := workers.get(1.0)) is None:
-        assert workers.pids()
-    assert isinstance(prepared, Prepared)
-    return prepared.prompt
+    workers.submit(NumberedTask(0, task.sendable(LIMITS.max_source_pixels)))
+    while (finished := workers.get(1.0)) is None:
+        """The test's own timeout ends this."""
+    return finished.result
 
 
 def asks(*pictures: Any) -> list[dict[str, Any]]:
@@ -134,14 +133,14 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, workers: PromptWorkers) -> None:
+def test_a_picture_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, workers: Workers) -> None:
     task = chat_task(asks(PICTURES[name]()), None, MediaRules(), has_vision=True)
     assert_same(from_worker(workers, task), qwen(asks(PICTURES[name]())))
     raw = text_task(RawPrompt(prompt="<|image_pad|> x", images=[PICTURES[name]()]))
     assert_same(from_worker(workers, raw), qwen.from_text("<|image_pad|> x", [PICTURES[name]()]))
 
 
-def test_files_are_decoded_by_the_worker_and_only_once(qwen: ChatProcessor, workers: PromptWorkers,
+def test_files_are_decoded_by_the_worker_and_only_once(qwen: ChatProcessor, workers: Workers,
                                                       tmp_path: Path) -> None:
     image = on_disk(tmp_path)
     task = chat_task(asks(image, image), None, MediaRules(), has_vision=True).sendable(LIMITS.max_source_pixels)
@@ -159,7 +158,7 @@ def test_a_picture_that_is_not_its_file_travels_as_pixels(name: str) -> None:
     assert unread_file(PICTURES[name]()) is None
 
 
-def test_addresses_are_read_by_the_worker(qwen: ChatProcessor, workers: PromptWorkers, tmp_path: Path) -> None:
+def test_addresses_are_read_by_the_worker(qwen: ChatProcessor, workers: Workers, tmp_path: Path) -> None:
     photo().save(tmp_path / "photo.png")
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "photo.png"}},
                                              {"type": "text", "text": "Which?"}]}]
@@ -180,7 +179,7 @@ class Text(str):
 Text.__qualname__ = Text.__name__ = "TextOfNobody"
 
 
-def test_text_of_a_class_of_its_own_travels_as_text(qwen: ChatProcessor, workers: PromptWorkers) -> None:
+def test_text_of_a_class_of_its_own_travels_as_text(qwen: ChatProcessor, workers: Workers) -> None:
     with pytest.raises(pickle.PicklingError):
         pickle.dumps(Text("x"))
     long = "colour " * 1000
@@ -194,7 +193,7 @@ def test_text_of_a_class_of_its_own_travels_as_text(qwen: ChatProcessor, workers
 @pytest.mark.parametrize(("picture", "code"), [
     (b"junk", "image_not_recognised"), (b"", "image_empty"), ("a.png", "invalid_type"), (photo("F"), "image_mode"),
 ])  # fmt: skip
-def test_a_bad_picture_is_named_by_its_place(picture: Any, code: str, workers: PromptWorkers) -> None:
+def test_a_bad_picture_is_named_by_its_place(picture: Any, code: str, workers: Workers) -> None:
     task = text_task(RawPrompt(prompt="<|image_pad|> x", images=[picture]))
     try:
         found = from_worker(workers, task)

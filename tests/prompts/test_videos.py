@@ -24,7 +24,7 @@ from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.prompts.prompt_forms import raw_prompt
-from npu_runner.serving.workers.prompts import text_task
+from npu_runner.serving.workers.prompt_tasks import text_task
 from tests.films import film, moving_picture
 
 LEAST, MOST = 128 * 32 * 32, 768 * 32 * 32

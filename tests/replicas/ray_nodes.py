@@ -17,7 +17,7 @@ import pytest
 
 from tests.replicas.jobs import PYTHONPATH, kill, processes, wait_until_gone
 
-ACTOR = b"ray::RayServant"
+ACTOR = b"ray::RayReplicaHost"
 _ANY = b""
 # A folder of their own, so that no other program takes them for the cluster of this host.
 _ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": f"/tmp/ray-of-{os.getpid()}"}

@@ -19,7 +19,7 @@ from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError, ModelError, NpuRunnerError
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.replicas import fleet, process
+from npu_runner.serving.replicas import fleet, process_replica
 from tests.batch.scripted import ScriptedEngine, ScriptedModel
 from tests.faults.strikes import die, strikes
 
@@ -85,10 +85,10 @@ def main(options: dict[str, Any]) -> int:
         if name in options:
             options[name] = Path(options[name])
     if "impatient" in stage_directions():
-        process.STOPPED_SECONDS = fleet.ROOM_SECONDS = 1.0
+        process_replica.STOPPED_SECONDS = fleet.ROOM_SECONDS = 1.0
     config = RunnerConfig(model=model, platform=platform)
     try:
-        summary = run_batch(config, BatchOptions(**options), open_model=open_model)
+        summary = run_batch(config, BatchOptions.from_keywords(**options), open_model=open_model)
     except NpuRunnerError as error:
         print(error, file=sys.stderr)
         return 2 if type(error).__name__ in ("ConfigError", "ModelError") else 1

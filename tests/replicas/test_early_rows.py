@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from npu_runner.batch.files.early_rows import EarlyRows
-from npu_runner.serving.replicas.base import FinishedRow
+from npu_runner.batch.job.delivery import EarlyRows
+from npu_runner.serving.replica import FinishedRow
 
 
 def open_files() -> int:

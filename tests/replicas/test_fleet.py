@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from npu_runner.errors import ConfigError, JobError, ReplicaDeadError
-from npu_runner.serving.replicas.base import (
+from npu_runner.serving.blame import GivenUp
+from npu_runner.serving.replica import (
     Begun,
     Event,
     Finished,
@@ -23,7 +24,7 @@ from npu_runner.serving.replicas.base import (
     Returned,
     RowRun,
 )
-from npu_runner.serving.replicas.fleet import Fleet, FleetHooks, GivenUp
+from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
 from npu_runner.serving.replicas.row_queue import RowQueue
 
 

@@ -17,7 +17,7 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, RequestError
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.prompt_replicas.wire import pack_answer
+from npu_runner.serving.calls.prompt_server import pack_answer
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.replicas.jobs import REPLICA, family, kill, processes, wait_until_gone
 
@@ -74,7 +74,7 @@ def test_two_replicas_answer_as_one_in_order_or_as_they_finish(
             [item.sampled.logprob for item in theirs], abs=1e-4)
     for source in (CONVERSATIONS, iter(CONVERSATIONS)):
         assert tokens(several.chat(source, GREEDY, stream_results=True)) == tokens(expected[0])
-    assert all(state.num_finished for state in several._replicas._fleet.states)  # type: ignore[union-attr]
+    assert all(state.num_finished for state in several._service._fleet.states)  # type: ignore[attr-defined]
     assert several.stats().num_decode_tokens > 0
     assert several.generate([], GREEDY) == []
     with pytest.raises(ConfigError, match="each replica has an engine"):
@@ -109,7 +109,7 @@ def test_what_cannot_be_served_is_named_in_its_place(
 def test_an_iterator_is_read_a_bounded_way_ahead(several: LLM) -> None:
     counter = itertools.count()
     stream = several.generate(("which" for _ in counter), GREEDY.replace(max_tokens=1), stream_results=True)
-    most_ahead = several._replicas._max_ahead  # type: ignore[union-attr]
+    most_ahead = several._service._max_ahead  # type: ignore[attr-defined]
     for num_finished, _ in enumerate(itertools.islice(stream, 2 * most_ahead), 1):
         num_taken = int(repr(counter)[len("count(") : -1])
         assert num_taken <= num_finished + most_ahead
@@ -149,7 +149,7 @@ def test_after_any_end_of_a_call_the_next_one_is_as_ever(
         with pytest.raises(RequestError, match="ended when the LLM was called again"):
             next(stream)
     # A replica that has no part in this call may not have told yet that it gave back what it had of the one before.
-    while any(state.held for state in several._replicas._fleet.states):  # type: ignore[union-attr]
+    while any(state.held for state in several._service._fleet.states):  # type: ignore[attr-defined]
         time.sleep(0.01)
     while several.stats().num_running or several.stats().num_waiting:
         time.sleep(0.01)
@@ -159,12 +159,12 @@ def test_a_call_that_is_left_between_two_completions_of_a_prompt_kills_nobody(
     several: LLM, expected: tuple[list[RequestOutput], list[RequestOutput]]
 ) -> None:
     """Some of each prompt's completions have ended by themselves, others have a long way to go."""
-    deaths = [state.num_deaths for state in several._replicas._fleet.states]  # type: ignore[union-attr]
+    deaths = [state.num_deaths for state in several._service._fleet.states]  # type: ignore[attr-defined]
     params = SamplingParams(n=4, temperature=1.5, max_tokens=400)
     stream = several.generate((f"which {number}" for number in range(60)), params, stream_results=True)
     next(stream)
     assert tokens(several.chat(CONVERSATIONS, GREEDY)) == tokens(expected[0])
-    assert [state.num_deaths for state in several._replicas._fleet.states] == deaths  # type: ignore[union-attr]
+    assert [state.num_deaths for state in several._service._fleet.states] == deaths  # type: ignore[attr-defined]
 
 
 def test_a_replica_that_is_killed_costs_no_answer_and_another_one_takes_its_place(

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.carried_rows import CarriedRows
-from npu_runner.batch.files.input_file import InputIdentity
+from npu_runner.batch.files.input_file import CarriedRows, InputIdentity
 from npu_runner.batch.job.manifest_check import manifest_of
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.remote_server import RemotePlan, SharedInput
+from npu_runner.batch.job.replica_plan import RemotePlan, SharedInput
 from npu_runner.batch.job.row_server import ServerPlan
 from npu_runner.cli.main import _parser
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.media.media import MediaRules
-from npu_runner.serving.replicas.base import ReplicaFacts
+from npu_runner.serving.replica import ReplicaFacts
 from npu_runner.serving.workers.pool import PoolLimits
 from tests.batch.scripted import row, write_rows
 

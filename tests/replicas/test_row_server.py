@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_runner.batch.files.carried_rows import CarriedRows, SharedFile
-from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import RowServer, server_plan
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import JobError
-from npu_runner.serving.replicas.base import Begun, Event, Finished, Progressed, Ready, Returned
+from npu_runner.serving.replica import Begun, Event, Finished, Progressed, Ready, Returned
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, row, write_rows
 
 NUM_ROWS = 200

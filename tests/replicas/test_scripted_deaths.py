@@ -199,4 +199,4 @@ def test_what_is_wrong_is_named_before_rows_move(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_is_no_number_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        BatchOptions(input="in.jsonl", output="out.jsonl", **options)
+        BatchOptions.from_keywords(input="in.jsonl", output="out.jsonl", **options)

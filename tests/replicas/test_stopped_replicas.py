@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from npu_runner.errors import ReplicaDeadError
-from npu_runner.serving.replicas import process
-from npu_runner.serving.replicas.base import (
+from npu_runner.serving.replica import (
     Begun,
     Event,
     Finished,
@@ -30,9 +29,10 @@ from npu_runner.serving.replicas.base import (
     Returned,
     RowRun,
 )
+from npu_runner.serving.replicas import process_replica
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
 from npu_runner.serving.replicas.placement import Placement
-from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.row_queue import RowQueue
 from tests.replicas.jobs import wait_until_gone
 
@@ -107,7 +107,7 @@ def heard(replica: Replica, is_enough: Callable[[list[Event]], bool]) -> list[Ev
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessReplica]:
     """It is ready; nobody minds that it is stopped, and all rows are on their way to it, one by one."""
-    monkeypatch.setattr(process, "STOPPED_SECONDS", math.inf)
+    monkeypatch.setattr(process_replica, "STOPPED_SECONDS", math.inf)
     with made() as replica:
         replica.start(lambda: None)
         heard(replica, bool)
@@ -122,7 +122,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessReplica]:
 def test_others_go_on_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     answers: list[FinishedRow] = []
-    monkeypatch.setattr(process, "STOPPED_SECONDS", math.inf)
+    monkeypatch.setattr(process_replica, "STOPPED_SECONDS", math.inf)
     hooks = FleetHooks(make_run=run_of, say=said.append, isolate=lambda rows: None, record_death=lambda *_: None)
     replicas = [functools.partial(made, f"replica {number}") for number in range(2)]
     queue = RowQueue(NUM_ROWS)
@@ -136,7 +136,7 @@ def test_others_go_on_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             answers += fleet.poll(0.1)[0]
         assert not said
         assert len(fleet.states[0].held) == MAX_ROWS, "these were sent to it"
-        monkeypatch.setattr(process, "STOPPED_SECONDS", 1.0)
+        monkeypatch.setattr(process_replica, "STOPPED_SECONDS", 1.0)
         while not fleet.is_over:
             answers += fleet.poll(0.1)[0]
     assert f"replica 0 (cpu, process {victim}) died: it has been stopped for 1 seconds (SIGSTOP)" in said[0]

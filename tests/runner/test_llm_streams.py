@@ -10,8 +10,8 @@ import pytest
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import ConfigError, RequestError
+from npu_runner.serving.engine_loop import max_waiting_requests
 from npu_runner.serving.workers.options import PreprocessingOptions
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 
@@ -110,8 +110,7 @@ def test_a_slow_iterator_does_not_keep_what_is_there_waiting(llm: LLM) -> None:
 
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("npu_runner.llm.time", clock)
-        patch.setattr("npu_runner.serving.prompt_feed.time", clock)
+        patch.setattr("npu_runner.serving.calls.prompt_service.time", clock)
         for index, _ in llm.chat(source(), GREEDY.replace(max_tokens=2), stream_results=True):
             finished.append(index)
     assert len(finished) == 100

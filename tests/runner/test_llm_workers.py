@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import shutil
@@ -18,10 +17,9 @@ from PIL import Image
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import JobError, RequestError
 from npu_runner.request.limits import MIB
-from npu_runner.serving.workers.options import PreprocessingOptions
+from npu_runner.serving.calls.prompt_service import LocalService
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -37,7 +35,9 @@ def llm(platform_name: str) -> Iterator[LLM]:
 
 
 def workers_of(llm: LLM) -> list[int]:
-    return llm._workers.pids()
+    service = llm._service
+    assert isinstance(service, LocalService)
+    return service.workers
 
 
 def asks(data: Any) -> list[dict[str, Any]]:
@@ -114,10 +114,10 @@ def test_a_worker_that_is_killed_costs_no_answer(llm: LLM) -> None:
     (expected,) = llm.chat(CONVERSATION, GREEDY)
     (victim,) = workers_of(llm)
     os.kill(victim, signal.SIGSTOP)  # it cannot finish before it dies
-    pool: Any = llm._workers._pool
+    pool: Any = llm._service._server.pool  # type: ignore[attr-defined]
 
     def kill_at_work() -> None:
-        while not any(worker.task for worker in list(pool._workers)):
+        while not any(worker.item for worker in list(pool._workers)):
             time.sleep(0.001)
         os.kill(victim, signal.SIGKILL)
 
@@ -153,9 +153,3 @@ def test_workers_that_start_later_prepare_as_the_first_or_not_at_all(
 def interrupted() -> Iterator[Any]:
     yield CONVERSATION
     raise KeyboardInterrupt
-
-
-def test_settings_are_those_of_the_batch_job() -> None:
-    of_job = {field.name: field.default for field in dataclasses.fields(BatchOptions)}
-    for field in dataclasses.fields(PreprocessingOptions):
-        assert of_job[field.name] == field.default, field.name

@@ -183,7 +183,7 @@ def test_a_row_that_ends_the_engine_of_two_ranks_is_given_up_alone(checkpoint: A
     assert none == [""] * 6
     assert [tokens for index, tokens in enumerate(found) if index != 3] == [
         tokens for index, tokens in enumerate(expected) if index != 3]
-    assert "alone in its step, this row ends the engine" in errors[3]
+    assert "request_failed: alone in its step, this request ended the engine" in errors[3]
     assert [error for index, error in enumerate(errors) if index != 3] == [""] * 5
 
 

@@ -12,7 +12,7 @@ import pytest
 from npu_runner import LLM, SamplingParams
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.steps_under_way import StepsUnderWay
-from npu_runner.engine.executors.base import Executor
+from npu_runner.engine.executors.executor import Executor
 from npu_runner.runner.base import ModelRunnerOutput
 
 PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]
@@ -56,7 +56,7 @@ class KnowsWhatFollows:
         tokens = []
         for row, sequence in enumerate(self._steps.sequences[0]):
             given = output.tokens_of(row)
-            start = sequence.num_output_tokens
+            start = len(sequence.output_token_ids)
             answer = self._answers[sequence.request_id.rpartition("-")[2], sequence.index]
             tokens.append([*given, *[*answer, 5, 5, 5][start + 1 : start + 1 + self._surplus]] if given else given)
         return replace(output, sampled_token_ids=tokens)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import stat
 import threading
 import time
@@ -16,10 +15,13 @@ from pathlib import Path
 
 from npu_runner.batch.files.durable import explain_late_error, write_all
 from npu_runner.errors import JobError, OutputLostError
+from npu_runner.processes.byte_queue import ByteBoundedQueue
 
 _MAX_QUEUED_ROWS = 1024
 # Answers wait for a slow disk in memory, a row of log probabilities with 20 MB and more.
 _MAX_QUEUED_BYTES = 64 << 20
+_END = object()
+_LONGEST_WAIT_SECONDS = 86_400.0
 _MAX_BYTES_PER_WRITE = 1 << 20
 
 
@@ -40,9 +42,7 @@ class AnswerWriter:
         self._sync_seconds = sync_seconds
         self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         self._end = os.fstat(descriptor).st_size
-        self._rows: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED_ROWS)
-        self._room = threading.Condition()
-        self._queued_bytes = 0
+        self._rows = ByteBoundedQueue(_MAX_QUEUED_BYTES, _MAX_QUEUED_ROWS)
         self._failure: JobError | None = None
         self._num_unsynced = 0
         self._sync_at = float("inf")
@@ -59,15 +59,12 @@ class AnswerWriter:
         """Queue a row, once there is room. Raises JobError if an earlier one could not be written, OutputLostError if
         the file is gone."""
         self.raise_failure()
-        with self._room:
-            self._room.wait_for(lambda: not self._queued_bytes or self._queued_bytes + len(row) <= _MAX_QUEUED_BYTES)
-            self._queued_bytes += len(row)
-        self._rows.put(row)
+        self._rows.put(row, len(row))
 
     def close(self) -> None:
         """Write and sync what is queued, then close the file. Raises what `put` does."""
         if self._thread.is_alive():
-            self._rows.put(None)
+            self._rows.put(_END, 0)
             self._thread.join()
             os.close(self._descriptor)
         self.raise_failure()
@@ -91,24 +88,20 @@ class AnswerWriter:
                     self._failure = explain_late_error(f"output {self._name}", error, was_tried=self._is_regular)
                 except OutputLostError as error:
                     self.num_kept, self._failure = 0, error
-            with self._room:
-                self._queued_bytes -= sum(map(len, rows))
-                self._room.notify()
+                if self._failure is not None:
+                    self._sync_at = float("inf")
 
     def _next_rows(self) -> tuple[list[bytes], bool]:
         """Rows that are waiting, at least one unless a sync is due; and whether there will be more."""
         rows: list[bytes] = []
         num_bytes = 0
-        timeout = None if self._sync_at == float("inf") else max(0.0, self._sync_at - time.monotonic())
-        with contextlib.suppress(queue.Empty):
-            row = self._rows.get(timeout=timeout)
-            while row is not None:
-                rows.append(row)
-                num_bytes += len(row)
-                if num_bytes >= _MAX_BYTES_PER_WRITE:
-                    return rows, True
-                row = self._rows.get_nowait()
-            return rows, False
+        row = self._rows.get(min(_LONGEST_WAIT_SECONDS, max(0.0, self._sync_at - time.monotonic())))
+        while row is not None:
+            if row is _END:
+                return rows, False
+            rows.append(row)
+            num_bytes += len(row)
+            row = self._rows.get() if num_bytes < _MAX_BYTES_PER_WRITE else None
         return rows, True
 
     def _write(self, rows: list[bytes]) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.names import suspects_path
 from npu_runner.errors import ConfigError, EngineDeadError
+from npu_runner.serving.blame import code_given_up, why_given_up
 
 FORMAT = 1
-# A rank that is killed, or a device that fails, says little of the row that was alone in the step; twice says enough.
-_MAX_DEATHS_ALONE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +58,8 @@ class Suspects:
         if len(error.request_ids) == 1:
             (name,) = error.request_ids
             num_deaths = self._rows.get(name, Suspicion()).num_deaths + 1
-            code = error.blame or ("request_failed" if num_deaths >= _MAX_DEATHS_ALONE else None)
-            message = f"alone in its step, this row ended the job: {str(error).partition(chr(10))[0]}" if code else ""
-            self._rows[name] = Suspicion(num_deaths=num_deaths, code=code, message=message)
+            code = code_given_up(error, num_deaths)
+            self._rows[name] = Suspicion(num_deaths=num_deaths, code=code, message=why_given_up(error) if code else "")
         self.isolate(error.request_ids)
 
     def isolate(self, custom_ids: Iterable[str]) -> None:

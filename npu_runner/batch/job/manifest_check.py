@@ -13,7 +13,7 @@ from npu_runner.batch.files.input_file import InputIdentity
 from npu_runner.batch.files.manifest import DECODERS, Manifest, differences, start_time
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError
-from npu_runner.serving.replicas.base import ReplicaFacts
+from npu_runner.serving.replica import ReplicaFacts
 
 _LENGTH = "max_model_len"
 

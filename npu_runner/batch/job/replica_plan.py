@@ -9,28 +9,27 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from npu_runner.batch.files.carried_rows import CarriedRows, SharedFile
-from npu_runner.batch.files.input_file import STANDARD_STREAM, RowFile
-from npu_runner.batch.job.model_side import ModelSide
+from npu_runner.batch.files.input_file import STANDARD_STREAM, CarriedRows, RowFile, SharedFile
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.remote_server import RemotePlan, SharedInput
-from npu_runner.batch.job.row_server import RowServer, ServerPlan, num_rows_ahead, server_plan
+from npu_runner.batch.job.row_server import ModelSide, RowServer, ServerPlan, num_rows_ahead, server_plan
 from npu_runner.batch.job.summary import ReplicaReport
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
-from npu_runner.serving.replicas.base import Replica
+from npu_runner.serving.replica import Replica
 from npu_runner.serving.replicas.options import AUTO
 from npu_runner.serving.replicas.placement import Placement, place
-from npu_runner.serving.replicas.process import ProcessReplica
+from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
 from npu_runner.serving.workers.options import num_cpus
 
 _MAX_DIGEST_THREADS = 4
+_REMEDY = "leave --shared-input out, and rows travel with their bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +78,13 @@ def _on_this_host(
     make_plan = functools.partial(
         server_plan, options=options, source=source, open_model=open_model, inherited=(source.descriptor,)
     )
-    if options.data_parallel_size == 1:
-        num_workers = options.num_workers(num_cpus())
+    if options.replicas.data_parallel_size == 1:
+        num_workers = options.workers.num_workers(num_cpus())
         plan = make_plan(config, num_workers=num_workers)
         return ReplicaPlan(replicas=[functools.partial(RowServer, plan)], workers_each=num_workers)
-    asked = options.data_parallel_size
-    placements = place(config.platform, None if asked == AUTO else int(asked), config.tensor_parallel_size)
-    counts = [options.num_workers(placement.num_cores) for placement in placements]
+    asked = options.replicas.data_parallel_size
+    placements = place(config.platform, None if asked == AUTO else int(asked), config.parallel.tensor_parallel_size)
+    counts = [options.workers.num_workers(placement.num_cores) for placement in placements]
     plans = [
         make_plan(config.replace(platform=placement.platform), num_workers=count)
         for placement, count in zip(placements, counts, strict=True)
@@ -95,7 +94,7 @@ def _on_this_host(
         for number, (plan, placement) in enumerate(zip(plans, placements, strict=True))
     ]
     return ReplicaPlan(
-        replicas=replicas, workers_each=sum(counts) / len(counts), max_restarts=options.max_replica_restarts
+        replicas=replicas, workers_each=sum(counts) / len(counts), max_restarts=options.replicas.max_replica_restarts
     )
 
 
@@ -116,8 +115,9 @@ def _actors(
     from npu_runner.serving.replicas.ray_replica import RayReplica
 
     rows = CarriedRows(source.file_name) if shared is None else SharedFile(shared.path)
-    taken = demand(resources, config.platform, options.data_parallel_size, config.tensor_parallel_size)
-    count = options.num_workers(taken.num_cores)
+    size = config.parallel.tensor_parallel_size
+    taken = demand(resources, config.platform, options.replicas.data_parallel_size, size)
+    count = options.workers.num_workers(taken.num_cores)
     plan = server_plan(
         config.replace(platform=taken.platform), options=options, source=rows, num_workers=count, open_model=open_model
     )
@@ -131,7 +131,7 @@ def _actors(
     scale_up = ScaleUp(make, lambda: taken.num_places(resources_now()), taken.num_places(resources))
     missing = (taken.most or 0) - taken.num_places(resources)
     return ReplicaPlan(
-        replicas=scale_up.first(), workers_each=count, max_restarts=options.max_replica_restarts,
+        replicas=scale_up.first(), workers_each=count, max_restarts=options.replicas.max_replica_restarts,
         rows_carry_data=shared is None, scale_up=scale_up,
         notice=f"the cluster has {taken.resource} {resources[taken.resource]:g}: {missing} of {taken.most} replicas "
                f"come when there is {taken.wanted} more for each" if missing > 0 else None,
@@ -171,3 +171,45 @@ def _shared_input(options: BatchOptions, source: RowFile) -> SharedInput | None:
     if options.input == STANDARD_STREAM:
         raise ConfigError("shared_input: standard input has no path that another host could see; leave it out")
     return SharedInput(path=str(Path(options.input).resolve()), num_bytes=os.fstat(source.descriptor).st_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedInput:
+    """The input as the driver sees it."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemotePlan:
+    """A plan without descriptors. `shared_input`: what its source reads; None where rows bring their bytes."""
+
+    server: ServerPlan
+    name: str
+    shared_input: SharedInput | None = None
+
+    def __call__(self) -> RowServer:
+        """Called on the other host."""
+        host = f"{self.name} on host {socket.gethostname()}"
+        if not Path(self.server.config.model).is_dir():
+            raise ConfigError(f"{host}: there is no folder {self.server.config.model}; put the model where every host "
+                              "sees it under the same path")
+        media = self.server.media.allowed_dir
+        if media is not None and not Path(media).is_dir():
+            raise ConfigError(f"{host}: there is no folder {media} (allowed_media_dir); pictures are read where the "
+                              "replica is")
+        if self.shared_input is not None:
+            _look_at(self.shared_input, host)
+        return RowServer(self.server, self.name)
+
+
+def _look_at(shared: SharedInput, host: str) -> None:
+    """Another file of the same size is known by the checksums of its rows."""
+    try:
+        with open(shared.path, "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ConfigError(f"{host}: input {shared.path} cannot be read ({error.strerror}); {_REMEDY}") from error
+    if found < shared.num_bytes:
+        raise ConfigError(f"{host}: input {shared.path} has {found} bytes there and {shared.num_bytes} here; {_REMEDY}")

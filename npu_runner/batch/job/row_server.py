@@ -1,31 +1,66 @@
-"""A job's replica in this process: preprocessing workers and an engine. Knows nothing of the output."""
+"""A job's replica: rows are prepared in worker processes, and answered as lines of the output.
+
+It works in the driver's thread, or in a process of its own. Knows nothing of files of answers, or of resuming.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import npu_runner
-from npu_runner.batch.files.carried_rows import CarriedRow
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
-from npu_runner.batch.job.model_side import CheckpointSide, ModelSide
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.serving import ServingLoop
-from npu_runner.batch.rows.input_row import InputRow, RowSource
-from npu_runner.batch.rows.preprocessing import PreparedRow, RowPreprocessor
+from npu_runner.batch.job.summary import Outcome, answered
+from npu_runner.batch.rows.endpoint import AnswerForm
+from npu_runner.batch.rows.input_row import RowSource
+from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
+from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
-from npu_runner.engine.waiting import max_waiting_requests
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.media import MediaRules
-from npu_runner.serving.replicas.base import RawRow, ReplicaFacts, RowRun
-from npu_runner.serving.replicas.inline import InlineReplica
-from npu_runner.serving.workers.pool import NOT_YET, PoolLimits, WorkerPool
+from npu_runner.request.outputs import RequestOutput
+from npu_runner.serving.engine_loop import Endpoint, Flight, Prepared, max_waiting_requests
+from npu_runner.serving.replica import FinishedRow, RawRow, ReplicaFacts, RowRun
+from npu_runner.serving.replicas.inline_replica import InlineReplica
+from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
+
+
+class ModelSide(Protocol):
+    """A checkpoint that is about to be served: its processor is there at once, the engine takes its time to load."""
+
+    @property
+    def processor(self) -> Any:
+        """A ChatProcessor, or what does as one does; picklable."""
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """SamplingParams fields that the checkpoint sets."""
+
+    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """The engine, once it can serve; prompts of `processor` are what it takes. `wants_grammars`: LLMEngine's."""
+
+
+class CheckpointSide:
+    """A checkpoint folder and LLMEngine, which is given what was opened here."""
+
+    def __init__(self, config: RunnerConfig):
+        # torch comes with it: not before everything else is checked
+        from npu_runner.strategies.opened import open_checkpoint
+
+        self._checkpoint = open_checkpoint(config)
+        self.processor, self.generation_defaults = self._checkpoint.processor, self._checkpoint.generation_defaults
+
+    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """See ModelSide."""
+        from npu_runner.engine.llm_engine import LLMEngine
+
+        return LLMEngine(self._checkpoint, wants_grammars=wants_grammars)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +96,16 @@ def server_plan(
         source=source,
         media=MediaRules(
             allowed_dir=None if folder is None else folder.resolve(),
-            max_images=config.max_images_per_prompt,
-            max_bytes=options.max_media_bytes,
-            max_total_bytes=options.max_prompt_media_bytes,
+            max_images=config.prompts.max_images_per_prompt,
+            max_bytes=options.workers.max_media_bytes,
+            max_total_bytes=options.workers.max_prompt_media_bytes,
         ),
         limits=PoolLimits(
             num_workers=num_workers,
-            task_timeout_seconds=options.preprocessing_timeout,
-            worker_memory_bytes=options.worker_memory_bytes,
+            task_timeout_seconds=options.workers.preprocessing_timeout,
+            worker_memory_bytes=options.workers.worker_memory_bytes,
             # Without a setting the platform's default counts, which is none above 256.
-            max_ready=max_waiting_requests(config.max_num_seqs or 0),
+            max_ready=max_waiting_requests(config.scheduler.max_num_seqs or 0),
         ),
         max_row_bytes=options.max_row_bytes,
         answer_defaults=answer_defaults(options),
@@ -84,16 +119,93 @@ def num_rows_ahead(plan: ServerPlan) -> int:
     return plan.limits.max_ready + 2 * plan.limits.num_workers
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What it takes to write a row's answer."""
+
+    row: RawRow
+    form: AnswerForm
+    expected: str | None
+
+
+class RowEndpoint(Endpoint):
+    """`prepare`: a RowPreprocessor; `name_of`: the custom_id of a row that no worker could prepare; `inherited`:
+    descriptors that workers have too."""
+
+    def __init__(self, prepare: Callable[[RawRow], Any], limits: PoolLimits, inherited: tuple[int, ...], *,
+                 name_of: Callable[[RawRow], str | None]):
+        self.pool: WorkerPool[RawRow] = WorkerPool(prepare, limits, inherited, seen=self._look_at)
+        self._name_of = name_of
+        self._stamp: JobStamp | None = None
+        self.wants_grammars = threading.Event()
+        """A row that was prepared has a grammar. Of use while the model loads."""
+
+    @property
+    def num_replaced(self) -> int:
+        return self.pool.num_replaced
+
+    def _look_at(self, prepared: Any) -> None:
+        """In the pool's thread."""
+        if isinstance(prepared, PreparedRow) and getattr(prepared.params, "structured_outputs", None) is not None:
+            self.wants_grammars.set()
+
+    def begin(self, terms: JobStamp) -> None:
+        self._stamp = terms
+
+    def submit(self, run: RowRun) -> None:
+        for row in run.rows():
+            self.pool.submit(row)
+
+    def take_back(self, num_requests: int) -> list[int]:
+        return [row.number for row in self.pool.take_back(num_requests)]
+
+    def next(self, timeout_seconds: float) -> Prepared | None:
+        finished = self.pool.get(timeout_seconds)
+        if finished is None:
+            return None
+        row, result = finished.task, finished.result
+        if isinstance(result, WorkerFailure):
+            error = RowError(code=result.code, message=result.message, status_code=500)
+            return Prepared(Flight(row.number), failure=_failed(row, self._name_of(row), error))
+        if isinstance(result, RejectedRow):
+            return Prepared(Flight(row.number), failure=_failed(row, result.custom_id, result.error))
+        assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
+        flight = Flight(row.number, result.num_sequences, _Row(row, result.form, result.expected))
+        return Prepared(flight, result.custom_id, result.prompt, result.params, finished.num_bytes)
+
+    def answer(self, flight: Flight, output: RequestOutput) -> FinishedRow:
+        name, of = output.request_id, flight.row
+        error = why_unanswered(output)
+        if error is not None:
+            return _failed(of.row, name, error)
+        assert self._stamp is not None, "no row is answered before the job begins"
+        data = answer_row(output, custom_id=name, form=of.form, stamp=self._stamp)
+        return FinishedRow(flight.number, answered(output, of.expected), data)
+
+    def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
+        return _failed(flight.row.row, name, RowError(code=error.code, message=error.message, param=error.param))
+
+    def raise_failure(self) -> None:
+        self.pool.raise_failure()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def _failed(row: RawRow, custom_id: str | None, error: RowError) -> FinishedRow:
+    data = error_row(error, custom_id=custom_id, line=row.line)
+    return FinishedRow(row.number, Outcome(failure_code=error.code), data)
+
+
 class RowServer(InlineReplica):
     """Serves the rows of a job's input."""
+
+    endpoint: RowEndpoint
 
     def __init__(self, plan: ServerPlan, name: str = "this process"):
         super().__init__(name)
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
-        self._feed = _Feed()
-        self._wants_grammars = threading.Event()
-        """A row that was prepared has a grammar. Of use while the model loads."""
 
     def start(self, wake: Callable[[], None]) -> None:
         self._model = self._plan.open_model(self._plan.config)
@@ -111,33 +223,9 @@ class RowServer(InlineReplica):
             seed=self._plan.config.seed,
         )
         # Workers prepare the first rows while the model loads.
-        self._pool: WorkerPool[InputRow] = self._open.enter_context(
-            WorkerPool(preprocessor, self._feed, self._plan.limits, self._plan.inherited, seen=self._look_at)
-        )
-
-    def _look_at(self, prepared: Any) -> None:
-        """In the pool's thread."""
-        if isinstance(prepared, PreparedRow) and getattr(prepared.params, "structured_outputs", None) is not None:
-            self._wants_grammars.set()
-
-    def begin(self, terms: Any) -> None:
-        self._loop = ServingLoop(self._engine, self._pool, name_of=self._plan.source.name, stamp=terms)
-
-    def submit(self, run: RowRun) -> None:
-        self._feed.add([_input_row(row) for row in run.rows()])
-        self._pool.look_again()
-
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        found = self._feed.take_back(num_rows)
-        if self._loop is not None and len(found) < num_rows:
-            found += self._loop.give_back(num_rows - len(found), begun=begun)
-        self._give_back(found)
-
-    def _wait_to_begin(self) -> None:
-        self._pool.raise_failure()
-
-    def _num_workers_replaced(self) -> int:
-        return self._pool.num_replaced
+        self.endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
+                                    name_of=self._plan.source.name)
+        self._open.callback(self.endpoint.close)
 
     def _load(self) -> ReplicaFacts:
         with ExitStack() as hashing:
@@ -145,8 +233,8 @@ class RowServer(InlineReplica):
             folder = Path(self._plan.config.model)
             if self._plan.digest_threads:
                 digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
-            self._engine = self._open.enter_context(self._model.load(self._wants_grammars.is_set))
-            self._pool.raise_failure()
+            self._engine = self._open.enter_context(self._model.load(self.endpoint.wants_grammars.is_set))
+            self.endpoint.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs
         return ReplicaFacts(
@@ -165,38 +253,3 @@ class RowServer(InlineReplica):
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
             **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},
         }
-
-
-def _input_row(row: RawRow) -> InputRow:
-    number, line, start, num_bytes, checksum, data = row
-    if data is None:
-        return InputRow(number, line, start, num_bytes, checksum)
-    return CarriedRow(number, line, start, num_bytes, checksum, data)
-
-
-class _Feed:
-    """Rows that no worker has begun. Filled here, read by the pool's thread."""
-
-    def __init__(self) -> None:
-        self._rows: deque[InputRow] = deque()
-
-    def add(self, rows: Sequence[InputRow]) -> None:
-        self._rows.extend(rows)
-
-    def take_back(self, num_rows: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < num_rows:
-            try:
-                found.append(self._rows.pop().sequence)
-            except IndexError:
-                break
-        return found
-
-    def __iter__(self) -> _Feed:
-        return self
-
-    def __next__(self) -> InputRow:
-        try:
-            return self._rows.popleft()
-        except IndexError:
-            return NOT_YET  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from npu_runner.engine.executors.base import Executor
+from npu_runner.engine.executors.executor import Executor
 from npu_runner.strategies.opened import OpenedCheckpoint
 
 
@@ -13,8 +13,8 @@ def make_executor(checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], boo
 
     Those ask nobody whether grammars are wanted.
     """
-    if checkpoint.config.tensor_parallel_size == 1:
-        from npu_runner.engine.executors.inline import InlineExecutor
+    if checkpoint.config.parallel.tensor_parallel_size == 1:
+        from npu_runner.engine.executors.inline_executor import InlineExecutor
 
         return InlineExecutor(checkpoint, wants_grammars)
     from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor

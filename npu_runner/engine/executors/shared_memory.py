@@ -8,7 +8,9 @@ Calls are numbered. A reply says which call it answers, so that one to an abando
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import time
 import weakref
 from collections.abc import Sequence
@@ -19,13 +21,14 @@ from typing import Any, NoReturn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.base import CLOSED, Executor, RunnerCounters
-from npu_runner.engine.executors.channel import RING_SIZE, Payloads, PhaseBoard, Record
-from npu_runner.engine.executors.rank_process import RankProcess, RankStart, end_ranks, open_store
+from npu_runner.engine.executors.executor import CLOSED, Executor
+from npu_runner.engine.executors.rank_channel import RING_SIZE, Payloads, PhaseBoard, Record, Wire
 from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
 from npu_runner.errors import EngineDeadError, RequestError, StepError, blame_for
 from npu_runner.grammars.matchers import Rule
+from npu_runner.processes.child import Child, describe_exit
 from npu_runner.processes.stopwatch import LOOK_SECONDS, Stopwatch
+from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput
 
 # A process may be stopped for a moment by hand; this long it holds up all the others.
@@ -60,7 +63,7 @@ class SharedMemoryExecutor(Executor):
         self._ranks: list[RankProcess] = []
         self._finalizer = weakref.finalize(self, end_ranks, self._ranks, start)
         try:
-            for number in range(config.tensor_parallel_size):
+            for number in range(config.parallel.tensor_parallel_size):
                 self._ranks.append(RankProcess(number, start))
             opened = config.replace(model=str(model_path), revision=None)  # the folder that was looked at
             self._submit("start", opened, self._store.port, timeout=START_TIMEOUT_SECONDS)
@@ -71,7 +74,7 @@ class SharedMemoryExecutor(Executor):
 
     def submit(self, batch: ScheduledBatch) -> None:
         assert self._last.number - self._oldest + 1 < RING_SIZE, f"{RING_SIZE} steps are under way already"
-        self._submit("execute_model", batch, timeout=self._config.step_timeout_seconds)
+        self._submit("execute_model", batch, timeout=self._config.parallel.step_timeout_seconds)
 
     def collect(self) -> ModelRunnerOutput:
         output, self._counters = self._collect()
@@ -83,7 +86,7 @@ class SharedMemoryExecutor(Executor):
         self._oldest = self._last.number + 1
 
     def build_rules(self, rules: Sequence[Rule], patience: float) -> dict[int, RequestError | None]:
-        self._submit("build_rules", rules, patience, timeout=self._config.step_timeout_seconds)
+        self._submit("build_rules", rules, patience, timeout=self._config.parallel.step_timeout_seconds)
         answers: dict[int, RequestError | None] = self._collect()
         return answers
 
@@ -224,3 +227,82 @@ def _blame(status: int, value: Any) -> str | None:
     if status == BROKEN:
         return None
     return blame_for(value if status == REFUSED else StepError(value))
+
+
+class RankStart:
+    """What all ranks inherit: phases and calls."""
+
+    def __init__(self, phases: PhaseBoard, calls: Payloads):
+        self.phases = phases
+        self.calls = calls
+
+    def close(self) -> None:
+        self.phases.close()
+        self.calls.close()
+
+
+class RankProcess:
+    """`num_answered`: the last call that this rank has answered; they are answered in order."""
+
+    def __init__(self, number: int, start: RankStart):
+        self.number = number
+        self.num_answered = 0
+        self._phases = start.phases
+        self._replies = Payloads.create()
+        self._lengths: dict[int, int] = {}
+        start.phases.set(number, "being started")
+        ours, theirs = socket.socketpair()
+        fds = [theirs.fileno(), start.phases.fd, *start.calls.fds, *self._replies.fds]
+        # Ranks share the host's cores: a thread that spins while it waits would keep another rank from working.
+        variables = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+        self.child = Child(f"npu rank {number}", "npu_runner.engine.executors.worker", number, *fds, descriptors=fds,
+                           variables=variables)
+        theirs.close()
+        self.wire = Wire(ours)
+
+    def phase(self) -> str:
+        return self._phases.get(self.number)
+
+    def book(self, reply: Record) -> None:
+        """Note a reply; the same one may be noted again."""
+        self._lengths[reply.number] = reply.length
+        self._lengths.pop(reply.number - 2 * len(self._replies.fds), None)
+        self.num_answered = max(self.num_answered, reply.number)
+
+    def result(self, number: int) -> Any:
+        """What this rank answered to that call."""
+        return self.read(Record(number, self._lengths[number]))
+
+    def read(self, reply: Record) -> Any:
+        return pickle.loads(self._replies.read(reply.number, reply.length))
+
+    def exit_reason(self) -> str:
+        status = self.child.exit_status(_GRACE_SECONDS)
+        if status is None:
+            return f"rank {self.number} closed its connection while {self.phase()}"
+        return f"rank {self.number} died ({describe_exit(status)}) while {self.phase()}"
+
+    def close(self) -> None:
+        self.child.kill()
+        self.wire.close()
+        self._replies.close()
+
+
+def end_ranks(ranks: list[RankProcess], start: RankStart) -> None:
+    """Kill what still runs and close everything; also runs when the executor is forgotten or Python exits."""
+    for rank in ranks:
+        rank.child.signal_end()
+    for rank in ranks:
+        rank.close()
+    start.close()
+
+
+def open_store() -> Any:
+    """The store behind the process group, on a port that the system picks and that only this host can reach."""
+    import torch.distributed as dist
+
+    listener = socket.socket()
+    # Given an address alone the store would listen on every interface, and it asks nobody who he is.
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -7,6 +7,7 @@ come, and goes to another when the one that had it is dead.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,17 @@ from typing import Any
 
 from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
 from npu_runner.processes.stopwatch import Stopwatch
-from npu_runner.serving.replicas.base import Begun, Event, Finished, FinishedRow, Ready, ReplicaFacts, Returned, RowRun
+from npu_runner.serving.blame import GivenUp
+from npu_runner.serving.replica import (
+    Begun,
+    Event,
+    Finished,
+    FinishedRow,
+    Progressed,
+    Ready,
+    ReplicaFacts,
+    Returned,
+)
 from npu_runner.serving.replicas.load_balancer import LoadBalancer
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
 from npu_runner.serving.replicas.row_queue import RowQueue
@@ -27,19 +38,10 @@ ROOM_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenUp:
-    """A row that is given up: nobody else gets it."""
-
-    index: int
-    code: str
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class FleetHooks:
     """What the fleet asks of the driver."""
 
-    make_run: Callable[[Sequence[int]], RowRun]
+    make_run: Callable[[Sequence[int]], Any]
     """The rows of these indices, for a replica."""
     say: Callable[[str], None]
     """A line for the person who watches."""
@@ -58,7 +60,7 @@ class Fleet:
     nobody gets from the beginning.
     """
 
-    def __init__(self, replicas: Sequence[MakeReplica], rows: RowQueue, hooks: FleetHooks, *, max_restarts: int = 0,
+    def __init__(self, replicas: Sequence[MakeReplica], rows: RowQueue, hooks: FleetHooks, *, max_restarts: float = 0,
                  given_up: Sequence[GivenUp] = ()):
         self._rows = rows
         self._hooks = hooks
@@ -67,8 +69,8 @@ class Fleet:
         self.states = [ReplicaState(number, make, self._woken.put) for number, make in enumerate(replicas)]
         self._balancer = LoadBalancer(self.states, rows, hooks.make_run)
         first = self.states[0].replica
-        self._works_here = len(self.states) == 1 and first is not None and not first.can_restart
-        """The only replica works in this thread, in its `poll`, and wakes nobody."""
+        self._works_here = first is not None and first.is_inline
+        """The only replica works in this thread."""
         self._look_at = 0.0
         self._without_room: Stopwatch | None = None
         self._facts: ReplicaFacts | None = None
@@ -171,8 +173,9 @@ class Fleet:
     def _poll_replicas(self, timeout_seconds: float) -> None:
         for state in self._whom_to_ask(timeout_seconds):
             try:
-                for event in state.poll(timeout_seconds if self._works_here else 0.0):
-                    self._take(state, event)
+                if state.replica is not None:
+                    for event in state.replica.poll(timeout_seconds if self._works_here else 0.0):
+                        self._take(state, event)
             except ReplicaDeadError as error:
                 self._retire(state, error)
             except NpuRunnerError as error:
@@ -232,6 +235,8 @@ class Fleet:
             state.begun.difference_update(event.indices)
             self._rows.put_back(event.indices)
             self._free(state)
+        elif isinstance(event, Progressed):
+            state.latest = event.stats
         elif isinstance(event, Ready):
             self._welcome(state, event.facts)
 
@@ -253,15 +258,15 @@ class Fleet:
 
     def _retire(self, state: ReplicaState, error: ReplicaDeadError) -> None:
         assert state.replica is not None, f"{state.name} died twice"
-        if not state.replica.can_restart:
-            raise error
-        under_way = state.begun if error.rows is None else state.held.intersection(error.rows)
-        under_way = set(under_way)
+        under_way = set(state.begun if error.rows is None else state.held.intersection(error.rows))
+        if not state.replica.can_restart or (state.replica.is_inline and not error.request_ids):
+            raise error  # where no row is the cause, the next engine of this process would die as well
         held = state.retire()
         is_last = not self._places()
         held -= self._record_death(under_way, error, is_last=is_last)
         self._rows.put_back(held)
-        restarts = f"started again ({state.num_deaths} of {self._max_restarts})"
+        limit = "" if math.isinf(self._max_restarts) else f" of {self._max_restarts}"
+        restarts = f"started again ({state.num_deaths}{limit})"
         what = restarts if state.num_deaths <= self._max_restarts else "not started again (max_replica_restarts)"
         self._hooks.say(f"{error}; {len(held)} rows that it had go to whoever is there, {len(under_way)} of them were "
                         f"under way; {what}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from npu_runner.serving.replicas.base import RowRun
 from npu_runner.serving.replicas.replica_state import ReplicaState
 from npu_runner.serving.replicas.row_queue import RowQueue
 
@@ -16,7 +16,7 @@ _FEW_ROWS = 10
 class LoadBalancer:
     """`states`: the fleet's own list, which grows. `make_run`: the rows of these indices, for a replica."""
 
-    def __init__(self, states: Sequence[ReplicaState], rows: RowQueue, make_run: Callable[[Sequence[int]], RowRun]):
+    def __init__(self, states: Sequence[ReplicaState], rows: RowQueue, make_run: Callable[[Sequence[int]], Any]):
         self._states = states
         self._rows = rows
         self._make_run = make_run

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from npu_runner.errors import NpuRunnerError, ReplicaDeadError
 from npu_runner.processes.channel import Channel, ChannelClosed
-from npu_runner.serving.replicas.base import Event, Finished, Ready, Replica, Returned
+from npu_runner.serving.replica import Event, Finished, Ready, Replica, Returned
 from npu_runner.threads import wait_briefly
 
 # With rows in hand a command waits for the next row at most so long; without any nothing else is waited for.

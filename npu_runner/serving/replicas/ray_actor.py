@@ -1,6 +1,6 @@
 """A replica's end in a Ray actor: does what the driver tells it, and has ready what comes of it.
 
-The same servant as in a process of this host (process_main.py); calls of the actor take the place of its socket. Ends
+The same ReplicaHost as in a process of this host (process_main.py), with calls of the actor for its socket. Ends
 with its actor; its ranks and workers end with it. Knows nothing of rows.
 """
 
@@ -18,9 +18,9 @@ import ray
 
 import npu_runner
 from npu_runner.errors import ConfigError
+from npu_runner.processes.byte_queue import ByteBoundedQueue
 from npu_runner.processes.channel import ChannelClosed
-from npu_runner.serving.replicas.base import Finished, Replica
-from npu_runner.serving.replicas.inbox import Inbox
+from npu_runner.serving.replica import Finished, Replica
 from npu_runner.serving.replicas.process_main import ReplicaHost
 from npu_runner.threads import wait_briefly
 
@@ -30,11 +30,11 @@ _END = object()
 
 
 class _Link:
-    """The channel that the servant knows, between threads of one process."""
+    """The channel that a ReplicaHost knows, between threads of one process."""
 
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.events = Inbox(_MAX_WAITING_BYTES)
+        self.events = ByteBoundedQueue(_MAX_WAITING_BYTES)
 
     def receive(self) -> tuple[Any, int]:
         message = self.commands.get()
@@ -46,7 +46,7 @@ class _Link:
         self.events.put(message, size_of(message))
 
 
-class RayServant:
+class RayReplicaHost:
     """`tell` and `hear` run in a thread each, so that commands keep their order and never wait for what comes back."""
 
     def __init__(self, name: str, version: str, packed_make: bytes):
@@ -54,7 +54,7 @@ class RayServant:
         wait_briefly()
         self._link = _Link()
         make = functools.partial(_made, name, version, packed_make)
-        self._thread = threading.Thread(target=ReplicaHost(make, self._link).run, name="servant", daemon=True)
+        self._thread = threading.Thread(target=ReplicaHost(make, self._link).run, name="replica host", daemon=True)
         self._thread.start()
 
     @ray.method(concurrency_group="commands")

@@ -16,10 +16,10 @@ import ray
 import npu_runner
 from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
 from npu_runner.processes.stopwatch import Stopwatch
-from npu_runner.serving.replicas.base import Replica
-from npu_runner.serving.replicas.ray_actor import RayServant, size_of
+from npu_runner.serving.replica import Replica
+from npu_runner.serving.replicas.ray_actor import RayReplicaHost, size_of
 from npu_runner.serving.replicas.ray_cluster import Demand
-from npu_runner.serving.replicas.remote import RemoteReplica
+from npu_runner.serving.replicas.remote_replica import RemoteReplica
 
 # An actor that nobody has room for waits for ever, and Ray says nothing; one that has room is there sooner.
 WAITING_SECONDS = 30.0
@@ -38,7 +38,7 @@ class RayReplica(RemoteReplica):
 
     def start(self, wake: Callable[[], None]) -> None:
         remote: Any = ray.remote  # its types know no groups
-        actor_class = remote(concurrency_groups={"commands": 1, "events": 1})(RayServant)
+        actor_class = remote(concurrency_groups={"commands": 1, "events": 1})(RayReplicaHost)
         self._started = Stopwatch()
         packed = pickle.dumps(self._make)  # what only the same version may read
         self._actor = actor_class.options(max_restarts=0, **self._demand.options).remote(

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from npu_runner.request.outputs import EngineStats
-from npu_runner.serving.replicas.base import Event, Progressed, Replica, ReplicaFacts, ReplicaStats
+from npu_runner.serving.replica import Replica, ReplicaFacts, ReplicaStats
 
 MakeReplica = Callable[[], Replica]
 _GAUGES = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_used", "vision_cache_bytes")
@@ -37,7 +37,8 @@ class ReplicaState:
         self._wake = wake
         self._retirement: threading.Thread | None = None
         self._earlier = ReplicaStats()
-        self._latest = ReplicaStats()
+        self.latest = ReplicaStats()
+        """What the one that holds it has told last."""
         self.replica: Replica | None = make()
         self.name = self.replica.name
 
@@ -60,23 +61,20 @@ class ReplicaState:
         # Until another one that has died before is ready, others take its rows.
         return 0 if self.num_deaths else self.replica.num_rows_ahead
 
-    def poll(self, timeout_seconds: float) -> Sequence[Event]:
-        events: Sequence[Event] = () if self.replica is None else self.replica.poll(timeout_seconds)
-        for event in events:
-            if isinstance(event, Progressed):
-                self._latest = event.stats
-        return events
-
     def retire(self) -> set[int]:
-        """It is dead: returns the rows that it had. What is left of it is ended in a thread of its own."""
+        """It is dead: returns the rows that it had. What is left of it is ended, in a thread of its own unless
+        it worked here."""
         held, self.held, self.begun = self.held, set(), set()
         dead, self.replica, self.facts, self.lone = self.replica, None, None, None
         self.is_reserved = self.is_asked = self.gave_nothing = False
         self.num_deaths += 1
-        self._earlier, self._latest = added([self._earlier, _without_gauges(self._latest)]), ReplicaStats()
+        self._earlier, self.latest = added([self._earlier, _without_gauges(self.latest)]), ReplicaStats()
         assert dead is not None, f"{self.name} died twice"
-        self._retirement = threading.Thread(target=dead.close, name=f"{self.name}: closing", daemon=True)
-        self._retirement.start()
+        if dead.is_inline:
+            dead.close()
+        else:
+            self._retirement = threading.Thread(target=dead.close, name=f"{self.name}: closing", daemon=True)
+            self._retirement.start()
         return held
 
     def restart(self) -> bool:
@@ -95,7 +93,7 @@ class ReplicaState:
 
     def stats(self) -> ReplicaStats:
         """Counters of all that have had this place, gauges of the one that has it."""
-        return added([self._earlier, self._latest])
+        return added([self._earlier, self.latest])
 
 
 def added(stats: Sequence[ReplicaStats]) -> ReplicaStats:

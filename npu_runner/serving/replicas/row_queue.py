@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-# A row that was under way in so many deaths runs alone from then on.
-_MAX_DEATHS_TOGETHER = 2
+from npu_runner.serving.blame import MAX_DEATHS
 
 
 class RowQueue:
@@ -79,7 +78,7 @@ class RowQueue:
         suspects = []
         for row in rows:
             self._num_deaths[row] += 1
-            if self._num_deaths[row] >= _MAX_DEATHS_TOGETHER and row not in self._are_alone:
+            if self._num_deaths[row] >= MAX_DEATHS and row not in self._are_alone:
                 self._are_alone.add(row)
                 suspects.append(row)
         return suspects

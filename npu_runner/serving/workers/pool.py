@@ -1,23 +1,23 @@
 """A bounded pool of worker processes: dead ones are replaced, their task is tried once more, stuck ones are killed.
 
-One thread reads tasks, hands them out and collects results, so all of it overlaps with the caller's own work.
-Knows nothing of the tasks, and nothing of the model.
+One thread hands tasks out and collects results, so all of it overlaps with the caller's own work. Knows nothing of the
+tasks, and nothing of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import selectors
 import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from npu_runner.errors import JobError
+from npu_runner.processes.byte_queue import ByteBoundedQueue
 from npu_runner.processes.channel import Channel, ChannelClosed
 from npu_runner.processes.child import Child, describe_exit
 from npu_runner.processes.stopwatch import Stopwatch
@@ -26,8 +26,6 @@ from npu_runner.serving.workers.worker import JOB_FAULT, OUT_OF_MEMORY, READY, R
 Task = TypeVar("Task")
 
 MAX_ATTEMPTS = 2
-NOT_YET: Any = object()
-"""What `tasks` gives while it has no task and may have one later; `look_again` says when."""
 # A worker that dies before it is ready has met no task: its environment is broken, and another will die as well.
 _MAX_FAILED_STARTS = 3
 _SHORTEST_START_SECONDS = 120.0
@@ -67,8 +65,13 @@ class PoolLimits:
     """Most results that wait to be fetched."""
     max_ready_bytes: int = 1 << 29
     """No new task starts while the waiting results are larger than this."""
-    max_tasks: float = float("inf")
-    """Most tasks that start in all, until `allow` says otherwise."""
+
+
+@dataclass(frozen=True)
+class _Submitted(Generic[Task]):
+    task: Task
+    num_bytes: int
+    attempt: int = 1
 
 
 @dataclass
@@ -78,95 +81,88 @@ class _Worker(Generic[Task]):
     is_ready: bool = False
     is_used: bool = False
     """It has answered a task before."""
-    task: Task | None = None
-    attempt: int = 0
+    item: _Submitted[Task] | None = None
+    """What it works on."""
     watch: Stopwatch | None = None
     """Since it was started, or has its task; None: nothing is asked of it."""
 
 
 class WorkerPool(Generic[Task]):
-    """Applies `function` (picklable) to `tasks` in worker processes; `get` fetches results in order of completion.
+    """Applies `function` (picklable) to the tasks that are submitted; `get` fetches results in order of completion.
 
-    `inherited`: file descriptors that workers have too, under the same numbers. `seen` is told each result, in a thread
-    of the pool's, before it can be fetched.
+    Workers start with the first task. `inherited`: file descriptors that workers have too, under the same numbers.
+    `seen` is told each result, in the pool's thread, before it can be fetched. All methods are the caller's thread's.
     """
 
-    def __init__(self, function: Callable[[Task], Any], tasks: Iterator[Task], limits: PoolLimits,
-                 inherited: Sequence[int] = (), *, seen: Callable[[Any], None] = lambda result: None):
+    def __init__(self, function: Callable[[Task], Any], limits: PoolLimits, inherited: Sequence[int] = (), *,
+                 seen: Callable[[Any], None] = lambda result: None):
         self._function = function
         self._seen = seen
         self._inherited = tuple(inherited)
-        self._tasks = tasks
         self._limits = limits
-        self._again: deque[tuple[Task, int]] = deque()
-        self._for_new: deque[Task] = deque()
+        self._tasks: deque[_Submitted[Task]] = deque()
+        """Those that no worker has begun: filled by the caller, emptied by the pool's thread."""
+        self._again: deque[_Submitted[Task]] = deque()
+        self._for_new: deque[_Submitted[Task]] = deque()
         """Tasks that had too little memory in a worker that had served: each waits for one that has not."""
         self._workers: list[_Worker[Task]] = []
-        self._results: queue.SimpleQueue[Finished[Task] | BaseException | None] = queue.SimpleQueue()
-        self._counts_lock = threading.Lock()
-        self._num_ready = 0
-        self._ready_bytes = 0
-        self._num_started = 0
-        self._task_allowance = limits.max_tasks
+        self._results = ByteBoundedQueue(limits.max_ready_bytes, limits.max_ready)
+        """(Finished, bytes of its task)"""
         self._failure: Exception | None = None
         self._num_failed_starts = 0
-        self._tasks_are_read = False
-        self._is_over = False
         self._is_closing = threading.Event()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
+        self.pending_bytes = 0
+        """Of tasks that were submitted and whose results were not fetched."""
         self.num_replaced = 0
         """Workers that died or were killed for being stuck, and were replaced."""
-        self._thread = threading.Thread(target=self._supervise, name="preprocessing-pool", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:  # an interrupt while it starts: nobody will have a pool to close
-            self._is_closing.set()
-            self._wake()
-            raise
-
-    def get(self, timeout: float | None = 0.0) -> Finished[Task] | None:
-        """The next result; None when there is none within `timeout` seconds (None: wait) or when all are fetched.
-
-        Raises what reading the tasks raised, and JobError when no worker can be kept alive, when the function raised it
-        or when unpickling the function raised any error of ours.
-        """
-        if self._is_over:
-            return None
-        try:
-            item = self._results.get(timeout=timeout) if timeout != 0.0 else self._results.get_nowait()
-        except queue.Empty:
-            return None
-        if isinstance(item, Finished):
-            with self._counts_lock:
-                self._num_ready -= 1
-                self._ready_bytes -= item.num_bytes
-            self._wake()
-            return item
-        self._is_over = True
-        if item is not None:
-            raise item
-        return None
+        self._thread: threading.Thread | None = None
 
     @property
-    def is_over(self) -> bool:
-        """All tasks are read and all results fetched."""
-        return self._is_over
+    def num_workers(self) -> int:
+        return self._limits.num_workers
+
+    def submit(self, task: Task, num_bytes: int = 0) -> None:
+        """Returns at once: a worker gets it when one is free and there is room for its result. `num_bytes`: its size,
+        for `pending_bytes`."""
+        self.pending_bytes += num_bytes
+        self._tasks.append(_Submitted(task, num_bytes))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._supervise, name="preprocessing-pool", daemon=True)
+            self._thread.start()
+        self._wake()
+
+    def take_back(self, num_tasks: int) -> list[Task]:
+        """As many of the tasks that no worker has begun, at most; the last ones first."""
+        found: list[Task] = []
+        with contextlib.suppress(IndexError):
+            while len(found) < num_tasks:
+                item = self._tasks.pop()
+                self.pending_bytes -= item.num_bytes
+                found.append(item.task)
+        return found
+
+    def get(self, timeout: float = 0.0) -> Finished[Task] | None:
+        """The next result; None when there is none within `timeout` seconds.
+
+        Raises JobError when no worker can be kept alive, when the function raised it or when unpickling the function
+        raised any error of ours.
+        """
+        found = self._results.get(timeout)
+        if found is None:
+            self.raise_failure()
+            return None
+        finished: Finished[Task] = found[0]
+        self.pending_bytes -= found[1]
+        self._wake()
+        return finished
 
     def raise_failure(self) -> None:
         """Raise what `get` would raise in the end, if it is known already."""
         if self._failure is not None:
             raise self._failure
-
-    def allow(self, num_tasks: float) -> None:
-        """Start no more than this many tasks in all. For callers that must keep results in order."""
-        self._task_allowance = num_tasks
-        self._wake()
-
-    def look_again(self) -> None:
-        """There may be tasks where NOT_YET was the last word. From any thread."""
-        self._wake()
 
     def worker_pids(self) -> list[int]:
         return [worker.child.pid for worker in list(self._workers)]
@@ -175,7 +171,9 @@ class WorkerPool(Generic[Task]):
         """Kill the workers, whatever they do, and return when they are gone. May be called again, when interrupted."""
         self._is_closing.set()
         self._wake()
-        self._thread.join()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+        self._wake_receiver.close()
         self._wake_sender.close()
 
     def __enter__(self) -> WorkerPool[Task]:
@@ -194,26 +192,18 @@ class WorkerPool(Generic[Task]):
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake_receiver, selectors.EVENT_READ)
-                while not self._is_closing.is_set() and not self._all_done():
+                while not self._is_closing.is_set():
                     self._start_missing_workers(selector)
                     self._hand_out_tasks(selector)
-                    if self._all_done():
-                        break
                     self._serve_events(selector)
-            self._results.put(None)
         except Exception as error:  # noqa: BLE001 - the border: raised again in the caller's thread by get()
             self._failure = error
-            self._results.put(error)
+            self._results.put(None, 0, waits=False)  # whoever waits there looks at once
         finally:
             for worker in self._workers:
                 worker.channel.close()  # all of them hear of it before the first one is waited for
             for worker in self._workers:
                 _kill(worker)
-            self._wake_receiver.close()
-
-    def _all_done(self) -> bool:
-        is_left = self._again or self._for_new or any(worker.task is not None for worker in self._workers)
-        return self._tasks_are_read and not is_left
 
     def _start_missing_workers(self, selector: selectors.BaseSelector) -> None:
         while len(self._workers) < self._limits.num_workers:
@@ -228,37 +218,28 @@ class WorkerPool(Generic[Task]):
 
     def _hand_out_tasks(self, selector: selectors.BaseSelector) -> None:
         for worker in list(self._workers):
-            if not worker.is_ready or worker.task is not None:
+            if not worker.is_ready or worker.item is not None:
                 continue
-            following = self._next_task(worker)
-            if following is None:
+            item = self._next_task(worker)
+            if item is None:
                 continue
-            task, worker.attempt = following
             worker.watch = Stopwatch()
             try:
-                worker.channel.send(task)
-                worker.task = task
+                worker.channel.send(item.task)
+                worker.item = item
             except ChannelClosed:  # it died before it saw the task, which is not the task's doing
-                self._again.appendleft(following)
+                self._again.appendleft(item)
                 self._replace(worker, selector)
 
-    def _next_task(self, worker: _Worker[Task]) -> tuple[Task, int] | None:
+    def _next_task(self, worker: _Worker[Task]) -> _Submitted[Task] | None:
         if self._for_new and not worker.is_used:
-            return self._for_new.popleft(), MAX_ATTEMPTS
+            return self._for_new.popleft()
         if self._again:
             return self._again.popleft()
-        with self._counts_lock:
-            is_full = self._num_ready >= self._limits.max_ready or self._ready_bytes >= self._limits.max_ready_bytes
-        if is_full or self._tasks_are_read or self._num_started >= self._task_allowance:
+        try:
+            return None if self._results.is_full else self._tasks.popleft()
+        except IndexError:
             return None
-        task = next(self._tasks, None)
-        if task is None:
-            self._tasks_are_read = True
-            return None
-        if task is NOT_YET:
-            return None
-        self._num_started += 1
-        return task, 1
 
     def _serve_events(self, selector: selectors.BaseSelector) -> None:
         # Without a worker (the last one died when it was offered a task) the next round starts one at once.
@@ -291,19 +272,19 @@ class WorkerPool(Generic[Task]):
         outcome, value = message
         if outcome == JOB_FAULT:
             raise JobError(value)
-        task, worker.task = worker.task, None
-        assert task is not None, "a worker answered without a task"
+        item, worker.item = worker.item, None
+        assert item is not None, "a worker answered without a task"
         if outcome == OUT_OF_MEMORY:
             # What a worker may take is in pieces after some tasks, libraries keep some: only a new one can say whether
             # the task itself is too large.
             self._remove(worker, selector)
             if worker.is_used:
-                self._for_new.append(task)
+                self._for_new.append(replace(item, attempt=MAX_ATTEMPTS))
             else:
-                self._deliver(task, self._out_of_memory(), num_bytes)
+                self._deliver(item, self._out_of_memory(), num_bytes)
             return
         worker.is_used = True
-        self._deliver(task, value if outcome == RESULT else WorkerFailure("internal_error", value), num_bytes)
+        self._deliver(item, value if outcome == RESULT else WorkerFailure("internal_error", value), num_bytes)
 
     def _out_of_memory(self) -> WorkerFailure:
         limit = self._limits.worker_memory_bytes
@@ -314,24 +295,24 @@ class WorkerPool(Generic[Task]):
     def _replace(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
         """The worker died: try its task once more, in another one."""
         status = self._remove(worker, selector)
-        if worker.task is None:
+        if worker.item is None:
             return
-        if worker.attempt < MAX_ATTEMPTS:
-            self._again.append((worker.task, worker.attempt + 1))
+        if worker.item.attempt < MAX_ATTEMPTS:
+            self._again.append(replace(worker.item, attempt=worker.item.attempt + 1))
         else:
             how = f"preprocessing this row ended {MAX_ATTEMPTS} worker processes ({describe_exit(status)})"
             if status == -signal.SIGABRT and self._limits.worker_memory_bytes is not None:
                 # Libraries that are not Python's abort where their memory ends.
                 how += f", as more than {self._limits.worker_memory_bytes} bytes of memory do (worker_memory_bytes)"
-            self._deliver(worker.task, WorkerFailure("preprocessing_crashed", how), 0)
+            self._deliver(worker.item, WorkerFailure("preprocessing_crashed", how), 0)
 
     def _give_up(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
         """The worker is stuck: its task has had its time and is not tried again."""
         self._remove(worker, selector)
-        if worker.task is not None:
+        if worker.item is not None:
             limit = f"{self._limits.task_timeout_seconds:g} s"
             message = f"preprocessing this row took longer than {limit}; raise --preprocessing-timeout if it may"
-            self._deliver(worker.task, WorkerFailure("preprocessing_timeout", message), 0)
+            self._deliver(worker.item, WorkerFailure("preprocessing_timeout", message), 0)
 
     def _remove(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> int:
         selector.unregister(worker.channel)
@@ -345,12 +326,9 @@ class WorkerPool(Generic[Task]):
                 raise JobError(f"preprocessing workers die before their first row ({tries}); their error is above")
         return status
 
-    def _deliver(self, task: Task, result: Any, num_bytes: int) -> None:
-        with self._counts_lock:
-            self._num_ready += 1
-            self._ready_bytes += num_bytes
+    def _deliver(self, item: _Submitted[Task], result: Any, num_bytes: int) -> None:
         self._seen(result)
-        self._results.put(Finished(task, result, num_bytes))
+        self._results.put((Finished(item.task, result, num_bytes), item.num_bytes), num_bytes, waits=False)
 
 
 def _start_worker(limits: PoolLimits, inherited: tuple[int, ...]) -> _Worker[Any]:

@@ -1,0 +1,47 @@
+"""Who is to blame for a death, for jobs, `LLM` and Ray Data alike. Knows nothing of processes, nor of what is in a row.
+
+A row that was under way in MAX_DEATHS deaths of replicas runs alone from then on. One that was alone under way is given
+up: at once where its step failed with an error, else (a rank or a replica was killed, a device failed) with the
+MAX_DEATHS-th death, since somebody else may have killed it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from npu_runner.errors import EngineDeadError
+
+MAX_DEATHS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenUp:
+    """A row that is given up: nobody else gets it."""
+
+    index: int
+    code: str
+    message: str
+
+
+def code_given_up(error: EngineDeadError, num_deaths_alone: int) -> str | None:
+    """The code of a row that was alone under way in so many deaths, `error` the last of them; None: try it again."""
+    return error.blame or ("request_failed" if num_deaths_alone >= MAX_DEATHS else None)
+
+
+def why_given_up(error: EngineDeadError) -> str:
+    """The message of such a row."""
+    return f"alone in its step, this request ended the engine: {str(error).partition(chr(10))[0]}"
+
+
+class LoneDeaths:
+    """Deaths in which a row was alone under way, for callers that remember nothing beyond their process."""
+
+    def __init__(self) -> None:
+        self._num_deaths: Counter[int] = Counter()
+
+    def record_death(self, index: int, error: EngineDeadError) -> GivenUp | None:
+        """What is said of the row, if that is enough to give it up."""
+        self._num_deaths[index] += 1
+        code = code_given_up(error, self._num_deaths[index])
+        return None if code is None else GivenUp(index=index, code=code, message=why_given_up(error))

@@ -1,0 +1,392 @@
+"""What answers the requests of `LLM`: one engine in the caller's thread, or replicas in processes of this host.
+
+Both share requests out through a Fleet, so who is to blame for a death and what is tried again is the same. Knows
+nothing of conversations, nor of what a caller does with answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from npu_runner.config import RunnerConfig
+from npu_runner.engine.executors.executor import CLOSED
+from npu_runner.engine.llm_engine import LLMEngine
+from npu_runner.errors import EngineDeadError, ReplicaDeadError, RequestError
+from npu_runner.request.outputs import EngineStats, RequestOutput
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.serving.blame import LoneDeaths
+from npu_runner.serving.calls.prompt_server import (
+    Answer,
+    PromptServer,
+    Request,
+    load_engine,
+    pack_answer,
+    unpack_answer,
+)
+from npu_runner.serving.replica import ReplicaFacts
+from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replicas.options import AUTO, ReplicaOptions
+from npu_runner.serving.replicas.placement import Placement, place
+from npu_runner.serving.replicas.process_replica import ProcessReplica
+from npu_runner.serving.replicas.replica_state import MakeReplica, added
+from npu_runner.serving.replicas.row_queue import RowQueue
+from npu_runner.serving.workers.options import PreprocessingOptions
+from npu_runner.serving.workers.prompt_tasks import PromptTask
+from npu_runner.strategies.opened import OpenedCheckpoint, open_checkpoint
+
+logger = logging.getLogger(__name__)
+_IDLE_SECONDS = 0.2
+# Requests hold the caller's pictures: no further one is read while those that wait are larger together.
+MAX_AHEAD_BYTES = 1 << 29
+
+
+class PromptService(ABC):
+    """Used by one thread at a time. Raises what loading an engine raises."""
+
+    def __init__(self, checkpoint: OpenedCheckpoint, config: RunnerConfig):
+        self.config = config
+        self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
+        self.num_requests = 0
+        """So far, of all calls: the number of the next one."""
+        self._requests: dict[int, Any] = {}
+        """Those that are not answered, as replicas take them."""
+        self._max_ahead = 0
+        self._failure: BaseException | None = None
+
+    @property
+    @abstractmethod
+    def engine(self) -> LLMEngine | None:
+        """That of this process; None: each replica has one in a process of its own."""
+
+    def answers(self, requests: Iterator[Request], read_seconds: float) -> Iterator[tuple[int, Answer]]:
+        """(index in `requests`, answer) of each, as they finish. `requests` is read in the caller's thread, as far
+        ahead as there is use for; `read_seconds`: how long before somebody looks for answers.
+
+        Raises what reading raises, and what ends all replicas.
+        """
+        self._raise_failure()
+        first, unanswered, is_read = self.num_requests, dict[int, int](), False
+        while unanswered or not is_read:
+            deadline = time.monotonic() + read_seconds
+            while not is_read and self._has_room(unanswered) and time.monotonic() < deadline:
+                request = next(requests, None)
+                if request is None:
+                    is_read = True
+                    break
+                number = self.num_requests
+                unanswered[number] = self._hand_in(number, request)
+            must_wait = bool(unanswered) and (is_read or not self._has_room(unanswered))
+            for number, data in self._fetch(_IDLE_SECONDS if must_wait else 0.0):
+                if unanswered.pop(number, None) is not None:
+                    yield number - first, self._unpack(data)
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Whatever is under way is nobody's any more. After an exception this comes before the next call."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Sums over all replicas, as they told last."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all processes and free the device. May be called twice."""
+
+    # -- what differs ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _hand_in(self, number: int, request: Request) -> int:
+        """Take over the request of that number, which is `num_requests`. Returns its bytes."""
+
+    @abstractmethod
+    def _has_room(self, unanswered: dict[int, int]) -> bool:
+        """Whether one more may be read; `unanswered`: number and bytes of those of this call."""
+
+    @abstractmethod
+    def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
+        """(number, answer) of those that are done since the last call; waits for one at most so long."""
+
+    @abstractmethod
+    def _unpack(self, data: Any) -> Answer:
+        """An answer, as `_fetch` gives it."""
+
+    # -- what both do ----------------------------------------------------------------------------------------------
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _made_fleet(self, replicas: Sequence[MakeReplica], max_restarts: float) -> Fleet:
+        self._rows = RowQueue(sys.maxsize)
+        self._rows.allow(0)
+        self._rows.forget(self.num_requests)
+        hooks = FleetHooks(make_run=self._run_of, say=logger.warning, isolate=_remember_nothing,
+                           record_death=LoneDeaths().record_death)
+        return Fleet(replicas, self._rows, hooks, max_restarts=max_restarts)
+
+    def _run_of(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
+        return [(number, self._requests[number]) for number in numbers]
+
+    def _poll(self, fleet: Fleet, timeout_seconds: float) -> list[tuple[int, Any]]:
+        self._rows.allow(self.num_requests)
+        finished, given_up = fleet.poll(timeout_seconds)
+        found = [(row.number, row.data) for row in finished]
+        for lost in given_up:
+            error = RequestError(lost.message, lost.code)
+            found.append((lost.index, self._pack(RequestOutput.failed(f"request-{lost.index}", error))))
+        return [(number, data) for number, data in found if self._requests.pop(number, None) is not None]
+
+    @abstractmethod
+    def _pack(self, answer: Answer) -> Any:
+        """The other way round."""
+
+
+class LocalService(PromptService):
+    """One engine, which works in the caller's thread while answers are asked for.
+
+    `max_restarts`: how often it is loaded again when it died; where it is not, that ends the service.
+    """
+
+    def __init__(self, config: RunnerConfig, options: PreprocessingOptions, max_restarts: float = 0):
+        checkpoint = open_checkpoint(config)
+        super().__init__(checkpoint, checkpoint.config)
+        self._options = options
+        self.max_restarts = max_restarts
+        self._engine = LLMEngine(checkpoint)
+        # One step at a time, whoever closes it meanwhile. Reading requests is no part of a step, and may take for ever.
+        self._lock = threading.RLock()
+        self._begin()
+
+    @property
+    def engine(self) -> LLMEngine:
+        """Another one after a restart."""
+        return self._engine
+
+    @property
+    def workers(self) -> list[int]:
+        """Process ids of the preprocessing workers."""
+        return [] if self._server.pool is None else self._server.pool.worker_pids()
+
+    def forget(self) -> None:
+        """Nothing is repaired, all is made again but the engine, which is reset."""
+        with self._lock:
+            self._close_workers()
+            self._engine.reset()
+            self._begin()
+
+    def stats(self) -> EngineStats:
+        """The figures of this moment."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        with self._lock:
+            self._failure = self._failure or EngineDeadError(CLOSED)
+            try:
+                self._close_workers()
+            finally:
+                self._engine.close()
+
+    def _close_workers(self) -> None:
+        if self._server.pool is not None:
+            self._server.pool.close()
+
+    def _begin(self) -> None:
+        """With the engine that there is. Requests that are held are nobody's."""
+        self._requests.clear()
+        self._is_new = True
+        self._fleet = self._made_fleet([self._make], self.max_restarts)
+        self._max_ahead = self._fleet.load().max_rows
+        self._fleet.begin(None)
+
+    def _make(self) -> PromptServer:
+        self._server = PromptServer(self._load, self._options, "this process", pack=self._pack,
+                                    can_restart=self.max_restarts > 0)
+        return self._server
+
+    def _load(self) -> LLMEngine:
+        if not self._is_new:  # the one before has died, and is closed
+            self._engine = load_engine(self.config)
+        self._is_new = False
+        return self._engine
+
+    def _hand_in(self, number: int, request: Request) -> int:
+        self._requests[number] = request
+        self.num_requests = number + 1
+        return 0
+
+    def _run_of(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
+        run = super()._run_of(numbers)
+        if not self.max_restarts:  # they are asked for once: their pictures are not kept
+            self._requests.update(dict.fromkeys(numbers, True))
+        return run
+
+    def _has_room(self, unanswered: dict[int, int]) -> bool:
+        pool = self._server.pool
+        return len(unanswered) < self._max_ahead and (pool is None or pool.pending_bytes < MAX_AHEAD_BYTES)
+
+    def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
+        with self._lock:
+            self._raise_failure()
+            try:
+                # Where requests were admitted nothing was run yet.
+                return self._poll(self._fleet, timeout_seconds) or self._poll(self._fleet, timeout_seconds)
+            except ReplicaDeadError as error:
+                raise EngineDeadError(str(error), request_ids=error.request_ids, blame=error.blame) from error
+
+    def _pack(self, answer: Answer) -> Answer:
+        return answer
+
+    def _unpack(self, data: Any) -> Answer:
+        answer: Answer = data
+        return answer
+
+
+class ReplicaService(PromptService):
+    """Replicas in processes of this host. A thread of its own drives the fleet, so that an interrupt of the caller
+    tears nothing: it ends the call, and replicas are told to forget what they had of it.
+
+    Raises ConfigError where devices do not suffice or a setting is wrong, ReplicaDeadError where none can be loaded.
+    """
+
+    engine = None
+
+    def __init__(self, config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions):
+        checkpoint = open_checkpoint(config)
+        # The folder that was looked at, whatever a hub id stands for a moment later.
+        super().__init__(checkpoint, checkpoint.config.replace(model=str(checkpoint.path), revision=None))
+        self._first = 0
+        """Requests before it are nobody's any more."""
+        self._answered: queue.SimpleQueue[list[tuple[int, Any]] | BaseException] = queue.SimpleQueue()
+        self._loaded: queue.SimpleQueue[ReplicaFacts | BaseException] = queue.SimpleQueue()
+        self._is_closing = threading.Event()
+        self._fleet = self._made_fleet(_plan_replicas(self.config, options, several), several.max_replica_restarts)
+        self._thread = threading.Thread(target=self._drive, name="replicas", daemon=True)
+        try:
+            self._thread.start()
+            found = self._loaded.get()
+            if isinstance(found, BaseException):
+                raise found
+            self._max_ahead = found.max_rows * len(self._fleet.states)
+        except BaseException:
+            self.close()
+            raise
+
+    def forget(self) -> None:
+        self._first = self.num_requests
+        self._fleet.wake()
+
+    def stats(self) -> EngineStats:
+        return added([state.stats() for state in self._fleet.states]).engine
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._fleet.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._failure = self._failure or EngineDeadError("the replicas were closed")
+
+    # -- the caller's thread ---------------------------------------------------------------------------------------
+
+    def _hand_in(self, number: int, request: Request) -> int:
+        """Packed here: what pickling raises is the caller's to hear."""
+        data = Request(request.params, self._sendable(request.prompt)).pack()
+        self._requests[number] = data
+        self.num_requests = number + 1
+        self._fleet.wake()
+        return len(data)
+
+    def _sendable(self, prompt: PromptTask | PromptInputs | RequestError) -> PromptTask | PromptInputs | RequestError:
+        """What no other process would know is prepared here. Errors go there and come back, as answers do."""
+        if not isinstance(prompt, PromptTask):
+            return prompt
+        try:
+            if not prompt.is_plain:
+                return prompt.prepare(self.processor)
+            return prompt.sendable(self.config.prompts.max_source_pixels)
+        except RequestError as error:
+            return error
+
+    def _has_room(self, unanswered: dict[int, int]) -> bool:
+        return len(unanswered) < self._max_ahead and sum(unanswered.values()) < MAX_AHEAD_BYTES
+
+    def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
+        self._raise_failure()
+        try:
+            found = self._answered.get(timeout=timeout_seconds) if timeout_seconds else self._answered.get_nowait()
+        except queue.Empty:
+            return []
+        if isinstance(found, BaseException):
+            self._failure = found
+            raise found
+        return found
+
+    def _unpack(self, data: Any) -> Answer:
+        return unpack_answer(data, self.processor)
+
+    def _pack(self, answer: Answer) -> bytes:
+        return pack_answer(answer)
+
+    # -- the fleet's thread ----------------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        # Whatever happens here the caller waits for it.
+        try:
+            with self._fleet as fleet:
+                fleet.start()
+                while not (fleet.is_loaded or self._is_closing.is_set()):
+                    fleet.poll(_IDLE_SECONDS)
+                if not self._is_closing.is_set():
+                    fleet.begin(None)
+                    self._loaded.put(fleet.facts)
+                while not self._is_closing.is_set():
+                    self._turn(fleet)
+        except BaseException as error:  # noqa: BLE001 - the border of the thread: raised again in the caller's
+            self._loaded.put(error)
+            self._answered.put(error)
+
+    def _turn(self, fleet: Fleet) -> None:
+        first = self._first
+        if first > self._rows.first:
+            fleet.forget(first)
+            for number in list(self._requests):
+                if number < first:
+                    del self._requests[number]
+        found = self._poll(fleet, _IDLE_SECONDS)
+        if found:
+            self._answered.put(found)
+
+
+def make_service(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions,
+                 max_restarts: float) -> PromptService:
+    """`max_restarts`: of an engine of this process."""
+    if several.data_parallel_size == 1:
+        return LocalService(config, options, max_restarts)
+    return ReplicaService(config, options, several)
+
+
+def _remember_nothing(numbers: Sequence[int]) -> None:
+    """The queue has them run alone; there is no later run that would want to know."""
+
+
+def _plan_replicas(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions) -> list[MakeReplica]:
+    asked = several.data_parallel_size
+    placements = place(config.platform, None if asked == AUTO else int(asked), config.parallel.tensor_parallel_size)
+    return [functools.partial(_made_process, config, options, f"replica {number}", placement)
+            for number, placement in enumerate(placements)]
+
+
+def _made_process(config: RunnerConfig, options: PreprocessingOptions, name: str,
+                  placement: Placement) -> ProcessReplica:
+    options = replace(options, preprocessing_workers=options.num_workers(placement.num_cores))
+    load = functools.partial(load_engine, config.replace(platform=placement.platform))
+    return ProcessReplica(name, functools.partial(PromptServer, load, options, name), placement,
+                          num_rows_ahead=PromptServer.num_rows_ahead)

@@ -1,0 +1,93 @@
+"""Whose turn it is: one call of an `LLM` at a time, whichever threads they come from. Knows nothing of what they do.
+
+What is asked is the interpreter's own state of a call's generator: a flag could be left behind by an interrupt.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from types import GeneratorType
+from typing import Any
+
+from npu_runner.errors import RequestError
+
+_LOOK_SECONDS = 0.02
+_NESTED = ("this LLM was called inside an iterator of prompts that another call of it is reading; make a list of them "
+           "first, or use a second LLM")
+_BUSY = ("thread {} is in a call of this LLM that reads an iterator or gives a stream, which may take for ever; wait "
+         "until it has ended, close its stream, or give it lists: calls with lists wait for each other")
+
+
+class Call:
+    """A call of an LLM, whose results come out of a generator.
+
+    is_open: it ends when somebody has read its stream, or its iterator of prompts ends. That may be somebody who waits
+    for another call, so no call waits for this one.
+    """
+
+    def __init__(self, is_open: bool):
+        self.is_open = is_open
+        self.thread = threading.current_thread()
+        """That which read its results last."""
+        self._results: weakref.ref[GeneratorType[Any, Any, Any]] | None = None
+
+    def follow(self, results: Iterator[Any]) -> None:
+        """These are its results. Held weakly: a stream that is dropped has ended."""
+        assert isinstance(results, GeneratorType), "the interpreter tells of generators only whether they run"
+        self._results = weakref.ref(results)
+
+    @property
+    def is_running(self) -> bool:
+        """It is at work at this moment, in some thread."""
+        results = None if self._results is None else self._results()
+        return results is not None and results.gi_running
+
+    @property
+    def is_over(self) -> bool:
+        """Its results have ended, or nobody is left to read them."""
+        results = None if self._results is None else self._results()
+        return results is None or results.gi_frame is None or not (results.gi_running or self.thread.is_alive())
+
+
+class Turns:
+    """The calls of one LLM."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._current: Call | None = None
+
+    def is_current(self, call: Call) -> bool:
+        """Whether no later call, and no `close`, has ended it. Asked by whichever thread reads its results."""
+        call.thread = threading.current_thread()
+        return call is self._current
+
+    def take(self, call: Call) -> None:
+        """Make it the current one; in the call's own generator. A stream of this thread that was not read to its end
+        has ended then; a call of another thread is waited for.
+
+        Raises RequestError inside another call of this thread, and while there is an open one of another thread.
+        """
+        call.thread = threading.current_thread()
+        while not self._has_taken(call):
+            time.sleep(_LOOK_SECONDS)
+
+    def end(self) -> None:
+        """No call is the current one."""
+        self._current = None
+
+    def _has_taken(self, call: Call) -> bool:
+        with self._lock:
+            other = self._current
+            if other is not None and not other.is_over:
+                if other.thread is call.thread:
+                    if other.is_running:
+                        raise RequestError(_NESTED, "nested_call")
+                elif other.is_open:
+                    raise RequestError(_BUSY.format(other.thread.name), "llm_busy")
+                else:
+                    return False
+            self._current = call
+            return True

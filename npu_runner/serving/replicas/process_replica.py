@@ -1,0 +1,139 @@
+"""A replica in a process of this host, with devices of its own, as the driver sees it. Knows nothing of what it serves.
+
+The other end is process_main.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from npu_runner.errors import ReplicaDeadError
+from npu_runner.processes import process_token
+from npu_runner.processes.channel import Channel, ChannelClosed, Packed, pack
+from npu_runner.processes.child import Child, describe_exit
+from npu_runner.serving.replica import Replica
+from npu_runner.serving.replicas.placement import Placement
+from npu_runner.serving.replicas.remote_replica import RemoteReplica
+
+STOPPED_SECONDS = 60.0
+_GRACE_SECONDS = 3.0
+_numbers = itertools.count()
+
+
+class ProcessReplica(RemoteReplica):
+    """Has the replica that `make` (picklable) makes run there. `inherited`: descriptors that it has too."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Replica], placement: Placement, *, num_rows_ahead: int,
+        inherited: Sequence[int] = (),
+    ):  # fmt: skip
+        super().__init__(name, make, num_rows_ahead=num_rows_ahead)
+        self._placement = placement
+        self._inherited = tuple(inherited)
+        self._token = f"{os.getpid()}-{next(_numbers)}"
+        self._child: Child | None = None
+        self._reader: threading.Thread | None = None
+        self._outbox: Outbox | None = None
+        """One that is stopped reads no commands, and whoever drives it has others to drive."""
+
+    @property
+    def process_id(self) -> int:
+        return self._started.pid
+
+    @property
+    def _started(self) -> Child:
+        assert self._child is not None, f"{self.name} was not started"
+        return self._child
+
+    def start(self, wake: Callable[[], None]) -> None:
+        ours, theirs = socket.socketpair()
+        variables = {**self._placement.environment, process_token.TOKEN_VARIABLE: self._token}
+        self._socket, self._channel = ours, Channel(ours)
+        with theirs:
+            self._child = Child(f"npu {self.name}", "npu_runner.serving.replicas.process_main", theirs.fileno(),
+                                descriptors=[theirs.fileno(), *self._inherited], variables=variables)
+        self._reader = threading.Thread(target=self._read, args=(wake,), name=f"{self.name}: reader", daemon=True)
+        self._reader.start()
+        self._outbox = Outbox(self._channel, f"{self.name}: writer")
+        self._tell(self._placement.cores)
+        self._tell(self._make)
+
+    def close(self) -> None:
+        if self._child is None:
+            return
+        with contextlib.suppress(OSError):
+            # It sees the end of its commands, and ends in good order. What is not sent by now never will be.
+            self._socket.shutdown(socket.SHUT_WR)
+        self._inbox.close()
+        self._child.kill(_GRACE_SECONDS)
+        if self._reader is not None:
+            self._reader.join()
+        if self._outbox is not None:
+            self._outbox.join()
+        self._channel.close()
+        left = process_token.end_members(self._token)
+        if left:
+            print(f"{self.name}: processes {left} do not end", file=sys.stderr, flush=True)
+        self._child = None
+
+    def _tell(self, command: Any) -> None:
+        assert self._outbox is not None, f"{self.name} was not started"
+        self._outbox.put(command)
+
+    def _read(self, wake: Callable[[], None]) -> None:
+        is_open = True
+        while is_open:
+            try:
+                message, num_bytes = self._channel.receive()
+            except ChannelClosed:
+                message, num_bytes, is_open = ReplicaDeadError(self._exit_reason()), 0, False
+            self._inbox.put(message, num_bytes)
+            wake()
+
+    def _exit_reason(self) -> str:
+        status = self._started.exit_status(_GRACE_SECONDS)
+        return "it closed its connection" if status is None else describe_exit(status)
+
+    def _where(self) -> str:
+        return f"{self._placement.description}, process {self.process_id}"
+
+    def _look_after(self) -> None:
+        if self._started.is_stopped_for(STOPPED_SECONDS):
+            self._failure = ReplicaDeadError(f"it has been stopped for {STOPPED_SECONDS:g} seconds (SIGSTOP)")
+
+
+class Outbox:
+    """Sends over `channel` what is put here, in order, in a thread of its own: who hands messages in never waits for a
+    process that does not read. Who hands them in bounds the rows that are in them.
+
+    Once the other side is gone messages are dropped: whoever receives from it sees its end.
+    """
+
+    def __init__(self, channel: Channel, name: str):
+        self._channel = channel
+        self._messages: queue.SimpleQueue[Packed | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name=name, daemon=True)
+        self._writer.start()
+
+    def put(self, message: Any) -> None:
+        """Returns at once. Raises what pickling it raises."""
+        self._messages.put(pack(message))
+
+    def join(self) -> None:
+        """Wait for the thread. The caller has shut the connection down before, or it would send all there is first."""
+        self._messages.put(None)
+        self._writer.join()
+
+    def _write(self) -> None:
+        with contextlib.suppress(ChannelClosed):
+            while (message := self._messages.get()) is not None:
+                self._channel.send_packed(message)
+                del message  # pictures of many rows, perhaps, and the next message may be long in coming

@@ -1,0 +1,142 @@
+"""Prompts that are to be prepared, in this process or in a worker. Imports neither torch nor an engine.
+
+Knows nothing of who asks, nor of what is done with a prompt.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from npu_runner.errors import RequestError
+from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.media.videos import Video
+from npu_runner.prompts.prompt_forms import RawPrompt
+from npu_runner.prompts.sending import checked_conversation, sendable_pictures
+from npu_runner.prompts.text.messages import check_ending
+from npu_runner.request.prompt_inputs import PromptInputs
+
+# To tokenize this many characters takes about as long as to send them to a worker and to take the tokens back.
+_LEAST_CHARS = 4096
+
+
+class PromptProcessor(Protocol):
+    """What is needed of a ChatProcessor; picklable."""
+
+    def __call__(
+        self, messages: Any, chat_template_kwargs: Any = None, *, tools: Any = None, add_generation_prompt: Any = None,
+        continue_final_message: Any = False, mm_processor_kwargs: Any = None,
+    ) -> PromptInputs: ...
+    def from_text(
+        self, prompt: Any, images: Any = (), videos: Any = (), *, mm_processor_kwargs: Any = None
+    ) -> PromptInputs: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTask(ABC):
+    """A prompt to be prepared. `pictures`: and films, each with where it stands, in order."""
+
+    pictures: Sequence[tuple[Any, str]] = ()
+    num_chars: int = 0
+    is_plain: bool = True
+    """All of it but the pictures is of Python's own types, which any process knows."""
+
+    @property
+    def is_worth_a_worker(self) -> bool:
+        """It takes longer than the way there and back."""
+        return self.is_plain and (bool(self.pictures) or self.num_chars >= _LEAST_CHARS)
+
+    def sendable(self, max_source_pixels: int) -> PromptTask:
+        """The same, picklable. Raises RequestError for a picture that cannot be."""
+        return replace(self, pictures=sendable_pictures(self.pictures, max_source_pixels))
+
+    @abstractmethod
+    def prepare(self, processor: PromptProcessor) -> PromptInputs:
+        """What the engine takes. Raises RequestError where the prompt cannot be served."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTask(PromptTask):
+    """A conversation that was parsed: `messages` hold text and, where a picture stands, a part that says so."""
+
+    messages: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, mm_processor_kwargs, as far as they ask
+    for anything."""
+
+    def prepare(self, processor: PromptProcessor) -> PromptInputs:
+        pictures = (picture for picture, _ in self.pictures)
+        messages = [
+            {**message, "content": [
+                {"type": kind, kind: next(pictures)} if (kind := part["type"]) in ("image", "video") else part
+                for part in message["content"]
+            ]} if isinstance(message["content"], list) else message
+            for message in self.messages
+        ]  # fmt: skip
+        return processor(messages, self.chat_template_kwargs, **self.options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTask(PromptTask):
+    """A raw prompt: text or token ids. Its films stand behind its pictures, wherever their placeholders do."""
+
+    prompt: Any
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def prepare(self, processor: PromptProcessor) -> PromptInputs:
+        seen = [each for each, _ in self.pictures]
+        images, videos = ([each for each in seen if isinstance(each, Video) is is_film] for is_film in (False, True))
+        return processor.from_text(self.prompt, images, videos, mm_processor_kwargs=self.mm_processor_kwargs)
+
+
+def chat_task(
+    messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False, mm_processor_kwargs: Mapping[str, Any] | None = None,
+) -> ChatTask:  # fmt: skip
+    """Raises RequestError for what can be seen without reading an address or decoding a picture."""
+    conversation = checked_conversation(messages, rules, has_vision=has_vision)
+    check_ending(conversation, add_generation_prompt, continue_final_message)
+    asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
+             "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs}
+    return ChatTask(
+        messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.seen,
+        options={name: value for name, value in asked.items() if value is not None},
+        num_chars=sum(len(text) for _, text in conversation.texts()),
+    )  # fmt: skip
+
+
+def text_task(raw: RawPrompt) -> TextTask:
+    """Where its prompt is neither text nor token ids, preparing it says so."""
+    prompt = raw.prompt
+    pictures = [(image, f"images[{number}]") for number, image in enumerate(raw.images)]
+    pictures += [(video, f"videos[{number}]") for number, video in enumerate(raw.videos)]
+    settings: dict[str, Any] = {"pictures": pictures, "mm_processor_kwargs": raw.mm_processor_kwargs}
+    if isinstance(prompt, str):
+        return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), **settings)
+    is_plain = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
+    return TextTask(prompt=list(prompt) if is_plain else prompt, is_plain=is_plain, **settings)
+
+
+@dataclass(frozen=True)
+class NumberedTask:
+    """`number`: by which whoever asked knows it."""
+
+    number: int
+    task: PromptTask
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What workers apply to tasks."""
+
+    processor: PromptProcessor
+
+    def __call__(self, numbered: NumberedTask) -> PromptInputs | RequestError:
+        try:
+            return numbered.task.prepare(self.processor)
+        except RequestError as error:
+            return error
