@@ -43,15 +43,13 @@ SETTINGS: dict[str, Any] = {"platform": "cpu", "max_model_len": 1024, "max_num_s
 @dataclass(frozen=True)
 class Cell:
     """What becomes of the culprit, alone. `code`: once its fault strikes at every occasion; `attempts`: how often it
-    strikes until then; `suspects`: whether the job ends, and leaves the culprit's name to the next run. `today`: the
-    code that it has as long as the front of LLM and of Ray Data is not redrawn, where that is another one."""
+    strikes until then; `suspects`: whether the job ends, and leaves the culprit's name to the next run."""
 
     fault: str
     way: str
     code: str
     attempts: int
     suspects: bool = False
-    today: str | None = None
 
     @property
     def is_answered_after_one(self) -> bool:
@@ -68,7 +66,7 @@ TABLE = [
     Cell(STEP, RAY, FAILED, 2),
     Cell(RANK, JOB, FAILED, 2, suspects=True),
     Cell(RANK, LLM_1, RAISED, 1),
-    Cell(RANK, RAY, FAILED, 2, today="engine_died"),
+    Cell(RANK, RAY, FAILED, 2),
     Cell(STEP_OF_RANKS, JOB_2, FAILED, 1),
     Cell(REPLICA, JOB_2, FAILED, 2),
     Cell(WORKER, JOB, CRASHED, 2),
@@ -77,9 +75,9 @@ TABLE = [
 ]
 TABLE_OF_REPLICAS = [
     Cell(STEP, LLM_2, FAILED, 2),
-    Cell(RANK, LLM_2, FAILED, 2, today="engine_died"),
-    Cell(REPLICA, LLM_2, FAILED, 2, today="engine_died"),
-    Cell(REPLICA, RAY_2, FAILED, 2, today="engine_died"),
+    Cell(RANK, LLM_2, FAILED, 2),
+    Cell(REPLICA, LLM_2, FAILED, 2),
+    Cell(REPLICA, RAY_2, FAILED, 2),
     Cell(WORKER, LLM_2, CRASHED, 2),
 ]
 
@@ -248,7 +246,6 @@ def asked_through(cell: Cell, model: Path, folder: Path) -> Iterator[tuple[WayIn
 
 
 def assert_table(cell: Cell, model: Path, answers: dict[str, str], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    code = cell.today or cell.code
     strikes = Strikes(folder / "strikes", patch)
     with asked_through(cell, model, folder) as (way, culprit):
         as_ever = Answer(None, way.expected(culprit, answers))
@@ -258,11 +255,11 @@ def assert_table(cell: Cell, model: Path, answers: dict[str, str], folder: Path,
             assert strikes.count == 1
         strikes.allow(None)
         (found,) = way.ask([culprit])
-        assert (found.code, strikes.count) == (code, cell.attempts)
+        assert (found.code, strikes.count) == (cell.code, cell.attempts)
         assert (len(way.suspects) == 1) == cell.suspects
         found, *others = way.ask([culprit, *OTHERS])
-        assert found.code == code
-        if code == RAISED:
+        assert found.code == cell.code
+        if cell.code == RAISED:
             assert {other.code for other in others} == {RAISED}
         else:
             assert others == [Answer(None, way.expected(text, answers)) for text in OTHERS], "a row is lost"
