@@ -216,7 +216,10 @@ class LLM:
         return self._service.stats()
 
     def close(self) -> None:
-        """End all processes and free the device, once the step under way has ended. May be called twice."""
+        """End all processes and free the device, once the step under way has ended. May be called twice. In a fork of
+        the process that loaded the model it does nothing: they are that process's."""
+        if not self._turns.are_here:
+            return
         self._turns.end()
         self._service.close()
 

@@ -13,7 +13,8 @@ from npu_runner.engine.generation import Generation, PlainRows
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.engine.logprobs import LogprobsRecord
 from npu_runner.strategies.opened import open_checkpoint
-from tests.faults.test_interrupted_steps import Injected, raising
+from tests.faults.lines import Injected
+from tests.faults.test_interrupted_steps import raising
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),

@@ -21,6 +21,7 @@ from npu_runner.errors import EngineDeadError, ModelError, NpuRunnerError
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.replicas import fleet, process_replica
 from tests.batch.scripted import ScriptedEngine, ScriptedModel
+from tests.faults.strikes import die, strikes
 
 STEP_SECONDS = 0.005
 HOLD = "HOLD_REPLICAS"
@@ -35,9 +36,9 @@ class StagedEngine(ScriptedEngine):
         if is_held():
             return []
         texts = [text for _, text, _ in self.waiting] + [text for _, text, _ in self.running.values()]
-        if any(text.startswith("kill") for text in texts):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if any(text.startswith("fail") for text in texts):
+        if any(text.startswith("kill") for text in texts) and strikes():
+            die()
+        if any(text.startswith("fail") for text in texts) and strikes():
             names = tuple(name for name, _, _ in self.waiting) + tuple(self.running)
             raise EngineDeadError("rank 1 failed", request_ids=names, blame="request_failed")
         return super().step()

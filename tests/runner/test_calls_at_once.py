@@ -130,7 +130,6 @@ def asked(request: pytest.FixtureRequest, loaded: Loaded, expected: dict[str, li
         loaded.leave(request.param)
 
 
-@pytest.mark.xfail(strict=True, reason="both calls number their requests alike: KeyError, or a hang")
 def test_a_call_inside_another_calls_iterator(asked: Asked) -> None:
     """As in a pipeline of two steps over one model."""
     inner: list[Tokens | str] = []
@@ -153,7 +152,6 @@ def test_a_call_inside_another_calls_iterator(asked: Asked) -> None:
     asked.assert_as_ever()
 
 
-@pytest.mark.xfail(strict=True, reason="both calls number their requests alike: KeyError")
 def test_an_iterator_that_does_not_catch_the_refusal_ends_its_own_call(asked: Asked) -> None:
     """What it raises reaches the caller by name, and nothing is left of either call."""
 
@@ -167,7 +165,6 @@ def test_an_iterator_that_does_not_catch_the_refusal_ends_its_own_call(asked: As
     asked.assert_as_ever()
 
 
-@pytest.mark.xfail(strict=True, reason="one resets the engine under another's step: KeyError; or a hang")
 def test_calls_of_several_threads(asked: Asked) -> None:
     calls = [Call(asked.other if number % 2 else asked.stream) for number in range(6)]
     found = [call.result() for call in calls]
@@ -180,7 +177,6 @@ def test_calls_of_several_threads(asked: Asked) -> None:
     asked.assert_as_ever()
 
 
-@pytest.mark.xfail(strict=True, reason="the first call ends: duplicate_request_id, or results_ended")
 def test_a_call_while_another_threads_call_reads_its_iterator(asked: Asked) -> None:
     other: list[Call] = []
 
@@ -195,7 +191,6 @@ def test_a_call_while_another_threads_call_reads_its_iterator(asked: Asked) -> N
     asked.assert_as_ever()
 
 
-@pytest.mark.xfail(strict=True, reason="the first call ends: results_ended")
 def test_an_iterator_that_waits_for_another_threads_call(asked: Asked) -> None:
     """Who waits its turn here waits for ever, so this call has to be refused, or served beside the other."""
     other: list[Tokens | str] = []
@@ -210,7 +205,6 @@ def test_an_iterator_that_waits_for_another_threads_call(asked: Asked) -> None:
     asked.assert_as_ever()
 
 
-@pytest.mark.xfail(strict=True, reason="any thread's call ends it: results_ended")
 def test_an_unread_stream_is_not_ended_by_another_threads_call(asked: Asked) -> None:
     stream = asked.stream()
     first = next(stream)
