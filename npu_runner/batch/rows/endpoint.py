@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Protocol, overload
 from pydantic import Tag, field_validator
 
 from npu_runner.batch.rows.answer_rules import AnswerRules, Strict
-from npu_runner.batch.rows.logprobs_json import LogprobsJson
+from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.request.limits import LIMITS, check_count, shown
@@ -66,6 +66,22 @@ class PromptProcessor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerRow:
+    """The row that completions are written to, and what they share."""
+
+    out: io.BytesIO
+    digest: str
+    """Stands for the row in ids that the answer holds."""
+    logprobs_json: LogprobsJson
+    splits_reasoning: bool
+    prompt_logprobs: PromptLogprobs | None
+    """The request's, where it asked for them."""
+
+    def write(self, text: str) -> None:
+        self.out.write(encoded(text))
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerForm:
     """How one row's answer is written, but for what all rows have. Made where the row is read; small and picklable."""
 
@@ -83,12 +99,8 @@ class AnswerForm:
     """What the row calls the model."""
 
     @abstractmethod
-    def write_choice(
-        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str, prompt_logprobs: PromptLogprobs | None,
-    ) -> None:
-        """Append the JSON of one completion. `row_digest`: stands for the row in ids that the answer holds.
-        `prompt_logprobs`: the request's, where it asked for them."""
+    def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
+        """Append the JSON of one completion."""
 
 
 class RowBody(Strict):
