@@ -409,12 +409,12 @@ class LLMEngine:
         self._executor.abandon()
         self._under_way.clear()
         self._search.reset()
-        self._rows.forget()
+        self._rows.reset()
         self._rules.reset()
         self.scheduler.reset()
         for _, generation in sorted(self._generation_of.items()):
-            generation.rewind()
-            generation.sequence.restart()
+            generation.rollback()
+            generation.sequence.reset()
             self._enqueue(generation.sequence)
         for request in list(self._requests.values()):
             self._answer_if_whole(request)
