@@ -22,13 +22,18 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters
+from npu_runner.engine.bounds import (
+    check_prompt,
+    check_token_ids,
+    make_block_manager,
+    scheduler_limits,
+    warn_of_what_is_not_done,
+)
 from npu_runner.engine.culprit_search import CulpritSearch
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.generation import End, Generation, PlainRows, not_followed
 from npu_runner.engine.logprobs import PromptLogprobsRecord
-from npu_runner.engine.parts import make_block_manager, scheduler_limits, warn_of_what_is_not_done
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
-from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.engine.rule_room import RuleRoom
 from npu_runner.engine.token_bytes import token_text
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
