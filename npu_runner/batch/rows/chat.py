@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from npu_runner.batch.rows.answer_rules import Strict
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, PromptProcessor, RequestBody
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, PromptProcessor, RequestBody, Strict
 from npu_runner.batch.rows.logprobs_json import opened, to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules, resolve_media
