@@ -184,10 +184,10 @@ class BlockManager:
         if self.snapshots is not None:
             self.snapshots.complete()
 
-    def abandon_steps(self) -> None:
+    def rollback_steps(self) -> None:
         """The steps under way did not run to their end: nobody may find what they were to write."""
         if self.snapshots is not None:
-            self.snapshots.abandon()
+            self.snapshots.rollback()
         for block in chain(self._offered, *self._under_way):
             self._withdraw(block)
         self._offered = []
@@ -231,7 +231,7 @@ class BlockManager:
         if stale is not None:
             del self._block_of_hash[stale]
             if self.snapshots is not None:
-                self.snapshots.forget(stale)
+                self.snapshots.free(stale)
 
     def commit(self, seq: Sequence, num_tokens: int = 0) -> None:
         """Offer the blocks that `seq` has computed in full to other sequences, as far as their tokens are known; with

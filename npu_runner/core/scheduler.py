@@ -55,7 +55,7 @@ class SchedulerLimits:
 
 class Scheduler:
     """Continuous batching over one BlockManager. `complete()` books the oldest of the steps that `schedule()` has put
-    under way, `abandon()` gives up all of them."""
+    under way, `rollback()` gives up all of them."""
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager):
         self.limits = limits
@@ -249,14 +249,14 @@ class Scheduler:
 
     # -- steps that do not end -------------------------------------------------------------------------------------
 
-    def abandon(self) -> list[Sequence]:
+    def rollback(self) -> list[Sequence]:
         """Give up every step under way; returns the sequences of the oldest in batch order, but those that have ended.
 
         Every sequence that had begun, in a step or not, gives back its blocks and its slot and starts again with the
         tokens it has: what the steps have left in the cache and in the sampler is nobody's.
         """
-        steps = self.under_way.abandon()
-        self.block_manager.abandon_steps()
+        steps = self.under_way.rollback()
+        self.block_manager.rollback_steps()
         everybody = {seq.seq_id: seq for seq in (*self.waiting, *self.running, *self._ending, *chain(*steps))}
         for seq in everybody.values():
             self.block_manager.free(seq)
@@ -272,7 +272,7 @@ class Scheduler:
 
     def run_alone(self, group: Iterable[Sequence] | None) -> None:
         """From now on only `group` runs and all others wait; None: everybody may again. Nothing is under way."""
-        self.abandon()
+        self.rollback()
         everybody = sorted((*self.waiting, *self._held), key=lambda seq: seq.arrival)
         self._alone = None if group is None else frozenset(seq.seq_id for seq in group)
         self.waiting = deque(seq for seq in everybody if self._may_run(seq))
@@ -284,7 +284,7 @@ class Scheduler:
         self.running, self._ending, self._unoffered, self._behind = [], [], [], []
         self._held, self._alone = [], None
         self._deferred = []
-        self.under_way.abandon()
+        self.under_way.rollback()
         self._joining.reset()
         self._table.reset()
         self.block_manager.reset()

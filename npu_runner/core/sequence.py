@@ -73,7 +73,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt_tokens = len(self.prompt.token_ids)
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Hold nothing and have nothing computed, whatever stood here; the tokens that have arrived stay."""
         self.status, self.slot = SequenceStatus.WAITING, None
         self.block_table = []

@@ -81,7 +81,7 @@ class StateSnapshots:
     def is_saving_any(self) -> bool:
         return bool(self._saving)
 
-    def forget(self, key: bytes) -> None:
+    def free(self, key: bytes) -> None:
         """The last block before the snapshot is gone from the cache, so nobody can find the way to it."""
         slot = self._slot_of_key.pop(key, None)
         if slot is not None:
@@ -102,7 +102,7 @@ class StateSnapshots:
         """The oldest step under way ran: what it wrote is kept from now on."""
         self.counters.taken += len(self._under_way.popleft())
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         """No step under way ran to its end: what they were to write is worth nothing."""
         self._free.extend(self._saving.values())
         for key in chain.from_iterable(self._under_way):
@@ -115,5 +115,5 @@ class StateSnapshots:
         victim = next((key for key, slot in self._slot_of_key.items() if slot not in self._loading), None)
         if victim is None:
             return False
-        self.forget(victim)
+        self.free(victim)
         return True

@@ -24,7 +24,7 @@ class StepsUnderWay:
         sequences, epochs = self._steps.popleft()
         return [seq if seq.epoch == epoch else None for seq, epoch in zip(sequences, epochs, strict=True)]
 
-    def abandon(self) -> list[list[Sequence]]:
+    def rollback(self) -> list[list[Sequence]]:
         """No step has run: the sequences of each that have not ended."""
         steps = [[seq for seq in sequences if not seq.is_finished] for sequences, _ in self._steps]
         self._steps.clear()

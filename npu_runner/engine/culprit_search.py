@@ -48,7 +48,7 @@ class CulpritSearch:
         if not self.is_on:  # what follows is the same again, until the cause is found
             logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
         self._executor.abandon()
-        failed = self._scheduler.abandon()
+        failed = self._scheduler.rollback()
         self._probe(batch, error)
         if not failed:
             return None  # all of its requests had ended: whatever failed, nobody waits for it

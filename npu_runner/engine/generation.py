@@ -80,7 +80,7 @@ class Generation:
             self.logprobs.append(logprobs, row)
         return self._end_with(token, len(sequence.output_token_ids))
 
-    def rewind(self) -> None:
+    def rollback(self) -> None:
         """Back to what is booked whole. An interrupt may have come between any two lines of `append`, or before what an
         end asks for was done: then its token is forgotten, and comes again."""
         token_ids = self.sequence.output_token_ids
@@ -150,7 +150,7 @@ class PlainRows:
         self._num_left_S[slot] = generation.num_left
         self._ends |= generation.end_tokens
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Slots are given out anew."""
         self._is_watched_S[:] = True
 

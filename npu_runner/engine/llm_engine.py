@@ -22,13 +22,12 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters
+from npu_runner.engine import bounds
 from npu_runner.engine.culprit_search import CulpritSearch
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.generation import End, Generation, PlainRows, not_followed
 from npu_runner.engine.logprobs import PromptLogprobsRecord
-from npu_runner.engine.parts import make_block_manager, scheduler_limits, warn_of_what_is_not_done
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
-from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.engine.rule_room import RuleRoom
 from npu_runner.engine.token_bytes import token_text
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
@@ -62,12 +61,13 @@ class LLMEngine:
         self.config, self.model_config = checkpoint.config, checkpoint.model_config
         self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
         self._eos_token_ids = checkpoint.end_token_ids
-        warn_of_what_is_not_done(self.model_config)
+        bounds.warn_of_what_is_not_done(self.model_config)
         self._executor = make_executor(checkpoint, wants_grammars)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
-        self.block_manager = make_block_manager(info, enable_prefix_caching=self.config.cache.enable_prefix_caching)
-        self.scheduler = Scheduler(scheduler_limits(info), self.block_manager)
+        has_prefix_cache = self.config.cache.enable_prefix_caching
+        self.block_manager = bounds.make_block_manager(info, enable_prefix_caching=has_prefix_cache)
+        self.scheduler = Scheduler(bounds.scheduler_limits(info), self.block_manager)
         self._under_way: deque[ScheduledBatch] = deque()
         self._last_end = 0.0
         """When the last step was collected, or the first of those under way was planned."""
@@ -339,10 +339,10 @@ class LLMEngine:
         """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
         params = self.processor.resolve_params(params)
         self.processor.check_length(prompt, params)
-        check_prompt(prompt, self.model_config, self.max_model_len)
+        bounds.check_prompt(prompt, self.model_config, self.max_model_len)
         if isinstance(params, SamplingParams):
             self.processor.check_thinking(prompt, params)
-            check_token_ids(params, self.model_config.vocab_size)
+            bounds.check_token_ids(params, self.model_config.vocab_size)
         return params
 
     def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:
@@ -409,12 +409,12 @@ class LLMEngine:
         self._executor.abandon()
         self._under_way.clear()
         self._search.reset()
-        self._rows.forget()
+        self._rows.reset()
         self._rules.reset()
         self.scheduler.reset()
         for _, generation in sorted(self._generation_of.items()):
-            generation.rewind()
-            generation.sequence.restart()
+            generation.rollback()
+            generation.sequence.reset()
             self._enqueue(generation.sequence)
         for request in list(self._requests.values()):
             self._answer_if_whole(request)

@@ -2,6 +2,10 @@
 
 Runs where prompts are prepared. llguidance is imported for whoever asks for such an answer, and not before. It is
 treated as hostile: our own bounds stand before it, and it is called with a stack of a stated size.
+
+It says what is wrong with a schema and not where. So parts are emptied, half of them at a time: where the complaint
+goes away lies the cause, and the smallest such part is the place. A branch is not emptied but closed: one that admits
+everything would make a complaint about any other go away.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import contextlib
 import functools
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from npu_runner.errors import RequestError
 from npu_runner.grammars.forced_text import Text, num_tokens
 from npu_runner.grammars.lark_bounds import check_lark
-from npu_runner.grammars.place import place_of
 from npu_runner.grammars.rule_size import OutOfBounds
 from npu_runner.grammars.schema_bounds import check_schema, multiples_within_bounds
 from npu_runner.grammars.stack import CHECK_STACK_BYTES, NUM_THREADS, call_with_stack, parser_limits
@@ -35,6 +39,10 @@ _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _MOST_KNOWN_CHARS = 1 << 24
 # What an entry counts beside its text: 16,384 small ones are kept.
 _ENTRY_CHARS = 1 << 10
+_Path = tuple[str | int, ...]
+_MOST_ASKED = 100
+_MOST_SECONDS = 0.5
+_OF_BRANCHES = ("anyOf", "oneOf")
 
 
 class _Known:
@@ -241,3 +249,54 @@ def _user_lark(params: StructuredOutputsParams) -> str:
         return str(any_to_lark(str(params.grammar)))
     except Exception as error:  # the border to a converter that raises what it likes
         raise params.error(f"grammar: it cannot be read ({error})") from error
+
+
+def place_of(schema: Any, reason: str, failure: Callable[[Any], str | None],
+             spent: Callable[[], float] = time.thread_time) -> str:  # fmt: skip
+    """Where in `schema` the failure lies, as a JSON pointer of a URI: #/properties/size. `failure` of the whole is
+    `reason`, of one that can be served None; it is asked as often as the logarithm of the number of parts, times the
+    depth. What was found by the hundredth time, or when half a second of the processor was `spent`, is the answer."""
+    place: _Path = ()
+    num_asked, began = 0, spent()
+
+    def is_enough() -> bool:
+        return num_asked >= _MOST_ASKED or spent() - began > _MOST_SECONDS
+
+    def goes_away(keys: Sequence[str | int]) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        emptied = schema
+        for key in keys:
+            emptied = _emptied(emptied, (*place, key))
+        return failure(emptied) != reason
+
+    while True:
+        keys = _parts(_at(schema, place))
+        if not keys or is_enough() or not goes_away(keys):
+            return "#" + "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in place)
+        while len(keys) > 1 and not is_enough():
+            half = keys[: len(keys) // 2]
+            keys = half if goes_away(half) else keys[len(half):]
+        if len(keys) == 1:
+            place = (*place, *keys)
+
+
+def _parts(node: Any) -> list[str | int]:
+    """The keys of what can be looked into."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [key for key, value in items if isinstance(value, (dict, list)) and value]
+
+
+def _at(schema: Any, path: _Path) -> Any:
+    for key in path:
+        schema = schema[key]
+    return schema
+
+
+def _emptied(schema: Any, path: _Path, name: str | int | None = None) -> Any:
+    """A copy with nothing in the object or list at `path`, or with no way into it if it is a branch of `name`."""
+    if not path:
+        return False if name in _OF_BRANCHES and isinstance(schema, dict) else type(schema)()
+    copy: Any = dict(schema) if isinstance(schema, dict) else list(schema)
+    copy[path[0]] = _emptied(copy[path[0]], path[1:], name if isinstance(schema, list) else path[0])
+    return copy

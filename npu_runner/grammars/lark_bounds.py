@@ -11,9 +11,17 @@ from typing import Any
 
 from npu_runner.errors import RequestError
 from npu_runner.grammars.forced_text import FREE, Text, all_of, any_of, joined, text_of, times
-from npu_runner.grammars.graph import Definition, components, longest_chain, num_rounds
 from npu_runner.grammars.lark import LarkGrammar, Node, UnreadableGrammar, read_lark
-from npu_runner.grammars.rule_size import OutOfBounds, RuleSize, check, num_optional_parts
+from npu_runner.grammars.rule_size import (
+    Definition,
+    OutOfBounds,
+    RuleSize,
+    check,
+    components,
+    longest_chain,
+    num_optional_parts,
+    num_rounds,
+)
 from npu_runner.grammars.schema_bounds import check_schema
 from npu_runner.request.limits import LIMITS, plain_json
 

@@ -1,6 +1,8 @@
-"""What a rule holds in all, added up: the grammar library's time and memory grow with it, or with its square.
+"""What a rule holds in all, added up, and how far its definitions lead into each other.
 
-Knows neither schemas nor grammars: whoever reads them adds what is found.
+The grammar library's time and memory grow with the first, or with its square, and its stack with the second. Knows
+neither schemas nor grammars: whoever reads them adds what is found. Nothing here recurses: a chain of definitions may
+be as long as a request makes it.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from npu_runner.request.limits import LIMITS, shown
 
@@ -58,3 +62,86 @@ class RuleSize:
         self._multiple = math.lcm(self._multiple, value)
         check(place, "is the least common multiple of all values without the point and the factors 2 and 5",
               self._multiple, LIMITS.max_common_multiple)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Definition:
+    """`references`: (name, levels above it within this definition). `num_levels`: of this definition alone."""
+
+    references: Sequence[tuple[str, int]]
+    num_levels: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """At most so many definitions, and levels of all of them together, lead into each other below `name`."""
+
+    num_links: int
+    num_levels: int
+    name: str
+
+
+def components(graph: Mapping[str, Definition]) -> list[list[str]]:
+    """Definitions that lead to each other stand together; whatever others lead to comes before them (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    open_: list[str] = []
+    found: list[list[str]] = []
+    for root in graph:
+        if root in index:
+            continue
+        work: list[tuple[str, Iterator[str]]] = []
+
+        def enter(name: str, work: list[tuple[str, Iterator[str]]] = work) -> None:
+            index[name] = low[name] = len(index)
+            open_.append(name)
+            work.append((name, iter([other for other, _ in graph[name].references if other in graph])))
+
+        enter(root)
+        is_open = set(open_)
+        while work:
+            name, others = work[-1]
+            other = next(others, None)
+            if other is None:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[name])
+                if low[name] == index[name]:
+                    found.append([])
+                    while not found[-1] or found[-1][-1] != name:
+                        found[-1].append(open_.pop())
+                    is_open.difference_update(found[-1])
+            elif other not in index:
+                enter(other)
+                is_open.add(other)
+            elif other in is_open:
+                low[name] = min(low[name], index[other])
+    return found
+
+
+def num_rounds(graph: Mapping[str, Definition], names: Sequence[str], most: int) -> int:
+    """How often the definitions of a component are worked out: one that does not lead to itself is known at once."""
+    if len(names) > 1:
+        return most
+    return 2 if any(other == names[0] for other, _ in graph[names[0]].references) else 1
+
+
+def longest_chain(graph: Mapping[str, Definition]) -> Chain:
+    """The longest one, at most: of definitions that lead to each other each may come once, in any order."""
+    links: dict[str, int] = {}
+    levels: dict[str, int] = {}
+    longest = Chain(0, 0, "")
+    for names in components(graph):
+        inside = set(names)
+        below = [(other, depth) for name in names for other, depth in graph[name].references
+                 if other in graph and other not in inside]  # fmt: skip
+        num_links = len(names) + max((links[other] for other, _ in below), default=0)
+        own = sum(graph[name].num_levels for name in names)
+        over = own if len(names) > 1 else 0
+        num_levels = max(own, max((max(over, depth) + levels[other] for other, depth in below), default=0))
+        for name in names:
+            links[name], levels[name] = num_links, num_levels
+        longest = Chain(max(longest.num_links, num_links), max(longest.num_levels, num_levels),
+                        names[0] if (num_links, num_levels) > (longest.num_links, longest.num_levels)
+                        else longest.name)  # fmt: skip
+    return longest

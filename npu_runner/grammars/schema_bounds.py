@@ -14,8 +14,16 @@ from decimal import Decimal
 from typing import Any
 
 from npu_runner.grammars.forced_text import FREE, Text, all_of, any_of, joined, text_of, times
-from npu_runner.grammars.graph import Definition, components, longest_chain, num_rounds
-from npu_runner.grammars.rule_size import OutOfBounds, RuleSize, check, num_optional_parts
+from npu_runner.grammars.rule_size import (
+    Definition,
+    OutOfBounds,
+    RuleSize,
+    check,
+    components,
+    longest_chain,
+    num_optional_parts,
+    num_rounds,
+)
 from npu_runner.request.limits import LIMITS, shown
 
 _ROOT = "#"

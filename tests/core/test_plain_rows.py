@@ -101,7 +101,7 @@ def test_what_ends_and_with_which_tokens_is_the_same(seed: int) -> None:
             for slot in dropped:
                 running.drop(slot, End("abort"))
         if both[0].rows is not None and random.random() < 0.01:
-            both[0].rows.forget()
+            both[0].rows.reset()
         assert both[0].ended == both[1].ended
         assert {slot: one.sequence.output_token_ids for slot, one in both[0].by_slot.items()} == {
             slot: one.sequence.output_token_ids for slot, one in both[1].by_slot.items()}

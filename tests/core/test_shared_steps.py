@@ -77,7 +77,7 @@ def test_copies_find_what_is_left_of_a_full_cache() -> None:
     batch = world.scheduler.schedule()
     assert batch is not None
     assert batch.query_lens_B.tolist() == [20, 4, 4]
-    world.scheduler.abandon()
+    world.scheduler.rollback()
     world.run_to_the_end()
 
 
@@ -87,7 +87,7 @@ def test_an_abandoned_step_offers_nothing(depth: int) -> None:
     for _ in range(3):
         world.add_prompt(PromptInputs(list(range(20))), 38)
     assert world.scheduler.schedule() is not None
-    world.scheduler.abandon()
+    world.scheduler.rollback()
     assert not world.blocks._block_of_hash
     world.run_to_the_end()
     assert [lens for _, lens in world.planned if max(lens) > 1] == [[20, 4, 4]]

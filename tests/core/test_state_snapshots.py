@@ -196,7 +196,7 @@ def test_a_copy_does_not_wait_a_second_time() -> None:
     first, copy = (world.add_prompt(PromptInputs([1] * 11)) for _ in range(2))
     world.step()
     assert (first.slot is not None, copy.slot) == (True, None)
-    world.snapshots.forget(next(iter(world.snapshots._slot_of_key)))
+    world.snapshots.free(next(iter(world.snapshots._slot_of_key)))
     assert world.scheduler.schedule() is not None
     assert copy.slot is not None
     assert copy.num_cached_tokens == 0
@@ -254,7 +254,7 @@ def test_an_abandoned_step_leaves_no_snapshot() -> None:
     batch = world.scheduler.schedule()
     assert batch is not None
     assert [save[:2] for save in batch.state_saves] == [(0, 16)]
-    world.scheduler.abandon()
+    world.scheduler.rollback()
     world.step()
     assert sequence.num_cached_tokens == 0
     assert world.snapshots.counters == SnapshotCounters(taken=1)

@@ -107,7 +107,7 @@ class World:
         self.scheduler.reset()
         self.steps.clear()
         for sequence in self.live.values():
-            sequence.restart()
+            sequence.reset()
             self.scheduler.add(sequence)
 
     def run(self, *, restarts: bool = False) -> None:
@@ -219,7 +219,7 @@ class World:
 
     def _abandon(self, step: Step) -> None:
         self.steps.clear()
-        assert self.scheduler.abandon() == [seq for seq in step.sequences if not seq.is_finished]
+        assert self.scheduler.rollback() == [seq for seq in step.sequences if not seq.is_finished]
         assert self.blocks.num_used == 0
         assert not self.scheduler.running
         everybody = [None, [seq for seq in self.live.values() if self.rng.random() < 0.5]]

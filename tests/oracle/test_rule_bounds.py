@@ -16,8 +16,7 @@ from npu_runner import LLM, SamplingParams, StructuredOutputsParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import RequestError
 from npu_runner.grammars import compile as compiling
-from npu_runner.grammars.compile import with_grammar
-from npu_runner.grammars.place import place_of
+from npu_runner.grammars.compile import place_of, with_grammar
 from npu_runner.prompts.text.tool_parsers import forced_calls
 from tests.oracle.chained_rules import CHAINS, chained
 from tests.oracle.rule_fuzz import follow

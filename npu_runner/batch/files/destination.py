@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,38 +32,6 @@ class Writers(NamedTuple):
         finally:
             if self.errors is not None:
                 self.errors.close()
-
-
-class Destination(Protocol):
-    """Entered while a job runs. First `look` (`earlier`, `finished`), then write (`begin`), then `finish`."""
-
-    name: str
-    earlier: Manifest | None
-
-    @property
-    def path(self) -> Path | None: ...
-    @property
-    def error_path(self) -> Path | None: ...
-    def __enter__(self) -> Destination: ...
-    def __exit__(self, *_: object) -> None: ...
-    def look(self) -> None: ...
-    def finished(self, rows: InputScan) -> np.ndarray: ...
-    def num_failed_kept(self) -> int: ...
-    def begin(self, manifest: Manifest) -> Writers: ...
-    def finish(self, rows: InputScan, *, is_ordered: bool) -> None: ...
-    def num_there(self, rows: InputScan) -> tuple[int, int]: ...
-
-
-def open_destination(
-    output: Place, *, overwrite: bool, retry_errors: bool, errors: Place | None = None
-) -> Destination:
-    """`errors`: where failed rows go instead."""
-    if output.is_stream:
-        if errors is not None:
-            raise ConfigError(f"{errors.title}: the output is a stream, and who resumes the one cannot resume the "
-                              "other; name a file as output, or leave it out")
-        return StreamDestination(output)
-    return FileDestination(output, overwrite=overwrite, retry_errors=retry_errors, errors=errors)
 
 
 class StreamDestination:
@@ -249,3 +217,19 @@ class FileDestination:
             num_found += len(found)
             num_failed += int(scan.failed[found].sum())
         return num_found, num_failed
+
+
+Destination = StreamDestination | FileDestination
+"""Entered while a job runs. First `look` (`earlier`, `finished`), then write (`begin`), then `finish`."""
+
+
+def open_destination(
+    output: Place, *, overwrite: bool, retry_errors: bool, errors: Place | None = None
+) -> Destination:
+    """`errors`: where failed rows go instead."""
+    if output.is_stream:
+        if errors is not None:
+            raise ConfigError(f"{errors.title}: the output is a stream, and who resumes the one cannot resume the "
+                              "other; name a file as output, or leave it out")
+        return StreamDestination(output)
+    return FileDestination(output, overwrite=overwrite, retry_errors=retry_errors, errors=errors)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from npu_runner.batch.rows.answer_rules import Strict
-from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestBody
-from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, PromptProcessor, RequestBody, Strict
+from npu_runner.batch.rows.logprobs_json import opened, to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules, resolve_media
 from npu_runner.prompts.text.effort import Effort, kwargs_with_effort
 from npu_runner.prompts.text.tool_parsers import parse_calls
 from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs
-from npu_runner.request.outputs import CompletionOutput, PromptLogprobs
+from npu_runner.request.outputs import CompletionOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 
@@ -288,30 +286,27 @@ class ChatForm(AnswerForm):
     tools: tuple[Mapping[str, Any], ...] = ()
     parallel_tool_calls: bool = True
 
-    def write_choice(
-        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str, prompt_logprobs: PromptLogprobs | None = None,
-    ) -> None:
-        content, calls = self._calls(completion, row_digest)
+    def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
+        content, calls = self._calls(completion, row.digest)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["content"] = content if content.strip() else None
             message["tool_calls"] = calls
-        if splits_reasoning:
+        if row.splits_reasoning:
             message["reasoning_content"] = completion.reasoning_content
             if completion.reasoning_content is not None:  # as in vLLM: who has only thought has no content
                 message["content"] = message["content"] or None
-        row.write(encoded(opened({"index": completion.index, "message": message}, "logprobs")))
+        row.write(opened({"index": completion.index, "message": message}, "logprobs"))
         if completion.logprobs is None:
-            row.write(b"null")
+            row.write("null")
         else:
-            row.write(b'{"content":[')
-            for number, position in enumerate(logprobs_json.positions(completion.logprobs)):
-                row.write(encoded(f",{position}" if number else position))
-            row.write(b'],"refusal":null}')
+            row.write('{"content":[')
+            for number, position in enumerate(row.logprobs_json.positions(completion.logprobs)):
+                row.write(f",{position}" if number else position)
+            row.write('],"refusal":null}')
         # An answer that was cut off may lack calls, so that it stays "length".
         reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
-        row.write(encoded(f',"finish_reason":{to_json(reason)}}}'))
+        row.write(f',"finish_reason":{to_json(reason)}}}')
 
     def _calls(self, completion: CompletionOutput, row_digest: str) -> tuple[str, list[dict[str, Any]]]:
         if self.tool_call_parser is None:

@@ -6,15 +6,14 @@ One row is one prompt, text or token ids. Control tokens in it are control token
 from __future__ import annotations
 
 import codecs
-import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
-from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, RequestBody
-from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, finite, opened, to_json, write_prompt_logprobs
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, PromptProcessor, RequestBody
+from npu_runner.batch.rows.logprobs_json import finite, opened, to_json, write_prompt_logprobs
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.request.limits import shown
@@ -123,20 +122,17 @@ class CompletionForm(AnswerForm):
     has_prompt_logprobs: bool = False
     """... or in a member of their own, as vLLM has them; or both."""
 
-    def write_choice(
-        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str, prompt_logprobs: PromptLogprobs | None = None,
-    ) -> None:
-        row.write(encoded(opened({"index": completion.index, "text": self.echo + completion.text}, "logprobs")))
+    def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
+        row.write(opened({"index": completion.index, "text": self.echo + completion.text}, "logprobs"))
         if completion.logprobs is None:
-            row.write(b"null")
+            row.write("null")
         else:
-            echoed = prompt_logprobs if self.echoes_logprobs else None
+            echoed = row.prompt_logprobs if self.echoes_logprobs else None
             _write_logprobs(completion, row, echoed, len(completion.text) + (len(self.echo) if echoed else 0))
-        if self.has_prompt_logprobs and prompt_logprobs is not None:
-            row.write(b",")
-            write_prompt_logprobs(prompt_logprobs, row)
-        row.write(encoded(f',"finish_reason":{to_json(completion.finish_reason)}}}'))
+        if self.has_prompt_logprobs and row.prompt_logprobs is not None:
+            row.write(",")
+            write_prompt_logprobs(row.prompt_logprobs, row.out)
+        row.write(f',"finish_reason":{to_json(completion.finish_reason)}}}')
 
 
 _Tokens = Callable[[], Iterator[tuple[TokenLogprob, tuple[TokenLogprob, ...] | None]]]
@@ -156,7 +152,7 @@ def _tokens(completion: CompletionOutput, prompt_logprobs: PromptLogprobs | None
 
 
 def _write_logprobs(
-    completion: CompletionOutput, row: io.BytesIO, prompt_logprobs: PromptLogprobs | None, num_chars: int
+    completion: CompletionOutput, row: AnswerRow, prompt_logprobs: PromptLogprobs | None, num_chars: int
 ) -> None:
     """Four lists side by side; the tokens are gone through once for each, so that none of them is held."""
     tokens = _tokens(completion, prompt_logprobs)
@@ -167,11 +163,11 @@ def _write_logprobs(
         "text_offset": _offsets((token.token_bytes for token, _ in tokens()), num_chars),
     }
     for number, (name, values) in enumerate(lists.items()):
-        row.write(encoded(f'{"," if number else "{"}{to_json(name)}:['))
+        row.write(f'{"," if number else "{"}{to_json(name)}:[')
         for place, value in enumerate(values):
-            row.write(encoded(("," if place else "") + to_json(value)))
-        row.write(b"]")
-    row.write(b"}")
+            row.write(("," if place else "") + to_json(value))
+        row.write("]")
+    row.write("}")
 
 
 def _name(token: TokenLogprob) -> str:

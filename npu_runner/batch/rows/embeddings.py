@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,12 +14,12 @@ import numpy as np
 from pydantic import Discriminator, Tag
 
 from npu_runner.batch.rows.chat import Message, check_messages, refuse_messages
-from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, Prompts, RowBody
-from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, PromptProcessor, Prompts, RowBody
+from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules, resolve_media
 from npu_runner.request.limits import LIMITS, check_count
-from npu_runner.request.outputs import CompletionOutput, PromptLogprobs
+from npu_runner.request.outputs import CompletionOutput
 from npu_runner.request.pooling_params import PoolingParams
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs",
@@ -136,20 +135,17 @@ class EmbeddingForm(AnswerForm):
 
     is_base64: bool = False
 
-    def write_choice(
-        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str, prompt_logprobs: PromptLogprobs | None = None,
-    ) -> None:
+    def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
         assert completion.embedding is not None, "a request for vectors that ended well has them"
-        row.write(encoded(opened({"object": "embedding", "index": completion.index}, "embedding")))
+        row.write(opened({"object": "embedding", "index": completion.index}, "embedding"))
         row.write(_base64(completion.embedding) if self.is_base64 else _numbers(completion.embedding))
-        row.write(b"}")
+        row.write("}")
 
 
-def _base64(vector_D: np.ndarray) -> bytes:
-    return b'"' + base64.b64encode(vector_D.astype("<f4").tobytes()) + b'"'
+def _base64(vector_D: np.ndarray) -> str:
+    return f'"{base64.b64encode(vector_D.astype("<f4").tobytes()).decode()}"'
 
 
-def _numbers(vector_D: np.ndarray) -> bytes:
+def _numbers(vector_D: np.ndarray) -> str:
     """The shortest decimals that are read back as the same float32: half of what those of a float64 would take."""
-    return ("[" + ",".join(vector_D.astype(np.float32).astype(str).tolist()) + "]").encode()
+    return "[" + ",".join(vector_D.astype(np.float32).astype(str).tolist()) + "]"

@@ -1,4 +1,4 @@
-"""What request bodies of all endpoints have in common: sampling, limits, and fields that are known and not served.
+"""What request bodies of all endpoints have in common: sampling, limits, rules for the answer, fields not served.
 
 An endpoint is one RequestBody, which reads its rows, and one AnswerForm, which writes them. Knows none by name.
 """
@@ -9,12 +9,11 @@ import io
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol, overload
+from typing import Annotated, Any, ClassVar, Literal, Protocol, overload
 
-from pydantic import Tag, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from npu_runner.batch.rows.answer_rules import AnswerRules, Strict
-from npu_runner.batch.rows.logprobs_json import LogprobsJson
+from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.request.limits import LIMITS, check_count, shown
@@ -38,6 +37,91 @@ _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
     ("logit_bias", dict, "entries", LIMITS.max_logit_bias),
     ("metadata", dict, "entries", LIMITS.max_metadata_entries),
 )
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_SCHEMA = "response_format.json_schema.schema"
+
+
+class Strict(BaseModel):
+    """No conversions, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class JsonSchema(Strict):
+    """A schema as OpenAI wraps it. With `strict` and without, it is enforced alike."""
+
+    name: str = Field(min_length=1, max_length=1024)
+    description: str | None = None
+    # A model has a method of this name.
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Strict):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class PlainFormat(Strict):
+    """Any JSON object, or any text."""
+
+    type: Literal["json_object", "text"]
+
+
+def _tag_of_format(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{'schema' if kind == 'json_schema' else 'plain'}>" if kind in ("json_schema", "json_object", "text") \
+        else None
+
+
+ResponseFormat = Annotated[
+    Annotated[SchemaFormat, Tag("<schema>")] | Annotated[PlainFormat, Tag("<plain>")],
+    Discriminator(
+        _tag_of_format,
+        custom_error_type="format_kind",
+        custom_error_message='an object is needed whose type is "json_schema", "json_object" or "text"',
+    ),
+]
+
+
+class AnswerRules(Strict):
+    """The fields that say what the answer must be; one of them at most."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def said_rules(self) -> list[str]:
+        """The fields that are used. To ask for text beside another rule is to ask for nothing."""
+        said = [name for name in AnswerRules.model_fields if getattr(self, name) is not None]
+        is_text = isinstance(self.response_format, PlainFormat) and self.response_format.type == "text"
+        return said[1:] if is_text and len(said) > 1 else said
+
+    def answer_rule(self) -> StructuredOutputsParams | None:
+        """What the answer must be; None: as the model likes. Raises RequestError for two such rules."""
+        said = self.said_rules()
+        if len(said) > 1:
+            raise RequestError(f"{said[1]}: {said[0]} says already what the answer must be; give one of them",
+                               "invalid_value", said[1])  # fmt: skip
+        name = next(iter(said), None)
+        if name == "structured_outputs":
+            return StructuredOutputsParams.of(self.structured_outputs)
+        if name == "response_format" and self.response_format is not None:
+            return _of_format(self.response_format)
+        return StructuredOutputsParams(origin=name, **{_GUIDED[name]: getattr(self, name)}) if name else None
+
+
+def _of_format(response_format: SchemaFormat | PlainFormat) -> StructuredOutputsParams | None:
+    if isinstance(response_format, SchemaFormat):
+        return StructuredOutputsParams(json=response_format.json_schema.schema_, origin=_SCHEMA)
+    if response_format.type == "text":
+        return None
+    return StructuredOutputsParams(json_object=True, origin="response_format")
 
 
 class PromptProcessor(Protocol):
@@ -66,6 +150,22 @@ class PromptProcessor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerRow:
+    """The row that completions are written to, and what they share."""
+
+    out: io.BytesIO
+    digest: str
+    """Stands for the row in ids that the answer holds."""
+    logprobs_json: LogprobsJson
+    splits_reasoning: bool
+    prompt_logprobs: PromptLogprobs | None
+    """The request's, where it asked for them."""
+
+    def write(self, text: str) -> None:
+        self.out.write(encoded(text))
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerForm:
     """How one row's answer is written, but for what all rows have. Made where the row is read; small and picklable."""
 
@@ -83,12 +183,8 @@ class AnswerForm:
     """What the row calls the model."""
 
     @abstractmethod
-    def write_choice(
-        self, completion: CompletionOutput, row: io.BytesIO, logprobs_json: LogprobsJson, *, splits_reasoning: bool,
-        row_digest: str, prompt_logprobs: PromptLogprobs | None,
-    ) -> None:
-        """Append the JSON of one completion. `row_digest`: stands for the row in ids that the answer holds.
-        `prompt_logprobs`: the request's, where it asked for them."""
+    def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
+        """Append the JSON of one completion."""
 
 
 class RowBody(Strict):

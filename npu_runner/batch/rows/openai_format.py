@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from npu_runner.batch.rows.answer_rules import Strict
 from npu_runner.batch.rows.chat import ChatBody
 from npu_runner.batch.rows.completions import CompletionBody
 from npu_runner.batch.rows.embeddings import EmbeddingBody
-from npu_runner.batch.rows.endpoint import RowBody
+from npu_runner.batch.rows.endpoint import RowBody, Strict
 from npu_runner.batch.rows.shape import check_shape
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, check_count, shown

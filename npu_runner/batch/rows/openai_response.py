@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npu_runner.batch.rows.endpoint import AnswerForm
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
 from npu_runner.request.outputs import RequestOutput
 
@@ -70,23 +70,20 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     if form.has_text:
         end["system_fingerprint"] = stamp.system_fingerprint
     # Written piece by piece: with log probabilities a row is many megabytes, of which this holds one copy.
-    row = io.BytesIO()
-    row.write(encoded(opened({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response")))
-    row.write(encoded(opened({"status_code": 200, "request_id": f"req_{digest}"}, "body")))
-    row.write(encoded(opened(start, form.list_name) + "["))
-    logprobs_json = LogprobsJson()
+    row = AnswerRow(out=io.BytesIO(), digest=digest, logprobs_json=LogprobsJson(),
+                    splits_reasoning=stamp.splits_reasoning, prompt_logprobs=output.prompt_logprobs)
+    row.write(opened({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response"))
+    row.write(opened({"status_code": 200, "request_id": f"req_{digest}"}, "body"))
+    row.write(opened(start, form.list_name) + "[")
     for number, completion in enumerate(output.completions):
-        row.write(b"," if number else b"")
-        form.write_choice(
-            completion, row, logprobs_json, splits_reasoning=stamp.splits_reasoning, row_digest=digest,
-            prompt_logprobs=output.prompt_logprobs,
-        )  # fmt: skip
-    row.write(b"],")
+        row.write("," if number else "")
+        form.write_choice(completion, row)
+    row.write("],")
     if form.prompt_logprobs_in_body and output.prompt_logprobs is not None:
-        write_prompt_logprobs(output.prompt_logprobs, row)
-        row.write(b",")
-    row.write(encoded(to_json(end).removeprefix("{") + '},"error":null}\n'))
-    return row.getvalue()
+        write_prompt_logprobs(output.prompt_logprobs, row.out)
+        row.write(",")
+    row.write(to_json(end).removeprefix("{") + '},"error":null}\n')
+    return row.out.getvalue()
 
 
 def texts_of(body: Mapping[str, Any]) -> list[str]:
