@@ -102,7 +102,8 @@ def test_its_replicas_are_placed_as_it_says(installed: Callable[..., None], tmp_
                                             expected: dict[str, str]) -> None:
     installed(FOURTH)
     said, answers = job(tmp_path, "--platform", "fourth", "--data-parallel-size", "2")
-    assert "fourth, cores" in said
+    assert "replica 0" in said
+    assert "replica 1" in said
     assert answers == expected
 
 
