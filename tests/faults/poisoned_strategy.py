@@ -1,4 +1,4 @@
-"""A strategy of another package, some of whose tokens make a step fail. Tests install it with an entry point.
+"""A strategy of another package, some words of which make a step fail. Tests install it with an entry point.
 
 `Z` raises, `Q` runs out of memory, `X` kills its process, `K` fails as where another rank was killed, `J` holds the
 interpreter's lock for four seconds. How often they do so is a matter of strikes.py.
@@ -56,13 +56,14 @@ class PoisonedStrategy(Qwen3Strategy):
     def build(self, *arguments: Any, **keywords: Any) -> Any:
         model = super().build(*arguments, **keywords)
         tokenizer = tokenizers.Tokenizer.from_file(str(self.path / "tokenizer.json"))
-        faults = {tokenizer.token_to_id(token): fault for token, fault in FAULTS.items()}
+        # Behind a space: the steps of a start are made up, and have tokens of any kind, one by one.
+        faults = {tuple(tokenizer.encode(f" {token}", add_special_tokens=False).ids): fault
+                  for token, fault in FAULTS.items()}
         embed = model.embed
 
         def poisoned(ids_T: torch.Tensor) -> torch.Tensor:
-            is_made_up = len(ids_T.unique()) == 1  # as are the steps of a start, whose tokens may be any
-            for token, fault in faults.items():
-                if not is_made_up and (ids_T == token).any() and strikes():
+            for (space, token), fault in faults.items():
+                if ((ids_T[:-1] == space) & (ids_T[1:] == token)).any() and strikes():
                     fault()
             x_TD: torch.Tensor = embed(ids_T)
             return x_TD
