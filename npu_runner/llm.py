@@ -5,8 +5,6 @@ Knows nothing of files or rows; the batch job has those.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice, repeat
 from math import inf
@@ -16,7 +14,7 @@ from typing import Any, Literal, overload
 
 from tqdm import tqdm
 
-from npu_runner.config import RunnerConfig
+from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
@@ -76,7 +74,8 @@ class LLM:
     """How often the engine of this process is loaded again when it has died, and its requests are tried again."""
 
     def __init__(self, model: str | Path, **settings: Any):
-        config, self.options, several = _split_settings(model, settings)
+        config, self.options, several = from_keywords(
+            {"model": str(model), **settings}, RunnerConfig, PreprocessingOptions, ReplicaOptions)
         self._turns = Turns()
         self._is_torn = False
         """A call was interrupted, or is under way: what the service holds has to be aborted."""
@@ -171,7 +170,7 @@ class LLM:
         one always is that makes the model fail.
         """
         rules = MediaRules(
-            allowed_dir=allowed_media_dir, max_images=self.config.max_images_per_prompt,
+            allowed_dir=allowed_media_dir, max_images=self.config.prompts.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes,
         )
         processor = self.processor
@@ -217,7 +216,10 @@ class LLM:
         return self._service.stats()
 
     def close(self) -> None:
-        """End all processes and free the device, once the step under way has ended. May be called twice."""
+        """End all processes and free the device, once the step under way has ended. May be called twice. In a fork of
+        the process that loaded the model it does nothing: they are that process's."""
+        if not self._turns.are_here:
+            return
         self._turns.end()
         self._service.close()
 
@@ -318,22 +320,6 @@ class LLM:
         """Whatever is under way is aborted. Nothing is repaired, all is made again."""
         self._service.reset()
         self._is_torn = False
-
-
-def _split_settings(
-    model: str | Path, settings: Mapping[str, Any]
-) -> tuple[RunnerConfig, PreprocessingOptions, ReplicaOptions]:
-    of_model, of_prompts, of_replicas = ({field.name for field in dataclasses.fields(kind)}
-                                         for kind in (RunnerConfig, PreprocessingOptions, ReplicaOptions))
-    known = of_model | of_prompts | of_replicas
-    for name in settings:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-            raise ConfigError(f"unknown setting {name!r}; did you mean {', '.join(near)}?")
-    options = PreprocessingOptions(**{name: value for name, value in settings.items() if name in of_prompts})
-    several = ReplicaOptions(**{name: value for name, value in settings.items() if name in of_replicas})
-    config = {name: value for name, value in settings.items() if name in of_model}
-    return RunnerConfig.from_keywords(model, **config), options, several
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--against", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
-    pick_platform("cuda").set_device(0)
+    pick_platform("cuda").devices.set_device(0)
     torch.manual_seed(0)
     other = load_attention(arguments.against) if arguments.against else None
     results = []

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from bench_cuda_cases import CALLS, DEVICE, Case
 from torch import Tensor
 
-from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.cuda.attention import TritonAttention
 from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.cuda.ops import TritonOps

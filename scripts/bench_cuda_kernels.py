@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
     platform = pick_platform("cuda")
-    platform.set_device(0)
+    platform.devices.set_device(0)
     torch.manual_seed(0)
     shape = SHAPES[arguments.shape]
     results = []

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import Platform
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
+from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 SHAPE = GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)
@@ -33,7 +33,7 @@ class Layer:
     """States of `batch_size` rows and what they are given."""
 
     def __init__(self, platform: Platform, batch_size: int, num_tokens: int):
-        self.platform, self.device = platform, platform.set_device(0)
+        self.platform, self.device = platform, platform.devices.set_device(0)
         self.backend: GatedDeltaBackend = platform.make_gated_delta(SHAPE, torch.float32)
         num = batch_size * num_tokens
         self.qkv, self.a, self.b = (torch.randn(num, width, device=self.device)
@@ -70,10 +70,10 @@ class Layer:
         """The median of `repeats` after one more."""
         times = []
         for _ in range(repeats + 1):
-            self.platform.synchronize()
+            self.platform.memory.synchronize()
             started = time.perf_counter()
             run()
-            self.platform.synchronize()
+            self.platform.memory.synchronize()
             times.append((time.perf_counter() - started) * 1e3)
         return statistics.median(times[1:])
 

@@ -36,16 +36,15 @@ from bench_common import commit, versions
 
 import npu_runner
 from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.carried_rows import CarriedRows, SharedFile
 from npu_runner.batch.files.destination import Writers
-from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.driver import Driver, hooks_for
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.tally import Outcome, Tally
-from npu_runner.batch.rows.input_row import InputRow, RowSource
+from npu_runner.batch.job.summary import Outcome, Tally
+from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.serving.replica import (
     Begun,
     Event,
@@ -106,7 +105,7 @@ class EchoReplica(Replica):
         """Nothing is held."""
 
     def _answer(self, row: Any) -> FinishedRow:
-        data = row.data or self._source.read(InputRow(*row[:5]))
+        data = row.data or self._source.read(row)
         return FinishedRow(row.number, Outcome(num_prompt_tokens=30, num_completion_tokens=30), data)
 
 

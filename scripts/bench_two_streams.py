@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[64, 128, 256])
     arguments = parser.parse_args()
-    pick_platform("cuda").set_device(0)
+    pick_platform("cuda").devices.set_device(0)
     with torch.inference_mode():
         layers = [_weights() for _ in range(_LAYERS)]
         results = [measure(layers, batch_size) for batch_size in arguments.batch_size]

@@ -1,36 +1,27 @@
-"""How each model family is built, loaded and shown its pictures. Other packages register more.
+"""How each model family is built, loaded and shown its images. Other packages register more.
 
-A strategy of another package is an entry point of the group `npu_runner.strategies`: its name is the `model_type`, its
-value a `LoadStrategy` subclass.
+A family is one file here. It is found by the checkpoint's `model_type`, and imported when it is needed: `olmo2` is in
+olmo2.py. Where no file has that name, what stands before the last underscore counts: `qwen3_5_moe_text` is in
+qwen3_5.py. A strategy of another package is an entry point of the group `npu_runner.strategies`: its name is the
+`model_type`, its value a `LoadStrategy` subclass.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
 
 from npu_runner.checkpoint.files import require_json
 from npu_runner.errors import ModelError
-from npu_runner.strategies import transformers_model
 from npu_runner.strategies.base import LoadStrategy, StagedImages, VisionEmbeddings
-from npu_runner.strategies.llama import LlamaStrategy
-from npu_runner.strategies.mistral import MistralStrategy
-from npu_runner.strategies.qwen2 import Qwen2Strategy
-from npu_runner.strategies.qwen2_5_vl import Qwen25VLStrategy
-from npu_runner.strategies.qwen3 import Qwen3MoEStrategy, Qwen3Strategy
-from npu_runner.strategies.qwen3_5 import Qwen35MoEStrategy, Qwen35MoETextStrategy, Qwen35Strategy, Qwen35TextStrategy
-from npu_runner.strategies.qwen3_next import Qwen3NextStrategy
-from npu_runner.strategies.qwen3_vl import Qwen3VLMoEStrategy, Qwen3VLStrategy
 
 __all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "StagedImages", "VisionEmbeddings", "pick_strategy",
-           "strategies_by_model_type"]
+           "strategies_by_model_type", "strategy_of"]
 
 ENTRY_POINT_GROUP = "npu_runner.strategies"
-_OWN: tuple[type[LoadStrategy], ...] = (
-    LlamaStrategy, MistralStrategy, Qwen2Strategy, Qwen3Strategy, Qwen3MoEStrategy, Qwen3VLStrategy,
-    Qwen3VLMoEStrategy, Qwen25VLStrategy, Qwen35Strategy, Qwen35TextStrategy, Qwen35MoEStrategy, Qwen35MoETextStrategy,
-    Qwen3NextStrategy,
-)
 
 
 def pick_strategy(path: Path) -> LoadStrategy:
@@ -40,25 +31,54 @@ def pick_strategy(path: Path) -> LoadStrategy:
     """
     raw = require_json(path, "config.json")
     model_type = raw.get("model_type")
-    known = strategies_by_model_type()
-    if model_type in known:
-        return known[model_type](path)
+    strategy = strategy_of(model_type)
+    if strategy is not None:
+        return strategy(path)
+    from npu_runner.strategies import transformers_model
+
     if transformers_model.knows(model_type):
         return transformers_model.TransformersStrategy(path)
     code = " (the checkpoint's own code, auto_map, is never run)" if raw.get("auto_map") else ""
+    supported = ", ".join(sorted(strategies_by_model_type()))
     raise ModelError(
-        f"{path}: model_type {model_type!r} is not supported{code}; supported are {', '.join(sorted(known))}, and with "
-        f"transformers ({transformers_model.INSTALL}) most text models that it knows. A package can add one through "
-        f"the entry-point group {ENTRY_POINT_GROUP!r}"
+        f"{path}: model_type {model_type!r} is not supported{code}; supported are {supported}, and with transformers "
+        f"({transformers_model.INSTALL}) most text models that it knows. A package can add one through the entry-point "
+        f"group {ENTRY_POINT_GROUP!r}"
     )
 
 
-def strategies_by_model_type() -> dict[str, type[LoadStrategy]]:
-    """Our own strategies, and those that installed packages register, which win."""
-    known = {model_type: strategy for strategy in _OWN for model_type in strategy.model_types}
+def strategy_of(model_type: Any) -> type[LoadStrategy] | None:
+    """What serves it: of the packages that register one, or else our own; None where there is none."""
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        strategy = entry.load()
-        if not (isinstance(strategy, type) and issubclass(strategy, LoadStrategy)):
-            raise ModelError(f"entry point {entry.name!r} ({entry.value}) is not a LoadStrategy subclass")
-        known[entry.name] = strategy
-    return known
+        if entry.name == model_type:
+            return _registered(entry)
+    files, name = {module.name for module in iter_modules(__path__)}, str(model_type)
+    while name:
+        found = _families_in(name).get(model_type) if name in files else None
+        if found is not None:
+            return found
+        name = name.rpartition("_")[0]
+    return None
+
+
+def strategies_by_model_type() -> dict[str, type[LoadStrategy]]:
+    """Our own strategies, for which every file is imported, and those that installed packages register, which win."""
+    known: dict[str, type[LoadStrategy]] = {}
+    for module in iter_modules(__path__):
+        known.update(_families_in(module.name))
+    return {**known, **{entry.name: _registered(entry) for entry in entry_points(group=ENTRY_POINT_GROUP)}}
+
+
+def _families_in(file: str) -> dict[str, type[LoadStrategy]]:
+    """The strategies that one file of this folder defines, by model_type."""
+    module = import_module(f"{__name__}.{file}")
+    own = (kind for kind in vars(module).values()
+           if isinstance(kind, type) and issubclass(kind, LoadStrategy) and kind.__module__ == module.__name__)
+    return {model_type: kind for kind in own for model_type in kind.model_types}
+
+
+def _registered(entry: EntryPoint) -> type[LoadStrategy]:
+    strategy = entry.load()
+    if not (isinstance(strategy, type) and issubclass(strategy, LoadStrategy)):
+        raise ModelError(f"entry point {entry.name!r} ({entry.value}) is not a LoadStrategy subclass")
+    return strategy

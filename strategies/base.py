@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig
 from npu_runner.checkpoint.pooling_config import read_pooling
 from npu_runner.checkpoint.weights_reader import CheckpointReader
-from npu_runner.config import RunnerConfig
+from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.processor_settings import ProcessorSettings
@@ -98,19 +98,10 @@ class LoadStrategy(ABC):
     def processor(self, config: RunnerConfig) -> ChatProcessor:
         """Chat messages and pictures to prompts; picklable, for worker processes."""
         settings = ProcessorSettings(
-            image_min_pixels=config.image_min_pixels,
-            image_max_pixels=config.image_max_pixels,
-            max_source_pixels=config.max_source_pixels,
-            max_images_per_prompt=config.max_images_per_prompt,
+            **flat_values(config.prompts),
             takes_videos=self.takes_videos,
-            video_fps=config.video_fps,
-            video_max_frames=config.video_max_frames,
             max_model_len=config.max_model_len,
-            max_logprobs=config.max_logprobs_per_request,
             uses_mrope=self.read_config().rope.mrope_section is not None,
-            chat_template_kwargs=config.chat_template_kwargs,
-            reasoning_parser=config.reasoning_parser,
-            tool_call_parser=config.tool_call_parser,
             pooling=self.pooling(config),
         )
         return ChatProcessor(str(self.path), settings)

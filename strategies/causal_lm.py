@@ -1,26 +1,32 @@
-"""What every family on the shared decoder is built and loaded by. A family's own file says how its config is read.
-
-Knows no family, nothing of pictures.
+"""What every family on the shared decoder is built and loaded by. A family's own file says how its config is read, and
+which attention and which layer it has. Knows no family, nothing of images.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Set
-from typing import ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 from torch import nn
 
 from npu_runner.checkpoint.config_reading import RawConfig, reading_config
-from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.weights_loader import load_weights
-from npu_runner.models.decoder import CausalLM
+from npu_runner.models.decoder import CausalLM, DecoderLayer, make_layer
+from npu_runner.models.mixers.attention import DecoderAttention
+from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.strategies.base import LoadStrategy
 
 
 class CausalLMStrategy(LoadStrategy):
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    """What puts a sequence mixer and a channel mixer together: where norms and sums stand."""
+    attention_class: ClassVar[type[DecoderAttention]] = DecoderAttention
+    gated_delta_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
     left_out_prefixes: ClassVar[tuple[str, ...]] = ()
     """Tensors whose names begin so are of parts that we know and do without."""
 
@@ -28,12 +34,29 @@ class CausalLMStrategy(LoadStrategy):
     def model_config(self, config: RawConfig) -> ModelConfig:
         """What config.json says. A KeyError, TypeError or ValueError in here becomes a ModelError with the file."""
 
+    def attention_settings(self) -> dict[str, Any]:
+        """What `attention_class` takes beside the model's sizes. `attention_bias` of the file means all products around
+        attention, as in most families."""
+        return dict.fromkeys(("qkv_bias", "o_bias"), bool(self.text.get("attention_bias", False)))
+
     def read_config(self) -> ModelConfig:
         with reading_config(self.path) as config:
             return self.model_config(config)
 
+    @cached_property
+    def text(self) -> dict[str, Any]:
+        """The language model's part of config.json."""
+        with reading_config(self.path) as config:
+            return config.text
+
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
-        return CausalLM(model_config, num_positions, context)
+        return CausalLM(model_config, num_positions, context, self.layer)
+
+    def layer(self, config: ModelConfig, layer: LayerConfig, cache_layer: int, context: LayerContext) -> DecoderLayer:
+        """One layer of the decoder. `cache_layer` counts the layers of its kind before it."""
+        attention = partial(self.attention_class, **self.attention_settings())
+        return make_layer(config, layer, cache_layer, context, attention=attention, gated_delta=self.gated_delta_class,
+                          layer_class=self.layer_class)
 
     def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
         # A tied checkpoint may store the head once more; one that vectors are pooled from may have one nobody needs.

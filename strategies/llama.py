@@ -14,7 +14,6 @@ class LlamaStrategy(CausalLMStrategy):
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         text = config.text
-        bias = bool(text.get("attention_bias", False))
         mlp = MLPConfig(intermediate_size=int(text["intermediate_size"]), bias=bool(text.get("mlp_bias", False)))
-        layer = LayerConfig(mixer=AttentionConfig(qkv_bias=bias, o_bias=bias), channel=mlp)
+        layer = LayerConfig(mixer=AttentionConfig(), channel=mlp)
         return decoder_config(config, layers=[layer] * config.num_layers, rope=read_rope(config))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope, window_length
 from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
@@ -21,3 +21,6 @@ class MistralStrategy(CausalLMStrategy):
         mlp = MLPConfig(intermediate_size=int(text["intermediate_size"]))
         layer = LayerConfig(mixer=AttentionConfig(sliding_window=window), channel=mlp)
         return decoder_config(config, layers=[layer] * config.num_layers, rope=read_rope(config))
+
+    def attention_settings(self) -> dict[str, Any]:
+        return {}  # no biases, whatever the file says

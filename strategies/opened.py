@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from npu_runner.checkpoint.location import resolve_checkpoint
+from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.config import RunnerConfig
 from npu_runner.prompts.processor import ChatProcessor

@@ -11,8 +11,9 @@ from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.vision.qwen2_5_vl import WindowedVisionTower
-from npu_runner.strategies.qwen2 import qwen2_layers
+from npu_runner.strategies.qwen2 import QWEN2_BIASES, qwen2_layers
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy
 
 _THETA = 1e6
@@ -24,13 +25,17 @@ _PUBLISHED_NAMES = {"model.visual.": "visual.", "model.language_model.": "model.
 
 class Qwen25VLStrategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl",)
-    takes_videos = False  # its films have positions of their own
+    takes_videos = False  # its videos have positions of their own
+    attention_class = DecoderAttention
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         rope = read_rope(config, theta=_THETA, section=_SECTION, section_is_interleaved=False)
         return decoder_config(config, layers=qwen2_layers(config), rope=rope,
                               vision=_read_vision(config.raw["vision_config"]),
                               image_token_id=config.raw.get("image_token_id"))
+
+    def attention_settings(self) -> dict[str, Any]:
+        return QWEN2_BIASES
 
     def tower(self, vision: VisionConfig, context: LayerContext) -> nn.Module:
         return WindowedVisionTower(vision, context)

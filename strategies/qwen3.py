@@ -9,13 +9,15 @@ from npu_runner.checkpoint.config_reading import (
     WINDOW,
     RawConfig,
     decoder_config,
+    is_sparse_layer,
     layer_windows,
+    read_moe,
     read_rope,
     window_length,
 )
 from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
+from npu_runner.models.mixers.attention import HeadNormAttention
 from npu_runner.strategies.causal_lm import CausalLMStrategy
-from npu_runner.strategies.moe_reading import is_sparse_layer, read_moe
 
 HEAD_DIM = 128
 """Where config.json says nothing."""
@@ -23,13 +25,14 @@ HEAD_DIM = 128
 
 class Qwen3Strategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+    attention_class = HeadNormAttention
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(config, layers=qwen3_layers(config, windows=layer_windows(config)),
                               rope=read_rope(config), head_dim=HEAD_DIM)
 
 
-class Qwen3MoEStrategy(CausalLMStrategy):
+class Qwen3MoEStrategy(Qwen3Strategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
 
     def model_config(self, config: RawConfig) -> ModelConfig:
@@ -44,10 +47,9 @@ class Qwen3MoEStrategy(CausalLMStrategy):
 def qwen3_layers(config: RawConfig, moe: MoEConfig | None = None, *,
                  windows: Sequence[int | None] | None = None) -> list[LayerConfig]:
     """The decoder's layers; those that `moe` does not hold are dense. `windows`: of each layer; None: none slides."""
-    bias = bool(config.text.get("attention_bias", False))
     mlp = MLPConfig(intermediate_size=int(config.text["intermediate_size"]))
     return [
-        LayerConfig(mixer=AttentionConfig(qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_window=window),
+        LayerConfig(mixer=AttentionConfig(sliding_window=window),
                     channel=moe if moe is not None and is_sparse_layer(config, index) else mlp)
         for index, window in enumerate(windows or [None] * config.num_layers)
     ]

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from npu_runner.checkpoint.config_reading import RawConfig, check_layer_types, decoder_config, read_rope
+from npu_runner.checkpoint.config_reading import (
+    RawConfig,
+    check_layer_types,
+    decoder_config,
+    read_moe,
+    read_rope,
+)
 from npu_runner.checkpoint.model_config import (
     AttentionConfig,
     GatedDeltaNetConfig,
@@ -17,8 +23,8 @@ from npu_runner.checkpoint.model_config import (
     RopeConfig,
 )
 from npu_runner.errors import ModelError
+from npu_runner.models.mixers.attention import GatedAttention
 from npu_runner.strategies.causal_lm import CausalLMStrategy
-from npu_runner.strategies.moe_reading import read_moe
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, read_vision
 
 HEAD_DIM = 256
@@ -26,52 +32,43 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 _SECTION = (11, 11, 10)
 _ROTARY_SHARE = 0.25
 # Layers that predict the token after next; nothing here speculates.
-MTP_PREFIXES = ("mtp.",)
+_MTP_PREFIXES = ("mtp.",)
+HYBRID_FIELDS: dict[str, Any] = {"head_dim": HEAD_DIM, "norm_is_zero_centred": True}
+"""The fields of ModelConfig that are the same in all models of this build."""
 
 
 class Qwen35TextStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
-    left_out_prefixes: ClassVar[tuple[str, ...]] = MTP_PREFIXES
+    attention_class = GatedAttention
+    left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
+    has_experts: ClassVar[bool] = False
 
     def model_config(self, config: RawConfig) -> ModelConfig:
-        return decoder_config(config, layers=self.layers(config), rope=hybrid_rope(config, _SECTION),
-                              **hybrid_fields())
-
-    def layers(self, config: RawConfig) -> list[LayerConfig]:
-        return dense_layers(config)
-
-
-class Qwen35Strategy(Qwen3VLStrategy):
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5",)
-    left_out_prefixes: ClassVar[tuple[str, ...]] = MTP_PREFIXES
-
-    def model_config(self, config: RawConfig) -> ModelConfig:
-        return decoder_config(
-            config, layers=self.layers(config), rope=hybrid_rope(config, _SECTION), **hybrid_fields(),
-            vision=read_vision(config.raw["vision_config"], ()), image_token_id=config.raw.get("image_token_id"),
-        )
-
-    def layers(self, config: RawConfig) -> list[LayerConfig]:
-        return dense_layers(config)
+        return decoder_config(config, layers=_layers(config, self.has_experts), rope=hybrid_rope(config, _SECTION),
+                              **HYBRID_FIELDS)
 
 
 class Qwen35MoETextStrategy(Qwen35TextStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text",)
+    has_experts = True
 
-    def layers(self, config: RawConfig) -> list[LayerConfig]:
-        return sparse_layers(config)
+
+class Qwen35Strategy(Qwen3VLStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5",)
+    attention_class = GatedAttention
+    left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
+    has_experts: ClassVar[bool] = False
+
+    def model_config(self, config: RawConfig) -> ModelConfig:
+        return decoder_config(
+            config, layers=_layers(config, self.has_experts), rope=hybrid_rope(config, _SECTION), **HYBRID_FIELDS,
+            vision=read_vision(config.raw["vision_config"], ()), image_token_id=config.raw.get("image_token_id"),
+        )
 
 
 class Qwen35MoEStrategy(Qwen35Strategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe",)
-
-    def layers(self, config: RawConfig) -> list[LayerConfig]:
-        return sparse_layers(config)
-
-
-def hybrid_fields() -> dict[str, Any]:
-    """The fields of ModelConfig that are the same in all models of this build."""
-    return {"head_dim": HEAD_DIM, "norm_is_zero_centred": True}
+    has_experts = True
 
 
 def hybrid_rope(config: RawConfig, section: tuple[int, int, int] | None = None) -> RopeConfig:
@@ -79,17 +76,13 @@ def hybrid_rope(config: RawConfig, section: tuple[int, int, int] | None = None) 
     return read_rope(config, section=section, rotary_share=_ROTARY_SHARE, head_dim=head_dim)
 
 
-def dense_layers(config: RawConfig) -> list[LayerConfig]:
-    mlp = MLPConfig(intermediate_size=int(config.text["intermediate_size"]))
-    return [LayerConfig(mixer=mixer, channel=mlp) for mixer in hybrid_mixers(config, is_fused=False)]
+def _layers(config: RawConfig, has_experts: bool) -> list[LayerConfig]:
+    channel = (read_moe(config, renormalise=True, has_shared=True) if has_experts
+               else MLPConfig(intermediate_size=int(config.text["intermediate_size"])))
+    return [LayerConfig(mixer=mixer, channel=channel) for mixer in hybrid_mixers(config)]
 
 
-def sparse_layers(config: RawConfig) -> list[LayerConfig]:
-    moe = read_moe(config, renormalise=True, has_shared=True)
-    return [LayerConfig(mixer=mixer, channel=moe) for mixer in hybrid_mixers(config, is_fused=False)]
-
-
-def hybrid_mixers(config: RawConfig, *, is_fused: bool) -> list[AttentionConfig | GatedDeltaNetConfig]:
+def hybrid_mixers(config: RawConfig) -> list[AttentionConfig | GatedDeltaNetConfig]:
     """What mixes tokens in each layer, by `layer_types`, or three of one kind and one of the other."""
     text, count = config.text, config.num_layers
     interval = int(text.get("full_attention_interval", 4))
@@ -101,21 +94,19 @@ def hybrid_mixers(config: RawConfig, *, is_fused: bool) -> list[AttentionConfig 
     if not text.get("attn_output_gate", True):
         raise ModelError("attn_output_gate false is not supported: attention without a gate is no model of this family "
                          "that we know")
-    bias = bool(text.get("attention_bias", False))
-    attention = AttentionConfig(qkv_bias=bias, o_bias=bias, qk_norm=True, is_gated=True)
     if _LINEAR not in types:
-        return [attention] * count
-    delta = read_gated_delta(config, is_fused=is_fused)
-    return [delta if kind == _LINEAR else attention for kind in types]
+        return [AttentionConfig()] * count
+    delta = read_gated_delta(config)
+    return [delta if kind == _LINEAR else AttentionConfig() for kind in types]
 
 
-def read_gated_delta(config: RawConfig, *, is_fused: bool) -> GatedDeltaNetConfig:
+def read_gated_delta(config: RawConfig) -> GatedDeltaNetConfig:
     """Raises KeyError for a size that is missing, ModelError for sizes that cannot be."""
     text = config.text
     delta = GatedDeltaNetConfig(
         num_k_heads=int(text["linear_num_key_heads"]), num_v_heads=int(text["linear_num_value_heads"]),
         head_k_dim=int(text["linear_key_head_dim"]), head_v_dim=int(text["linear_value_head_dim"]),
-        conv_kernel_size=int(text["linear_conv_kernel_dim"]), is_fused=is_fused,
+        conv_kernel_size=int(text["linear_conv_kernel_dim"]),
     )
     sizes = (delta.num_k_heads, delta.num_v_heads, delta.head_k_dim, delta.head_v_dim, delta.conv_kernel_size - 1)
     if min(sizes) < 1 or delta.num_v_heads % delta.num_k_heads:

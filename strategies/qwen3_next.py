@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from npu_runner.checkpoint.config_reading import RawConfig, decoder_config
+from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, is_sparse_layer, read_moe
 from npu_runner.checkpoint.model_config import LayerConfig, MLPConfig, ModelConfig
-from npu_runner.strategies.causal_lm import CausalLMStrategy
-from npu_runner.strategies.moe_reading import is_sparse_layer, read_moe
-from npu_runner.strategies.qwen3_5 import MTP_PREFIXES, hybrid_fields, hybrid_mixers, hybrid_rope
+from npu_runner.models.mixers.gated_delta_net import InterleavedGatedDeltaNet
+from npu_runner.strategies.qwen3_5 import HYBRID_FIELDS, Qwen35TextStrategy, hybrid_mixers, hybrid_rope
 
 
-class Qwen3NextStrategy(CausalLMStrategy):
+class Qwen3NextStrategy(Qwen35TextStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
-    left_out_prefixes: ClassVar[tuple[str, ...]] = MTP_PREFIXES
+    gated_delta_class = InterleavedGatedDeltaNet
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         moe = read_moe(config, renormalise=bool(config.text.get("norm_topk_prob", True)), has_shared=True)
         mlp = MLPConfig(intermediate_size=int(config.text["intermediate_size"]))
         layers = [LayerConfig(mixer=mixer, channel=moe if is_sparse_layer(config, index) else mlp)
-                  for index, mixer in enumerate(hybrid_mixers(config, is_fused=True))]
-        return decoder_config(config, layers=layers, rope=hybrid_rope(config), **hybrid_fields())
+                  for index, mixer in enumerate(hybrid_mixers(config))]
+        return decoder_config(config, layers=layers, rope=hybrid_rope(config), **HYBRID_FIELDS)

@@ -11,20 +11,20 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
+from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_moe, read_rope
 from npu_runner.checkpoint.files import require_json
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.models.decoder import VisionLanguageModel
+from npu_runner.models.mixers.attention import DecoderAttention, HeadNormAttention
 from npu_runner.models.vision.patches import cut_patches
 from npu_runner.models.vision.qwen3_vl import VisionTower
-from npu_runner.models.vision_language import VisionLanguageModel
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
 from npu_runner.prompts.media.video_settings import read_video_settings
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies.base import StagedImages, TowerInputs, VisionEmbeddings
 from npu_runner.strategies.causal_lm import CausalLMStrategy
-from npu_runner.strategies.moe_reading import read_moe
 from npu_runner.strategies.qwen3 import HEAD_DIM, qwen3_layers
 
 # P patches; X values of a patch; M picture tokens; D hidden size
@@ -37,6 +37,7 @@ _SECTION = (24, 20, 20)
 
 class Qwen3VLStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
+    attention_class: ClassVar[type[DecoderAttention]] = HeadNormAttention
     is_multimodal = True
     takes_videos = True
 
@@ -55,7 +56,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
         assert model_config.vision is not None, f"a {model_config.model_type} checkpoint has a vision_config"
         tower = self.tower(model_config.vision, context)
-        return VisionLanguageModel(model_config, tower, num_positions, context)
+        return VisionLanguageModel(model_config, tower, num_positions, context, self.layer)
 
     def tower(self, vision: VisionConfig, context: LayerContext) -> nn.Module:
         return VisionTower(vision, context)

@@ -6,8 +6,9 @@ transformers, and only when such a checkpoint is served.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import logging
+from collections.abc import Iterator
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +26,6 @@ from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.transformers_model import TransformersModel, attend, check_tokens_stand_alone
 from npu_runner.models.transformers_probe import Observed, claim_mask, observe
 from npu_runner.strategies.base import LoadStrategy
-from npu_runner.strategies.transformers_refusals import growing_rope, refuse, without_growth
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ _SERVING, _PROBING = "npu_runner", "npu_runner_probe"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Masks and places that old checkpoints stored and every model computes.
 _COMPUTED = {"bias", "masked_bias", "position_ids", "inv_freq"}
+_ATTENDING = {"full_attention", "sliding_attention"}
+_GROWING_ROPES = ("dynamic", "longrope")
 
 
 def knows(model_type: str | None) -> bool:
@@ -52,22 +54,22 @@ class TransformersStrategy(LoadStrategy):
 
     def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
-        if config.tensor_parallel_size > 1:
-            raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size}: {served}, on one device; set it to "
-                              "1")
-        if config.graph_mode not in ("auto", "eager"):
-            raise ConfigError(f"graph_mode {config.graph_mode!r}: {served}, which runs eagerly; leave it at auto")
+        num_ranks, graph_mode = config.parallel.tensor_parallel_size, config.graphs.graph_mode
+        if num_ranks > 1:
+            raise ConfigError(f"tensor_parallel_size {num_ranks}: {served}, on one device; set it to 1")
+        if graph_mode not in ("auto", "eager"):
+            raise ConfigError(f"graph_mode {graph_mode!r}: {served}, which runs eagerly; leave it at auto")
         if config.load_format == "dummy":
             raise ConfigError(f"load_format 'dummy': {served}, with the checkpoint's own weights; leave it at auto")
         if self.pooling(config) is not None:
             raise ConfigError(f"runner {config.runner!r}: {served}, which generates text only; set runner to generate, "
                               "or take a checkpoint of a family with a strategy of its own")
-        rope = growing_rope(self._config)
+        rope = _growing_rope(self._config)
         if rope and (config.max_model_len or 0) > rope[1]:
             raise ConfigError(f"max_model_len {config.max_model_len}: rope {rope[0]!r} depends on the longest position "
                               f"of a batch beyond its original {rope[1]}, and a step holds many requests; set "
                               f"max_model_len to at most {rope[1]}")
-        return dataclasses.replace(config, graph_mode="eager")
+        return config.replace(graph_mode="eager")
 
     def read_config(self) -> ModelConfig:
         with reading_config(self.path) as config:
@@ -152,7 +154,7 @@ class TransformersStrategy(LoadStrategy):
         if type(self._config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ModelError(f"{self.path}: model_type {model_type!r}: transformers has no AutoModelForCausalLM for it")
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
-        reason = refuse(self._config, model_class)
+        reason = _refuse(self._config, model_class)
         if reason:
             raise self._refusal(reason)
         return model_class
@@ -160,7 +162,7 @@ class TransformersStrategy(LoadStrategy):
     @cached_property
     def _observed(self) -> Observed:
         """What the network asks of attention. Run without weights, in 16 bits, as grouped products want them."""
-        causal_lm = self._without_weights(without_growth(self._config), _PROBING, torch.bfloat16)
+        causal_lm = self._without_weights(_without_growth(self._config), _PROBING, torch.bfloat16)
         try:
             return observe(causal_lm)
         except ModelError as reason:
@@ -191,7 +193,7 @@ class TransformersStrategy(LoadStrategy):
         positions = getattr(self._config, "max_position_embeddings", None)
         if not positions:
             raise self._refusal("its config says no max_position_embeddings")
-        rope = growing_rope(self._config)
+        rope = _growing_rope(self._config)
         return min(int(positions), rope[1]) if rope else int(positions)
 
 
@@ -211,3 +213,67 @@ def _check_loading(path: Any, loading: dict[str, Any]) -> None:
     if problems:
         shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise WeightsError(f"{path}: the weights do not fit the config:\n  {shown}")
+
+
+# -- what a config says that our paged attention does not do; what no field says is found by running the network without
+# weights (models/transformers_probe.py) -------------------------------------------------------------------------------
+
+
+def _refuse(config: Any, model_class: Any) -> str | None:
+    """The first reason why a model of `model_class` with this config is not served; None where none is known."""
+    return next(_reasons(config, model_class), None)
+
+
+def _reasons(config: Any, model_class: Any) -> Iterator[str]:
+    fields = config.to_dict()  # attributes of configs whose layers differ must not be asked for
+    if fields.get("is_encoder_decoder") or fields.get("add_cross_attention"):
+        yield "it has an encoder, or cross attention; only decoders are served"
+    if _other_parts(config):
+        yield f"it is more than a text model ({', '.join(_other_parts(config))})"
+    if getattr(model_class, "_is_stateful", False):
+        yield "its layers keep a state of another kind than keys and values (mamba, linear attention)"
+    others = sorted(set(fields.get("layer_types") or ()) - _ATTENDING)
+    if others:
+        yield f"its layer_types name {', '.join(map(repr, others))}; served are {', '.join(sorted(_ATTENDING))}"
+    if fields.get("kv_lora_rank"):
+        yield f"its attention is latent (kv_lora_rank {fields['kv_lora_rank']})"
+    if fields.get("num_kv_shared_layers"):
+        yield f"layers share keys and values (num_kv_shared_layers {fields['num_kv_shared_layers']})"
+    if fields.get("attn_logit_softcapping"):
+        yield (f"it caps attention's logits softly (attn_logit_softcapping {fields['attn_logit_softcapping']}), which "
+               "the platform's attention does not")
+    if fields.get("alibi"):
+        yield "its positions are a bias on attention (alibi)"
+    if fields.get("is_causal") is False or fields.get("use_bidirectional_attention"):
+        yield "it attends in both directions"
+    if not model_class._can_set_attn_implementation():
+        yield "its attention does not go through transformers' attention interface"
+
+
+def _other_parts(config: Any) -> list[str]:
+    """Names of the sub-configs that are of no text model."""
+    return [name for name in config.sub_configs if any(part in name for part in ("text", "vision", "audio", "vq"))]
+
+
+def _growing_rope(config: Any) -> tuple[str, int] | None:
+    """(kind, positions) of a rotary embedding that looks at the longest position of a batch beyond so many."""
+    for rope in _ropes(config):
+        kind = rope.get("rope_type")
+        if kind in _GROWING_ROPES:
+            return kind, int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return None
+
+
+def _without_growth(config: Any) -> Any:
+    """A copy whose rotary embedding looks at no values of positions: a run without weights has none."""
+    copied = copy.deepcopy(config)
+    for rope in _ropes(copied):
+        if rope.get("rope_type") in _GROWING_ROPES:
+            rope["rope_type"] = "default"
+    return copied
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The rotary embedding's parameters, or those of each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters, *(of_layer for of_layer in parameters.values() if isinstance(of_layer, dict))]

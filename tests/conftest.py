@@ -15,16 +15,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--platform", default="cpu", choices=("cpu", "cuda", "npu"), help="what the oracle tests run on")
+    parser.addoption("--platform", default="cpu", help="what the oracle tests run on, by its name")
     parser.addoption("--async-scheduling", action="store_true",
                      help="every engine that is not told otherwise plans a step while the one before runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--async-scheduling"):
-        from npu_runner import RunnerConfig
+        from npu_runner.config import SchedulerConfig
 
-        RunnerConfig.__init__.__kwdefaults__["async_scheduling"] = True
+        SchedulerConfig.__init__.__kwdefaults__["async_scheduling"] = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -120,7 +120,7 @@ def test_without_the_option_of_later_pythons_it_is_not_imported_either(folder: P
 
 def test_a_probe_of_devices_does_not_either(folder: Path) -> None:
     """As `--data-parallel-size auto` asks: through a child of its own."""
-    code = "from npu_runner.serving.replicas.placement import _ask; print(_ask('cpu', 1))"
+    code = "from npu_runner.serving.replicas.placement import count_devices; print(count_devices('cpu'))"
     (folder.parent / "command.py").write_text(code)
     status, imported = importers(folder, "job", EMPTY_ENTRY)
     assert (status, imported) == (0, set())

@@ -6,6 +6,8 @@ nothing of tensors or devices.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 
 from npu_runner.checkpoint.files import require_json
 from npu_runner.checkpoint.generation_config import GenerationConfig, read_generation_config, token_ids
-from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, RopeConfig
+from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from npu_runner.errors import ModelError
 from npu_runner.request.limits import shown
 
@@ -62,10 +64,11 @@ def reading_config(folder: Path) -> Iterator[RawConfig]:
 
 
 def decoder_config(config: RawConfig, *, layers: Sequence[LayerConfig], rope: RopeConfig, head_dim: int | None = None,
-                   tie_word_embeddings: bool = False, **family: Any) -> ModelConfig:
+                   tie_word_embeddings: bool = False, rms_norm_eps: float = 1e-6, **family: Any) -> ModelConfig:
     """A ModelConfig of the fields that every decoder has, and of what the family says.
 
-    `head_dim`: where the file says nothing; None: hidden_size over heads. `tie_word_embeddings`: likewise.
+    `head_dim`: where the file says nothing; None: hidden_size over heads. `tie_word_embeddings`, `rms_norm_eps`:
+    likewise.
     """
     raw, text = config.raw, config.text
     num_heads = int(text["num_attention_heads"])
@@ -81,13 +84,14 @@ def decoder_config(config: RawConfig, *, layers: Sequence[LayerConfig], rope: Ro
         head_dim=int(text.get("head_dim") or head_dim or int(text["hidden_size"]) // num_heads),
         layers=tuple(layers),
         max_position_embeddings=int(text["max_position_embeddings"]),
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(text.get("rms_norm_eps", rms_norm_eps)),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", tie_word_embeddings))),
         rope=rope,
         dtype=read_dtype(config),
         eos_token_ids=read_eos(config),
         generation_defaults=config.generation.defaults,
         generation_not_served=config.generation.not_served,
+        source=hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest(),
         **family,
     )
 
@@ -156,6 +160,29 @@ def check_layer_types(types: Sequence[str], count: int, known: Sequence[str]) ->
                          f"{', '.join(known)}")
     if len(types) != count:
         raise ModelError(f"layer_types has {len(types)} entries for {count} layers")
+
+
+def read_moe(config: RawConfig, *, renormalise: bool, has_shared: bool = False) -> MoEConfig:
+    """The experts of every sparse layer, as the Qwen families describe them."""
+    text = config.text
+    # transformers 5 writes the second name for some families.
+    num_experts = int(text["num_experts"] if "num_experts" in text else text["num_local_experts"])
+    top_k = int(text["num_experts_per_tok"])
+    if not 1 <= top_k <= num_experts:
+        raise ModelError(f"num_experts_per_tok {top_k} of num_experts {num_experts} is not possible")
+    return MoEConfig(
+        num_experts=num_experts, top_k=top_k, intermediate_size=int(text["moe_intermediate_size"]),
+        renormalise=renormalise,
+        shared_intermediate_size=int(text["shared_expert_intermediate_size"]) if has_shared else None,
+    )
+
+
+def is_sparse_layer(config: RawConfig, index: int) -> bool:
+    """Whether layer `index` has experts: `mlp_only_layers` and `decoder_sparse_step`, as transformers reads them."""
+    text = config.text
+    if index in (text.get("mlp_only_layers") or ()):
+        return False
+    return (index + 1) % int(text.get("decoder_sparse_step") or 1) == 0
 
 
 def _refuse_quantised(raw: dict[str, Any], text: dict[str, Any]) -> None:

@@ -1,4 +1,8 @@
-"""Reads the small text files of a checkpoint folder, with errors that name file and remedy. Knows no meaning."""
+"""Finds a checkpoint's folder (a local or an embedded one, or a hub id's) and reads the small text files in it.
+
+Errors name file and remedy. Only data files are fetched: no Python code of a checkpoint is ever downloaded, let alone
+run. Knows no meaning.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,59 @@ import json
 from pathlib import Path
 from typing import Any
 
+from npu_runner.assets import EMBEDDED
 from npu_runner.errors import ModelError
+
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
+    """The folder of `model`; a hub id is downloaded (or found in the hub's cache) at `revision`.
+
+    A folder that is called like an embedded model goes before it.
+    Raises ModelError when there is neither such a folder nor, without network, such a download, and for a folder of
+    ModelSlim's, whose weights are quantised.
+    """
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        path = EMBEDDED.get(model, path)
+    if path.is_dir():
+        if revision is not None:
+            raise ModelError(f"revision {revision!r} was given, but {model!r} is a local folder")
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} has no config.json: it is not a checkpoint folder")
+        return _not_quantised(path.resolve())
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ModelError(f"model {model!r}: there is no such folder, and it is neither a hub id (owner/name) "
+                         f"nor embedded ({', '.join(EMBEDDED)})")
+    return _not_quantised(_download(model, revision))
+
+
+def _not_quantised(folder: Path) -> Path:
+    """ModelSlim's folders say it by a file alone: config.json is the float model's, and weights have other names."""
+    for description in sorted(folder.glob("quant_model_description*.json")):
+        raise ModelError(f"{folder} holds {description.name}: its weights were quantised by ModelSlim (msModelSlim; "
+                         "vLLM calls it ascend), which is not supported; take the checkpoint in bfloat16 or float16 "
+                         "that it was made of")
+    return folder
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_PATTERNS))
+    except HFValidationError as error:
+        raise ModelError(f"model {model!r}: neither a folder nor a valid hub id ({error})") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"model {model!r}{at}: not a local folder, not in the hub cache, and the hub cannot be reached; copy the "
+            f"checkpoint to this host and pass its folder"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(f"model {model!r}{at}: the hub refused the download: {error}") from error
 
 
 def model_folder(model_path: str | Path) -> Path:

@@ -49,13 +49,11 @@ class VisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """A sequence mixer over the paged cache; heads and head dim are the model's."""
+    """A sequence mixer over the paged cache, as far as a cache is planned for it; heads and head dim are the model's.
 
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
-    is_gated: bool = False
-    """q_proj yields each head's query and gate; the output is multiplied with the gate's sigmoid before o_proj."""
+    What it computes is said by the class that the family builds (models/mixers/attention.py).
+    """
+
     sliding_window: int | None = None
     """A token sees this many, itself included; None: all."""
 
@@ -69,8 +67,6 @@ class GatedDeltaNetConfig:
     head_k_dim: int
     head_v_dim: int
     conv_kernel_size: int
-    is_fused: bool = False
-    """in_proj_qkvz and in_proj_ba, interleaved by key head, as Qwen3-Next stores them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +142,9 @@ class ModelConfig:
     """What else it asks for, and is not done."""
     vision: VisionConfig | None = None
     image_token_id: int | None = None
+    source: str = ""
+    """A hash of what config.json says of the language model: a family's layers may read more of it than stands here.
+    Kept graphs are told apart by it."""
     pooling: PoolingConfig | None = None
     """None: it generates text. Else it gives vectors, and has no output head."""
 

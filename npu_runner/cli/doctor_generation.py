@@ -16,11 +16,8 @@ from typing import Any
 from PIL import Image
 
 from npu_runner.assets import DOCTOR, EMBEDDED
-from npu_runner.platforms.npu.preflight.errors import explain
-from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome, run_program
-
-_IF_SLOW = "give a longer --timeout; else a device hangs (npu-smi info), or one rank waits for another"
-_IF_UNKNOWN = "see the failed checks above; docs/running-on-ascend.md has a table of error codes"
+from npu_runner.platforms.examination import Examination
+from npu_runner.platforms.host import Check, Outcome, run_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,30 +42,31 @@ def read_questions() -> list[Question]:
     return [Question(**fields) for fields in json.loads((DOCTOR / "questions.json").read_text())]
 
 
-def check_generation(host: Host, platform: str, graph_mode: str, num_ranks: int,
+def check_generation(examination: Examination, graph_mode: str, num_ranks: int,
                      timeout_seconds: float) -> Iterator[Check]:
     """One check of each embedded model."""
+    platform = examination.platform.name
     ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
     for model in reversed(EMBEDDED):  # the dense one first: what it cannot do a hybrid cannot either
         arguments = [model, platform, graph_mode, str(num_ranks)]
         name = f"{model} ({platform}, {graph_mode}{ranks})"
-        yield judge(name, graph_mode, run_program(host, __name__, arguments, timeout_seconds))
+        outcome = run_program(examination.host, __name__, arguments, timeout_seconds)
+        yield judge(examination, name, graph_mode, outcome)
 
 
-def judge(name: str, graph_mode: str, outcome: Outcome) -> Check:
+def judge(examination: Examination, name: str, graph_mode: str, outcome: Outcome) -> Check:
     """Whether the answers are there, and the right ones."""
     if outcome.error is not None or not outcome.reports:
-        remedy = explain(outcome.output) or (_IF_SLOW if outcome.is_timeout else _IF_UNKNOWN)
-        return Check(name, "failed", outcome.error or "ended without an answer", remedy)
+        return Check(name, "failed", outcome.error or "ended without an answer", examination.explain(outcome))
     answers, graphs = outcome.reports[-1]["answers"], outcome.reports[-1]["graphs"]
     wrong = [f"{asked.question!r}: {answer!r} instead of {asked.answer!r}"
              for asked, answer in zip(read_questions(), answers, strict=True) if answer != asked.answer]
     if wrong:
         return Check(name, "failed", f"{len(wrong)} of {len(answers)} answers are wrong: {'; '.join(wrong)}",
-                     "compare torch, torch_npu and CANN with the version table; report it with this output")
+                     examination.if_wrong)
     if graph_mode != "eager" and not any(letter.isdigit() for letter in graphs):
         return Check(name, "warning", f"{len(answers)} answers, all right, but no graph was made ({graphs})",
-                     explain(outcome.output) or "the log above the answers says why")
+                     examination.explain(outcome, "the log above the answers says why"))
     used = "" if graph_mode == "eager" else f"; graphs for {graphs}"
     return Check(name, "ok", f"{len(answers)} answers, all right{used}")
 

@@ -11,38 +11,36 @@ from __future__ import annotations
 import json
 import sys
 
-from npu_runner.platforms.npu.preflight.errors import explain
-from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome, run_program
+from npu_runner.platforms.examination import Examination
+from npu_runner.platforms.host import Check, Outcome, run_program
 
 # How far a token may be from the CPU's: the length of the difference over the length of what it should be. Rounding
 # once after each operator makes a third of this at most.
 BOUNDS = {"bfloat16": 0.03, "float16": 0.005}
 _CASES = ("decoder layer, 32/8 heads of 128", "decoder layer, 16/8 heads of 128",
           "Gated DeltaNet layer, 4/8 heads of 128", "experts layer, 8 of 8 experts", "tower layer, 16 heads of 72")
-_IF_WRONG = "answers will be wrong: compare torch, torch_npu and CANN with the version table, and report this output"
-_IF_UNKNOWN = "see the failed checks above; docs/running-on-ascend.md has a table of error codes"
 
 
-def check_layers(host: Host, platform: str, timeout_seconds: float) -> list[Check]:
-    outcome = run_program(host, __name__, [platform], timeout_seconds)
-    return judge(outcome)
+def check_layers(examination: Examination, timeout_seconds: float) -> list[Check]:
+    return judge(examination, run_program(examination.host, __name__, [examination.platform.name], timeout_seconds))
 
 
-def judge(outcome: Outcome) -> list[Check]:
+def judge(examination: Examination, outcome: Outcome) -> list[Check]:
     """One check for each layer that was computed, and one for what went wrong on the way."""
-    checks = [_judge_layer(**report) for report in outcome.reports]
+    if_wrong = f"answers will be wrong: {examination.if_wrong}"
+    checks = [_judge_layer(if_wrong, **report) for report in outcome.reports]
     if outcome.error is not None or len(checks) < len(_CASES) * len(BOUNDS):
-        remedy = explain(outcome.output) or _IF_UNKNOWN
-        checks.append(Check("layers", "failed", outcome.error or "ended before all layers were computed", remedy))
+        checks.append(Check("layers", "failed", outcome.error or "ended before all layers were computed",
+                            examination.explain(outcome)))
     return checks
 
 
-def _judge_layer(name: str, dtype: str, error: float, form: str = "") -> Check:
+def _judge_layer(if_wrong: str, name: str, dtype: str, error: float, form: str = "") -> Check:
     bound = BOUNDS[dtype]
     found = f"{100 * error:.2f} % from the CPU's at most; {100 * bound:.1f} % is allowed"
     found += f"; {form}" if form else ""
     is_close = error <= bound  # false for NaN, too
-    return Check(f"{name} ({dtype})", "ok" if is_close else "failed", found, "" if is_close else _IF_WRONG)
+    return Check(f"{name} ({dtype})", "ok" if is_close else "failed", found, "" if is_close else if_wrong)
 
 
 def main(arguments: list[str]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_runner.config import RunnerConfig
+from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.errors import ConfigError, GenerationError
 from npu_runner.request.sampling_params import SamplingParams
 
@@ -35,8 +34,7 @@ def answer_question(
     with contextlib.redirect_stdout(sys.stderr):
         from npu_runner.llm import LLM  # torch comes with it: not before the arguments are known to be good
 
-        settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        with LLM(**settings) as llm:
+        with LLM(**flat_values(config)) as llm:
             params = SamplingParams(**{**llm.engine.generation_defaults, **asked})
             (result,) = llm.chat(conversation, params)
     if result.finish_reason not in ("stop", "length"):

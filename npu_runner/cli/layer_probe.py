@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -31,13 +32,14 @@ from npu_runner.layers.attention import bind_kv_cache
 from npu_runner.layers.gated_delta import bind_states, gated_delta_shape
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weights_loader import expected_tensors, load_weights
-from npu_runner.models.decoder import Decoder
+from npu_runner.models.decoder import Decoder, make_layer
+from npu_runner.models.mixers.attention import HeadNormAttention
 from npu_runner.models.vision.qwen3_vl import VisionTower
-from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import Platform
+from npu_runner.platforms import pick_platform, reference_platform
 from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from npu_runner.platforms.upload import upload_together
+from npu_runner.platforms.transfers import upload_together
 
 _SEED = 20
 _BLOCK_SIZE = 128
@@ -51,9 +53,9 @@ _HEADS = {"decoder layer, 32/8 heads of 128": (32, 8), "decoder layer, 16/8 head
 _HEADS_BEHIND_TOWER = (32, 8)
 _DELTA = GatedDeltaNetConfig(num_k_heads=4, num_v_heads=8, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)
 _MIXERS: dict[str, AttentionConfig | GatedDeltaNetConfig] = {
-    **dict.fromkeys(_HEADS, AttentionConfig(qk_norm=True)),
+    **dict.fromkeys(_HEADS, AttentionConfig()),
     "Gated DeltaNet layer, 4/8 heads of 128": _DELTA,
-    "experts layer, 8 of 8 experts": AttentionConfig(qk_norm=True),
+    "experts layer, 8 of 8 experts": AttentionConfig(),
 }
 # All of them: which ones are chosen where two are nearly as good is each device's rounding, and would tell nothing.
 _EXPERTS = {"experts layer, 8 of 8 experts": MoEConfig(num_experts=8, top_k=8, intermediate_size=768, renormalise=True)}
@@ -64,7 +66,7 @@ class Probe:
 
     def __init__(self, platform: str, dtype: str):
         self._device_side = _Side(pick_platform(platform), getattr(torch, dtype))
-        self._cpu_side = _Side(pick_platform("cpu"), torch.float32)
+        self._cpu_side = _Side(reference_platform(), torch.float32)
 
     def errors(self, names: Sequence[str]) -> Iterator[tuple[str, float, str]]:
         """Each layer's name, the largest distance of a row of its output from the CPU's, relative to its length, and
@@ -89,7 +91,7 @@ class _Side:
 
     def __init__(self, platform: Platform, dtype: torch.dtype):
         self.platform, self.dtype = platform, dtype
-        self.device = platform.set_device(0)
+        self.device = platform.devices.set_device(0)
 
     def context(self, num_heads: int, num_kv_heads: int, head_dim: int,
                 delta: GatedDeltaShape | None = None) -> LayerContext:
@@ -129,7 +131,7 @@ def _build(config: ModelConfig | VisionConfig, side: _Side) -> tuple[nn.Module, 
     if isinstance(config, ModelConfig):
         delta = gated_delta_shape(config, TensorParallel())
         context = side.context(config.num_heads, config.num_kv_heads, config.head_dim, delta)
-        return Decoder(config, sum(_PROMPT_LENS), context), context
+        return Decoder(config, sum(_PROMPT_LENS), context, partial(make_layer, attention=HeadNormAttention)), context
     context = side.context(*_HEADS_BEHIND_TOWER, _HEAD_DIM)
     return VisionTower(config, context), context
 

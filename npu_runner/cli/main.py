@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from npu_runner import __version__
-from npu_runner.assets import EMBEDDED, SHAPES_VL
+from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.doctor_options import add_doctor_arguments
 from npu_runner.cli.generate import answer_question
 from npu_runner.cli.options import add_options, given
-from npu_runner.config import RunnerConfig
+from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
 from npu_runner.threads import wait_briefly
@@ -87,13 +87,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    job = parser.add_argument_group("job")
-    job.add_argument("-i", "--input", required=True, metavar="FILE", help="JSONL file of requests; - reads stdin")
-    job.add_argument(
-        "-o", "--output", required=True, metavar="FILE",
-        help="JSONL file of answers, resumed if it exists; - writes stdout, which cannot be resumed",
-    )  # fmt: skip
-    add_options(job, BatchOptions, without=("input", "output"))
+    add_options(parser, BatchOptions, "job")
     _add_model_options(parser)
     parser.set_defaults(run=_batch)
 
@@ -136,17 +130,12 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", default=str(SHAPES_VL), metavar="PATH",
-        help=f"folder of a checkpoint, a hub id, or an embedded model: {', '.join(EMBEDDED)} (default: the embedded "
-        "shapes-vl, which knows drawn shapes only)",
-    )  # fmt: skip
-    add_options(group, RunnerConfig, without=("model",))
+    shown = "the embedded shapes-vl, which knows drawn shapes only"
+    add_options(parser, RunnerConfig, "model", defaults={"model": (str(SHAPES_VL), shown)})
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    config, options = RunnerConfig(**given(arguments, RunnerConfig)), BatchOptions(**given(arguments, BatchOptions))
+    config, options = from_keywords(given(arguments, RunnerConfig, BatchOptions), RunnerConfig, BatchOptions)
     from npu_runner.batch.job.run import run_batch
 
     return run_batch(config, options).exit_status
@@ -159,8 +148,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    (config,) = from_keywords(given(arguments, RunnerConfig), RunnerConfig)
     answer = answer_question(
-        RunnerConfig(**given(arguments, RunnerConfig)), arguments.question, arguments.seen, system=arguments.system,
+        config, arguments.question, arguments.seen, system=arguments.system,
         max_tokens=arguments.max_tokens, temperature=arguments.temperature,
     )  # fmt: skip
     print(answer)

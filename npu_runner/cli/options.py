@@ -1,6 +1,7 @@
-"""Makes command-line options of dataclass fields, with the string under each field as its help text.
+"""Makes command-line options of settings: their dataclass fields, with the string under each as its help text.
 
-So an option, its default and its explanation are written once. Knows nothing of what the options mean.
+So an option, its default, its choices and its explanation are written once; scripts/options_page.py makes
+docs/options.md of them too. Knows nothing of what the options mean.
 """
 
 from __future__ import annotations
@@ -13,26 +14,93 @@ import json
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from npu_runner.config import flat_fields, part_of
 from npu_runner.request.limits import shown
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
-def add_options(parser: argparse._ActionsContainer, settings: type, *, without: Collection[str] = ()) -> None:
-    """An option per field of the dataclass `settings`. What is not given is not in the parsed result at all."""
+@dataclass(frozen=True)
+class Option:
+    """A setting as users see it."""
+
+    field: dataclasses.Field[Any]
+    kind: Any
+    """Its type, but for None."""
+    text: str
+    """What it does, and what happens where it is not given."""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.field.name.replace("_", "-")
+
+    @property
+    def is_needed(self) -> bool:
+        return self.field.default is dataclasses.MISSING
+
+    @property
+    def default(self) -> str:
+        """Empty where `text` says what is taken then."""
+        return "" if self.is_needed or self.field.default is None else _show(self.field.name, self.field.default)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Empty where it is not one of a few words."""
+        found: tuple[str, ...] = self.field.metadata.get("choices", ())
+        return found
+
+    @property
+    def values(self) -> str:
+        """What may stand behind the flag."""
+        if self.choices:
+            return "|".join(self.choices)
+        if self.kind is bool:
+            return ""
+        if "values" in self.field.metadata:
+            return str(self.field.metadata["values"])
+        if typing.get_origin(self.kind) is tuple:
+            return "N,N,..."
+        if typing.get_origin(self.kind) is Mapping:
+            return "JSON"
+        if self.kind is int and self.field.name.endswith("_bytes"):
+            return "SIZE"
+        return "N|auto" if self.kind == int | str else _VALUES[self.kind]
+
+
+def options_of(settings: type) -> list[Option]:
+    """Of the dataclass `settings` itself, without its parts'."""
     kinds, texts = typing.get_type_hints(settings), field_docstrings(settings)
-    for field in dataclasses.fields(settings):
-        if field.name not in without:
-            _add_option(parser, field, kinds[field.name], texts.get(field.name, ""))
+    return [Option(field, _without_none(kinds[field.name]), _of_absence(texts.get(field.name, "")))
+            for field in dataclasses.fields(settings) if part_of(field) is None]
 
 
-def given(arguments: argparse.Namespace, settings: type) -> dict[str, Any]:
-    """The fields of `settings` that the command line named."""
-    names = {field.name for field in dataclasses.fields(settings)}
+def with_parts(title: str, settings: type) -> list[tuple[str, type]]:
+    """`settings` under this title, and its parts under their names."""
+    parts = ((field.name, part_of(field)) for field in dataclasses.fields(settings))
+    return [(title, settings), *((name, kind) for name, kind in parts if kind is not None)]
+
+
+def add_options(parser: argparse.ArgumentParser, settings: type, title: str,
+                defaults: Mapping[str, tuple[str, str]] | None = None) -> None:
+    """An option per setting, in a group per part. What is not given is not in the parsed result at all.
+
+    `defaults`: values, and how they are shown, of settings that have none of their own.
+    """
+    for name, kind in with_parts(title, settings):
+        group = parser.add_argument_group(name)
+        for option in options_of(kind):
+            _add_option(group, option, (defaults or {}).get(option.field.name))
+
+
+def given(arguments: argparse.Namespace, *settings: type) -> dict[str, Any]:
+    """The settings that the command line named, by their flat names."""
+    names = {name for kind in settings for name in flat_fields(kind)}
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
@@ -52,32 +120,33 @@ def field_docstrings(settings: type) -> dict[str, str]:
     return texts
 
 
-def _add_option(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind: Any, text: str) -> None:
-    flag = "--" + field.name.replace("_", "-")
-    kind = _without_none(kind)
-    is_needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    default = "" if is_needed or field.default is None else f"default: {_show(field.name, field.default)}"
-    text = text.replace("None:", "default:")  # what is not given is None
-    explanation = f"{text.rstrip('.')} ({default})" if text and default else text or default
-    options: dict[str, Any] = {"help": explanation.replace("%", "%%"), "default": argparse.SUPPRESS}
-    if kind is bool:
-        action = "store_true" if field.default is False else argparse.BooleanOptionalAction
-        parser.add_argument(flag, action=action, **options)
+def _of_absence(text: str) -> str:
+    """What is not given is None: users see no None."""
+    return re.sub(r"(^|\. )None:", r"\1Default:", text).replace("None:", "default:")
+
+
+def _add_option(group: argparse._ArgumentGroup, option: Option, default: tuple[str, str] | None) -> None:
+    metadata, text = option.field.metadata, option.text
+    shown_default = option.default if default is None else default[1]
+    if shown_default:
+        text = f"{text.rstrip('.')} (default: {shown_default})"
+    settings: dict[str, Any] = {"help": text.replace("%", "%%")}
+    settings["default"] = argparse.SUPPRESS if default is None else default[0]
+    flags = [metadata["short"], option.flag] if "short" in metadata else [option.flag]
+    if option.kind is bool:
+        action = "store_true" if option.field.default is False else argparse.BooleanOptionalAction
+        group.add_argument(*flags, action=action, **settings)
         return
-    options["required"] = is_needed
-    if typing.get_origin(kind) is tuple:
-        parser.add_argument(flag, type=_integers, metavar="N,N,...", **options)
-    elif typing.get_origin(kind) is Mapping:
-        parser.add_argument(flag, type=_json_object, metavar="JSON", **options)
-    elif kind is int and field.name.endswith("_bytes"):
-        parser.add_argument(flag, type=_size, metavar="SIZE", **options)
-    elif kind == int | str:
-        parser.add_argument(flag, type=_number_or_word, metavar="N|auto", **options)
-    else:
-        if "alone" in field.metadata:  # what the option stands for without a value
-            options |= {"nargs": "?", "const": field.metadata["alone"]}
-        metavar = {int: "N", float: "X", str: "TEXT", Path: "PATH"}[kind]
-        parser.add_argument(flag, type=kind, metavar=metavar, **options)
+    settings |= {"required": option.is_needed and default is None, "type": _reader(option), "metavar": option.values}
+    if "alone" in metadata:  # what the option stands for without a value
+        settings |= {"nargs": "?", "const": metadata["alone"]}
+    group.add_argument(*flags, **settings)
+
+
+def _reader(option: Option) -> Any:
+    """Makes its value of a text."""
+    special: dict[str, Any] = {"N,N,...": _integers, "JSON": _json_object, "SIZE": _size, "N|auto": _number_or_word}
+    return special.get(option.values, option.kind)
 
 
 def _without_none(kind: Any) -> Any:

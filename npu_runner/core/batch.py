@@ -11,9 +11,8 @@ import numpy as np
 
 from npu_runner.core.sequence import Sequence
 from npu_runner.request.pooling_params import PoolingParams
-from npu_runner.request.prompt_inputs import ImageInput
+from npu_runner.request.prompt_inputs import ImageInput, Thinking
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.request.thinking import Thinking
 
 # B sequences in the step, T tokens in the step, N entries that are new in block tables
 

@@ -25,8 +25,7 @@ from itertools import chain
 
 from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, prefill_batch
 from npu_runner.core.block_manager import BlockManager
-from npu_runner.core.chunks import chunk_length
-from npu_runner.core.joining import Joining
+from npu_runner.core.joining import Joining, chunk_length
 from npu_runner.core.sequence import Sequence, SequenceStatus
 from npu_runner.core.steps_under_way import StepsUnderWay
 from npu_runner.request.outputs import FinishReason

@@ -110,11 +110,6 @@ class Sequence:
         return [*self.prompt.token_ids[start:num_prompt], *output] if start < num_prompt else output
 
     @property
-    def num_output_tokens(self) -> int:
-        """Those that have arrived."""
-        return len(self.output_token_ids)
-
-    @property
     def num_known_tokens(self) -> int:
         """Of prompt and output, those that have arrived."""
         return self.num_tokens - self.num_expected

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
 from typing import overload
 
 import numpy as np
@@ -24,15 +23,14 @@ from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters
 from npu_runner.engine.culprit_search import CulpritSearch
-from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
-from npu_runner.engine.generation import End, Generation, not_followed
+from npu_runner.engine.generation import End, Generation, PlainRows, not_followed
 from npu_runner.engine.logprobs import PromptLogprobsRecord
 from npu_runner.engine.parts import make_block_manager, scheduler_limits, warn_of_what_is_not_done
-from npu_runner.engine.plain_rows import PlainRows
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.engine.request_checks import check_prompt, check_token_ids
 from npu_runner.engine.rule_room import RuleRoom
+from npu_runner.engine.token_bytes import token_text
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.request.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
@@ -68,7 +66,7 @@ class LLMEngine:
         self._executor = make_executor(checkpoint, wants_grammars)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
-        self.block_manager = make_block_manager(info, enable_prefix_caching=self.config.enable_prefix_caching)
+        self.block_manager = make_block_manager(info, enable_prefix_caching=self.config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(scheduler_limits(info), self.block_manager)
         self._under_way: deque[ScheduledBatch] = deque()
         self._last_end = 0.0
@@ -152,9 +150,6 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests or self._ready)
-
-    def num_unfinished_requests(self) -> int:
-        return len(self._requests)
 
     def step(self) -> list[RequestOutput]:
         """Hand over what steps may be under way, and book one; returns the requests that finished.
@@ -401,7 +396,7 @@ class LLMEngine:
     def describe(self) -> dict[str, str]:
         """Everything beside the checkpoint and the request that shapes an answer."""
         return {**self.info.description, "max_model_len": str(self.max_model_len),
-                "tensor_parallel_size": str(self.config.tensor_parallel_size), "seed": str(self.config.seed)}
+                "tensor_parallel_size": str(self.config.parallel.tensor_parallel_size), "seed": str(self.config.seed)}
 
     def reset(self) -> None:
         """Forget every request and the prefix cache, whatever state an interrupt has left them in."""
@@ -431,6 +426,5 @@ class LLMEngine:
     def __enter__(self) -> LLMEngine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -38,14 +38,8 @@ class LogprobsRecord:
     def finish(self, token_ids: Sequence[int], describe: Callable[[int], tuple[str, bytes]]) -> CompactLogprobs:
         """All of it, with the sampled tokens. describe: (text, bytes) of a token id."""
         records = np.frombuffer(self._packed, dtype=np.int32).reshape(-1, 1 + 2 * self._num_top)
-        ids = np.empty((len(records), 1 + self._num_top), dtype=np.int32)
-        ids[:, 0] = token_ids[: len(records)]
-        ids[:, 1:] = records[:, 1: 1 + self._num_top]
-        floats = np.empty((len(records), 1 + self._num_top), dtype=np.float32)
-        floats[:, 0] = records[:, 0].view(np.float32)
-        floats[:, 1:] = records[:, 1 + self._num_top:].view(np.float32)
         self._packed = bytearray()
-        return CompactLogprobs(ids, floats, describe)
+        return _compact(token_ids[: len(records)], records[:, 0], records[:, 1:], describe)
 
 
 class PromptLogprobsRecord:
@@ -68,11 +62,14 @@ class PromptLogprobsRecord:
 
     def finish(self, describe: Callable[[int], tuple[str, bytes]]) -> PromptLogprobs:
         """All of it. describe: (text, bytes) of a token id."""
-        records, num_top = self._records, self._num_top
-        ids = np.empty((len(records), 1 + num_top), dtype=np.int32)
-        ids[:, 0] = self._token_ids[1:]
-        ids[:, 1:] = records[:, 2 : 2 + num_top]
-        floats = np.empty((len(records), 1 + num_top), dtype=np.float32)
-        floats[:, 0] = records[:, 0].view(np.float32)
-        floats[:, 1:] = records[:, 2 + num_top :].view(np.float32)
-        return PromptLogprobs(self._token_ids, records[:, 1].copy(), CompactLogprobs(ids, floats, describe))
+        records = self._records
+        positions = _compact(self._token_ids[1:], records[:, 0], records[:, 2:], describe)
+        return PromptLogprobs(self._token_ids, records[:, 1].copy(), positions)
+
+
+def _compact(token_ids: Sequence[int], values: np.ndarray, top: np.ndarray,
+             describe: Callable[[int], tuple[str, bytes]]) -> CompactLogprobs:
+    """`values`: bits of the tokens' own log probabilities; `top`: the most probable ids, then the bits of theirs."""
+    num_top = top.shape[1] // 2
+    ids = np.column_stack([np.asarray(token_ids, dtype=np.int32), top[:, :num_top]])
+    return CompactLogprobs(ids, np.column_stack([values, top[:, num_top:]]).view(np.float32), describe)

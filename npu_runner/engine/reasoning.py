@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from npu_runner.prompts.text.reasoning import is_blank
-from npu_runner.request.thinking import ReasoningTokens, Thinking
+from npu_runner.request.prompt_inputs import ReasoningTokens, Thinking
 
 
 @dataclass(frozen=True)

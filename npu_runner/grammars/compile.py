@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from npu_runner.errors import RequestError
 from npu_runner.grammars.forced_text import Text, num_tokens
 from npu_runner.grammars.lark_bounds import check_lark
-from npu_runner.grammars.parser_limits import parser_limits
 from npu_runner.grammars.place import place_of
 from npu_runner.grammars.rule_size import OutOfBounds
 from npu_runner.grammars.schema_bounds import check_schema, multiples_within_bounds
-from npu_runner.grammars.stack import CHECK_STACK_BYTES, NUM_THREADS, call_with_stack
+from npu_runner.grammars.stack import CHECK_STACK_BYTES, NUM_THREADS, call_with_stack, parser_limits
 from npu_runner.request.limits import shown
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 

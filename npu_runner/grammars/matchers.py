@@ -19,8 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from npu_runner.errors import RequestError
-from npu_runner.grammars.parser_limits import parser_limits
-from npu_runner.grammars.stack import GRAMMAR_STACK_BYTES, NUM_THREADS, thread_stacks
+from npu_runner.grammars.stack import GRAMMAR_STACK_BYTES, NUM_THREADS, parser_limits, thread_stacks
 from npu_runner.request.limits import LIMITS
 
 if TYPE_CHECKING:

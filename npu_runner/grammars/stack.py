@@ -1,7 +1,8 @@
-"""Threads with a stack of a stated size. Knows nothing of grammars.
+"""What the grammar library may use: threads with a stack of a stated size, and what its parser may spend on a rule.
 
 The grammar library recurses: how deep a rule may lead is a matter of the stack. What a process gives its threads, and
-its main thread most of all, depends on `ulimit -s`, so neither checks nor builds rely on it.
+its main thread most of all, depends on `ulimit -s`, so neither checks nor builds rely on it. Our own bounds
+(schema_bounds.py, lark_bounds.py) stand before the parser's; what gets past both fails its row by name. Knows no rule.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 CHECK_STACK_BYTES = 64 << 20
 """For checking a rule: less than for building it, so that what was checked can be built."""
@@ -20,6 +24,12 @@ GRAMMAR_STACK_BYTES = 128 << 20
 """For building the matcher of a rule that was checked. Address space: memory is taken where it is written."""
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """For checks, and for builds: both let go of the interpreter's lock."""
+_MAX_ITEMS_IN_ROW = 32_768
+"""An optional property takes 4, an object among alternatives 11; the library's own 2,000 end at 500 properties."""
+_STEP_MAX_ITEMS = 200_000
+"""For one mask, 20,000 a millisecond."""
+_MAX_LEXER_STATES = 100_000
+"""1 to 2 kB each."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,3 +59,11 @@ def call_with_stack(num_bytes: int, function: Callable[_P, _R], *args: _P.args, 
 def _threads(process: int, num_bytes: int) -> ThreadPoolExecutor:
     """Kept, since to map and unmap such a stack costs as much as a small check. A fork has no threads of its parent."""
     return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="rule")
+
+
+def parser_limits() -> LLParserLimits:
+    """For `LLMatcher(..., limits=parser_limits())`. Errors are one line: they repeat no grammar."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_items_in_row=_MAX_ITEMS_IN_ROW, step_max_items=_STEP_MAX_ITEMS,
+                          max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)  # fmt: skip

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from npu_runner.layers.parallel import LayerContext
+from npu_runner.layers.linear import OutputPart
+from npu_runner.layers.parallel import LayerContext, WeightPart
+
+# T tokens in the step, P parts, F features of a part on this rank
 
 
 class RMSNorm(nn.Module):
@@ -24,6 +29,33 @@ class RMSNorm(nn.Module):
     def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class PartsRMSNorm(nn.Module):
+    """RMS norms of several parts of the features, each over all ranks' shares of its part; one sum over the ranks
+    serves all of them. `parts` are named as the norms are in the checkpoint.
+
+    All ranks have equal shares of a part. Ranks that hold the same share are counted alike, so the mean stays right.
+    """
+
+    def __init__(self, parts: Sequence[OutputPart], eps: float, context: LayerContext):
+        super().__init__()
+        self.ops, self.tp, self.eps = context.ops, context.tp, eps
+        self.sizes = [part.length for part in parts]
+        self.weight = context.parameter(sum(self.sizes))
+        self.weight_parts = {"weight": [
+            WeightPart(f"{part.name}.weight", (part.total,), dim=0, start=part.start, length=part.length,
+                       target_start=sum(self.sizes[:place])) for place, part in enumerate(parts)]}
+
+    def forward(self, *parts_TF: Tensor) -> list[Tensor]:
+        weights_F = self.weight.split(self.sizes)
+        if self.tp.size == 1:
+            return [self.ops.rms_norm(x_TF, weight_F, self.eps)
+                    for x_TF, weight_F in zip(parts_TF, weights_F, strict=True)]
+        own_TP = torch.stack([x_TF.float().square().mean(-1) for x_TF in parts_TF], dim=-1)
+        scales_TP = torch.rsqrt(self.tp.all_reduce(own_TP) / self.tp.size + self.eps)
+        return [(x_TF * scale_T[:, None]).to(x_TF.dtype) * weight_F
+                for x_TF, scale_T, weight_F in zip(parts_TF, scales_TP.unbind(-1), weights_F, strict=True)]
 
 
 class LayerNorm(nn.Module):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.gated_delta import GatedDeltaBackend
 from npu_runner.platforms.ops import Ops
 

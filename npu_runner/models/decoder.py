@@ -1,4 +1,5 @@
-"""The decoder that all families share, put together by layer from mixers as ModelConfig.layers says. Knows no pictures.
+"""The decoder that all families share: embeddings, a stack of layers that the family makes, a norm, a head; beside a
+vision tower where there is one. Knows no tower and no cache.
 
 T tokens in the step, D hidden size, R dims of a head that turn.
 """
@@ -6,55 +7,77 @@ T tokens in the step, D hidden size, R dims of a head that turn.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
 from npu_runner.layers.embedding import OutputHead, TokenEmbedding
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.rotary import RotaryTable
-from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.mixers.experts import SparseMoE
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.models.mixers.mlp import DecoderMLP
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
+MakeAttention: TypeAlias = Callable[[ModelConfig, AttentionConfig, int, LayerContext], nn.Module]
+MakeLayer: TypeAlias = Callable[[ModelConfig, LayerConfig, int, LayerContext], nn.Module]
+"""The number counts the layers of this layer's kind before it: its place in the KV cache or state pool."""
+
 
 class DecoderLayer(nn.Module):
-    """`cache_layer` counts the layers of this layer's kind before it: its place in the KV cache or state pool."""
+    """A sequence mixer and a channel mixer, each behind a norm and added to what came in. A family whose norms stand
+    elsewhere derives a layer with other `norms` and another `forward`."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, cache_layer: int, context: LayerContext):
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    """Norms of the hidden states, by the checkpoint's names."""
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+
+    def __init__(self, config: ModelConfig, mixer: nn.Module, channel: nn.Module, context: LayerContext):
         super().__init__()
-        self.self_attn = self.linear_attn = None
-        if isinstance(layer.mixer, AttentionConfig):
-            self.self_attn = DecoderAttention(config, layer.mixer, cache_layer, context)
-        else:
-            self.linear_attn = GatedDeltaNet("linear_attn", config, layer.mixer, cache_layer, context)
-        self.mlp = _channel_mixer(config, layer, context)
-        self.input_layernorm = decoder_norm(config, context)
-        self.post_attention_layernorm = decoder_norm(config, context)
+        is_delta = isinstance(mixer, GatedDeltaNet)
+        self.self_attn = None if is_delta else mixer
+        self.linear_attn = mixer if is_delta else None
+        self.mlp = channel
+        for name in self.norms:
+            self.add_module(name, decoder_norm(config, context))
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, cos_TR: Tensor, sin_TR: Tensor,
                 metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """(output of the channel mixer, residual to add to it); the next norm adds the two."""
+        """(output of the channel mixer, residual to add to it); what comes next adds the two."""
         if residual_TD is None:
             x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
         else:
             x_TD, residual_TD = self.input_layernorm.add_forward(x_TD, residual_TD)
-        if self.self_attn is not None:
-            x_TD = self.self_attn(x_TD, cos_TR, sin_TR, metadata)
-        elif self.linear_attn is not None:
-            x_TD = self.linear_attn(x_TD, metadata)
+        x_TD = self.mix(x_TD, cos_TR, sin_TR, metadata)
         x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 
+    def mix(self, x_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Output of the sequence mixer."""
+        if self.linear_attn is not None:
+            return self.linear_attn(x_TD, metadata)
+        assert self.self_attn is not None, "a layer has one of the two"
+        return self.self_attn(x_TD, cos_TR, sin_TR, metadata)
 
-def _channel_mixer(config: ModelConfig, layer: LayerConfig, context: LayerContext) -> nn.Module:
-    if isinstance(layer.channel, MoEConfig):
-        return SparseMoE(config.hidden_size, layer.channel, context)
-    return DecoderMLP(config.hidden_size, layer.channel, context)
+
+def make_layer(config: ModelConfig, layer: LayerConfig, cache_layer: int, context: LayerContext, *,
+               attention: MakeAttention, gated_delta: type[GatedDeltaNet] = GatedDeltaNet,
+               layer_class: type[DecoderLayer] = DecoderLayer) -> DecoderLayer:
+    """What `layer` says, put together; `attention` and `gated_delta` make the mixer of its kind."""
+    mixer = (attention(config, layer.mixer, cache_layer, context) if isinstance(layer.mixer, AttentionConfig)
+             else gated_delta("linear_attn", config, layer.mixer, cache_layer, context))
+    return layer_class(config, mixer, _channel_mixer(config, layer.channel, context), context)
+
+
+def _channel_mixer(config: ModelConfig, channel: MLPConfig | MoEConfig, context: LayerContext) -> nn.Module:
+    if isinstance(channel, MoEConfig):
+        return SparseMoE(config.hidden_size, channel, context)
+    return DecoderMLP(config.hidden_size, channel, context)
 
 
 def decoder_norm(config: ModelConfig, context: LayerContext) -> RMSNorm:
@@ -64,14 +87,15 @@ def decoder_norm(config: ModelConfig, context: LayerContext) -> RMSNorm:
 class Decoder(nn.Module):
     """Embeddings to final norm. `num_positions` bounds the positions that will be asked for."""
 
-    def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext):
+    def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext, layer: MakeLayer):
         super().__init__()
         self.embed_tokens = TokenEmbedding("embed_tokens", config.vocab_size, config.hidden_size, context)
         self.layers = nn.ModuleList()
-        counts: Counter[type] = Counter()
-        for layer in config.layers:
-            self.layers.append(DecoderLayer(config, layer, counts[type(layer.mixer)], context))
-            counts[type(layer.mixer)] += 1
+        counts: Counter[bool] = Counter()
+        for described in config.layers:
+            attends = isinstance(described.mixer, AttentionConfig)
+            self.layers.append(layer(config, described, counts[attends], context))
+            counts[attends] += 1
         self.norm = decoder_norm(config, context)
         self.rotary = RotaryTable(config, num_positions, dtype=context.dtype, device=context.device)
 
@@ -104,9 +128,9 @@ def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext) ->
 class CausalLM(nn.Module):
     """A text-only checkpoint: decoder and output head."""
 
-    def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext):
+    def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext, layer: MakeLayer):
         super().__init__()
-        self.model = Decoder(config, num_positions, context)
+        self.model = Decoder(config, num_positions, context, layer)
         self.lm_head = output_head(config, self.model, context)
 
     @property
@@ -124,3 +148,30 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
         assert self.lm_head is not None, "a model that pools vectors has no logits"
         return self.lm_head(hidden_BD)
+
+
+class _Body(nn.Module):
+    def __init__(self, config: ModelConfig, tower: nn.Module, num_positions: int, context: LayerContext,
+                 layer: MakeLayer):
+        super().__init__()
+        self.visual = tower
+        self.language_model = Decoder(config, num_positions, context, layer)
+
+
+class VisionLanguageModel(CausalLM):
+    """The decoder under its checkpoint's names, beside a tower: patches (P, X), the images' grids and what its `places`
+    makes of these, to main embeddings (M, D) and a list of deepstack levels."""
+
+    def __init__(self, config: ModelConfig, tower: nn.Module, num_positions: int, context: LayerContext,
+                 layer: MakeLayer):
+        nn.Module.__init__(self)
+        self.model = _Body(config, tower, num_positions, context, layer)
+        self.lm_head = output_head(config, self.decoder, context)
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.model.language_model
+
+    @property
+    def visual(self) -> nn.Module:
+        return self.model.visual

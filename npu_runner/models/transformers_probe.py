@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from npu_runner.errors import ModelError
 from npu_runner.models.transformers_model import AttentionCall, base_of, check_call
+from npu_runner.platforms.transfers import HOST
 
 # A prime that is nobody's width: a tensor with this size in two dims is a mask, or a bias, over all pairs of tokens.
 NUM_TOKENS = 1013
@@ -88,7 +89,7 @@ def claim_mask(*, mask_function: Callable[..., Tensor], config: Any = None, **si
 
 def _window_of(mask_function: Callable[..., Tensor], longest: int) -> int | None:
     """The sliding window that a mask function describes, None where a token sees all before it."""
-    with torch.device("cpu"):
+    with HOST:
         zero, places_L = torch.tensor(0), torch.arange(longest + 1)
         seen = int(mask_function(zero, zero, torch.tensor(longest - 1), places_L).sum())
         for last in {0, 1, longest // 3, longest // 2, longest - 1}:

@@ -1,16 +1,26 @@
-"""One folder per vendor; everybody above asks the platform for a thing and never which platform it is."""
+"""Which platforms there are: our own three, and those of installed packages. Knows no vendor and imports no torch.
+
+A platform of another package is an entry point of the group `npu_runner.platforms`: its name is the platform's, its
+value a `Platform` subclass. A module of a platform is imported when that platform, or "auto", is asked for.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import TYPE_CHECKING
+import logging
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.platform import Platform
 
-if TYPE_CHECKING:  # it imports torch, which the doctor must do without
-    from npu_runner.platforms.base import Platform
+logger = logging.getLogger(__name__)
 
-_HOMES = {
+ENTRY_POINT_GROUP = "npu_runner.platforms"
+AUTO = "auto"
+# By their files, so that a checkout without metadata has them too.
+BUILT_IN = {
     "npu": "npu_runner.platforms.npu.platform:NpuPlatform",
     "cuda": "npu_runner.platforms.cuda.platform:CudaPlatform",
     "cpu": "npu_runner.platforms.cpu.platform:CpuPlatform",
@@ -18,23 +28,77 @@ _HOMES = {
 
 
 def pick_platform(name: str) -> Platform:
-    """The platform called `name`; "auto" takes the first usable in the order of the table above.
+    """The platform called `name`, ready for use; "auto" takes the first of `platforms()` that is usable.
 
     Raises ConfigError with the reason when the named one cannot be used on this host.
     """
-    candidates = list(_HOMES) if name == "auto" else [name]
     reasons = []
-    for candidate in candidates:
-        found = platform_class(candidate)
+    for found in platforms() if name == AUTO else [find_platform(name)]:
         reason = found.why_unavailable()
         if reason is None:
-            return found()
-        reasons.append(f"{candidate}: {reason}")
+            found.roles  # noqa: B018 - made now: it refuses versions that are too old
+            return found
+        reasons.append(f"{found.name}: {reason}")
     raise ConfigError(f"platform {name!r} cannot be used here ({'; '.join(reasons)})")
 
 
-def platform_class(name: str) -> type[Platform]:
-    """The class of the platform called `name`, whether this host can use it or not."""
-    module, attribute = _HOMES[name].split(":")
-    found: type[Platform] = getattr(importlib.import_module(module), attribute)
-    return found
+def reference_platform() -> Platform:
+    """The one that others' layers are compared with: torch's plain operators, on any host."""
+    return find_platform("cpu")
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError unless `name` is auto or a platform's. Imports no platform."""
+    if name != AUTO and name not in BUILT_IN and name not in _installed():
+        raise ConfigError(f"platform: {name!r} is not one of {', '.join((AUTO, *platform_names()))}")
+
+
+def platform_names() -> tuple[str, ...]:
+    """Our own, then those of installed packages."""
+    return (*BUILT_IN, *sorted(_installed()))
+
+
+def platforms() -> list[Platform]:
+    """All of them, highest priority first, whether this host can use them or not.
+
+    One that does not load is left out with a warning: somebody else's package is no reason not to use ours.
+    """
+    found = []
+    for name in platform_names():
+        try:
+            found.append(find_platform(name))
+        except ConfigError as error:
+            logger.warning("%s; it is left out", error)
+    return sorted(found, key=lambda platform: -platform.priority)
+
+
+def find_platform(name: str) -> Platform:
+    """The platform called `name`, whether this host can use it or not. Raises ConfigError where there is none."""
+    check_name(name)
+    target = BUILT_IN.get(name) or _installed()[name].value
+    try:
+        found = load(target)
+    except Exception as error:
+        raise ConfigError(f"platform {name!r} ({target}) does not load ({type(error).__name__}: {error})") from error
+    if not (isinstance(found, type) and issubclass(found, Platform)):
+        raise ConfigError(f"platform {name!r}: entry point {target} is not a Platform subclass")
+    if found.name != name:
+        raise ConfigError(f"platform {name!r}: {target} calls itself {found.name!r}; both names must be the same")
+    return found()
+
+
+def load(target: str) -> Any:
+    """What "MODULE:NAME" stands for."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _installed() -> dict[str, EntryPoint]:
+    """Entry points of other packages by name. One with the name of ours is refused, with a warning."""
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    for name in points.keys() & BUILT_IN.keys():
+        logger.warning("the entry point %s of group %s has the name of a platform of ours, and is left out",
+                       points.pop(name).value, ENTRY_POINT_GROUP)
+    points.pop(AUTO, None)
+    return points

@@ -63,7 +63,7 @@ class ChatProcessor:
         self.model_path = str(model_path)
         self.settings = settings
         self.pooling = settings.pooling
-        self.max_logprobs = settings.max_logprobs
+        self.max_logprobs = settings.max_logprobs_per_request
         folder = model_folder(model_path)
         # Before anything is read: what changes in between is another file to every worker.
         self._file_digests = file_digests(folder)

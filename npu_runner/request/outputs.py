@@ -237,7 +237,32 @@ class EmbeddingRequestOutput:
 
 
 @dataclass
-class EngineStats:
+class StepSeconds:
+    """The host's seconds of all steps on rank 0, by phase."""
+
+    prepare_seconds: float = 0.0
+    """Index arrays, and their copy to the device."""
+    launch_seconds: float = 0.0
+    """Launching the forward, images included."""
+    sample_seconds: float = 0.0
+    """Launching the choice of tokens."""
+    wait_seconds: float = 0.0
+    """Waiting until the sampled tokens are in host memory."""
+
+
+@dataclass
+class RunnerCounters(StepSeconds):
+    """What rank 0 has counted since start-up."""
+
+    vision_cache_hits: int = 0
+    vision_cache_misses: int = 0
+    vision_cache_evictions: int = 0
+    vision_cache_bytes: int = 0
+    num_images_encoded: int = 0
+
+
+@dataclass
+class EngineStats(RunnerCounters):
     """Counters since start-up, and gauges of the moment. Copied out by `LLMEngine.stats()`."""
 
     num_prefill_tokens: int = 0
@@ -261,18 +286,5 @@ class EngineStats:
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
     kv_blocks_peak: int = 0
-    vision_cache_hits: int = 0
-    vision_cache_misses: int = 0
-    vision_cache_evictions: int = 0
-    vision_cache_bytes: int = 0
-    num_images_encoded: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    prepare_seconds: float = 0.0
-    """The host's part of all steps on rank 0: index arrays and their copy to the device, ..."""
-    launch_seconds: float = 0.0
-    """... handing out the forward, ..."""
-    sample_seconds: float = 0.0
-    """... handing out the choice of tokens, ..."""
-    wait_seconds: float = 0.0
-    """... and waiting for them."""

@@ -58,7 +58,7 @@ class ModelRunnerOutput:
     problems: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """(row, place in its prompt of the first token, records) where log probabilities of prompts are wanted; records:
-    int32 (L, 2 + 2 * K), see sampling/prompt_scores.py."""
+    int32 (L, 2 + 2 * K), see runner/prompt_logprobs.py."""
     vectors: dict[int, np.ndarray] | None = None
     """Where vectors are pooled: those of the rows that have one, float32, in the place of tokens. NaN where the model's
     output is no number."""

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError, Platform
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError
+from npu_runner.platforms.memory import Memory
 from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.dummy import dummy_decode
-from npu_runner.runner.inputs import plan_layout, to_device, views
-from npu_runner.runner.step_arrays import padding, step_arrays
+from npu_runner.runner.step_arrays import padding, plan_layout, step_arrays, to_device, views
 from npu_runner.runner.votes import Votes
 
 logger = logging.getLogger(__name__)
@@ -142,8 +142,8 @@ class DecodeBuckets:
         return f"{text} (stopped at {self._refused[0]}: {self._refused[1]})" if self._refused else text
 
     def _make(self, size: int, forward: DecodeForward) -> Bucket:
-        uniforms_B = np.zeros(size, dtype=np.float32)
-        arrays = step_arrays(dummy_decode(size, 1), uniforms_B, 0, self.block_size, self.tables.on_host_SW)
+        draws = {"uniforms": np.zeros(size, dtype=np.float32)}
+        arrays = step_arrays(dummy_decode(size, 1), draws, 0, self.block_size, self.tables.on_host_SW)
         arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
         layout, num_elements = plan_layout(arrays)
         staging = torch.zeros(num_elements, dtype=torch.int32)
@@ -176,7 +176,7 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], block_size: int, *, 
     return {**bucket.host, "table_slots": table_slots_B}
 
 
-def send(bucket: Bucket, news: np.ndarray, platform: Platform) -> Tensor:
+def send(bucket: Bucket, news: np.ndarray, memory: Memory) -> Tensor:
     """Copy the bucket's host arrays to the device, and `news` (int32) with them; returns these there, until the next
     call.
 
@@ -185,10 +185,10 @@ def send(bucket: Bucket, news: np.ndarray, platform: Platform) -> Tensor:
     """
     first, end = bucket.num_elements, bucket.num_elements + len(news)
     fits = end <= len(bucket.buffer)
-    host = platform.host_buffer(end if fits else first)
+    host = memory.host_buffer(end if fits else first)
     values = host.numpy()
     values[:first] = bucket.staging
     if fits:
         values[first:] = news
     bucket.buffer[: len(values)].copy_(host, non_blocking=True)
-    return bucket.buffer[first:end] if fits else to_device(platform, {"": news}, bucket.buffer.device)[""]
+    return bucket.buffer[first:end] if fits else to_device(memory, {"": news}, bucket.buffer.device)[""]

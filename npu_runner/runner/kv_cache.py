@@ -9,8 +9,7 @@ from npu_runner.config import GIB, MIB
 from npu_runner.core.sliding import most_blocks
 from npu_runner.errors import OutOfMemoryError
 from npu_runner.runner.base import MemoryProfile
-from npu_runner.runner.state_plan import StatePlan, StateShape, plan_states, size
-from npu_runner.runner.windows import about_windows, cache_window
+from npu_runner.runner.states import StatePlan, StateShape, plan_states, size
 
 CPU_DEFAULT_KV_BYTES = GIB
 # Kept free on a device for what cannot be measured beforehand: fragmentation, graph pools, the vendor's workspaces.
@@ -133,3 +132,23 @@ def memory_ledger(profile: MemoryProfile, is_measured: bool, reserved_bytes: int
     if states is not None:
         lines += [f"  {line}" for line in states.describe()]
     return "memory ledger\n" + "\n".join(lines)
+
+
+def cache_window(windows: Sequence[int | None]) -> int | None:
+    """The most tokens that any layer sees; None where one sees all (or none has a cache)."""
+    sliding = [window for window in windows if window is not None]
+    return max(sliding) if sliding and len(sliding) == len(windows) else None
+
+
+def about_windows(windows: Sequence[int | None], *, frees_blocks: bool, blocks_per_sequence: int) -> str:
+    """A line for the ledger; nothing where no layer slides."""
+    sliding = [window for window in windows if window is not None]
+    if not sliding:
+        return ""
+    lengths = " and ".join(str(length) for length in sorted(set(sliding)))
+    if frees_blocks:
+        return (f"\n  sliding window of {lengths} tokens in every layer: blocks behind it are freed, a sequence "
+                f"holds at most {blocks_per_sequence}")
+    reason = "other layers see all" if len(sliding) < len(windows) else "the prefix cache goes by states"
+    return (f"\n  sliding window of {lengths} tokens in {len(sliding)} of {len(windows)} layers: masked only, no block "
+            f"is freed behind it, since {reason}")

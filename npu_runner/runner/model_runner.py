@@ -29,21 +29,16 @@ from npu_runner.platforms import pick_platform
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
 from npu_runner.runner.buckets import bucket_sizes, most_padding
+from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
-from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
-from npu_runner.runner.memory_guard import MemoryGuard
-from npu_runner.runner.memory_profile import MemoryMeter, weights_bytes
-from npu_runner.runner.pictures import Pictures
+from npu_runner.runner.kv_cache import KVCacheShape, cache_window, fit_states, plan_kv_cache
+from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
+from npu_runner.runner.pictures import Pictures, VisionCache
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import resolve_settings
-from npu_runner.runner.start_clock import StartClock
-from npu_runner.runner.state_plan import StateShape
-from npu_runner.runner.state_pool import StatePool
+from npu_runner.runner.states import StatePool, StateShape
 from npu_runner.runner.step import StepRunner, StepUnderWay
-from npu_runner.runner.step_clock import StepClock
-from npu_runner.runner.vision_cache import VisionCache
-from npu_runner.runner.windows import cache_window
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.sampling.token_constraints import ConstrainedRows
 from npu_runner.strategies import VisionEmbeddings
@@ -68,7 +63,7 @@ class ModelRunner(ModelRunnerBase):
         self._wants_grammars = wants_grammars
         self._is_ready = False
         self._phase = "starting"
-        self._start_clock = StartClock()
+        self._start_clock = PhaseClock()
         self._start_clock.add("reading config and tokenizer", checkpoint.seconds)
         self.checkpoint = checkpoint
         self.config, self.model_config = checkpoint.config, checkpoint.model_config
@@ -76,7 +71,7 @@ class ModelRunner(ModelRunnerBase):
         self.tp = tp or TensorParallel()
         self.platform = pick_platform(self.config.platform)
         self._enter("setting the device")
-        self.device = self.platform.set_device(self.tp.rank)
+        self.device = self.platform.devices.set_device(self.tp.rank)
         self.settings = resolve_settings(self.config, self.model_config, self.platform)
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.max_model_len = self.settings.max_model_len
@@ -88,11 +83,11 @@ class ModelRunner(ModelRunnerBase):
         # A prompt is shorter than max_model_len, and a picture is never longer than its prompt.
         most_tokens = max(1, self.max_model_len - 1)
         self.largest_image = checkpoint.processor.largest_image(most_tokens) if self.strategy.is_multimodal else None
-        self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.vision_cache_bytes)
-        self.guard = MemoryGuard(self.platform, self.vision_cache.release, can_retry=self.tp.size == 1)
+        self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.cache.vision_cache_bytes)
+        self.guard = MemoryGuard(self.platform.memory, self.vision_cache.release, can_retry=self.tp.size == 1)
         # With one step after the other there is nothing that could be sent ahead of it.
         is_of_use = self.strategy.is_multimodal and self._schedules_ahead
-        self._side_stream = self.platform.side_stream() if is_of_use else None
+        self._side_stream = self.platform.memory.side_stream() if is_of_use else None
         self._start()
 
     def _start(self) -> None:
@@ -126,7 +121,7 @@ class ModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         self._progress("loading weights")
-        self._meter = MemoryMeter(self.platform)
+        self._meter = MemoryMeter(self.platform.memory)
         self.attention = self.platform.make_attention(
             self.config.attention_backend,
             num_heads=self.tp.share(self.model_config.num_heads, "num_attention_heads")[1],
@@ -168,7 +163,7 @@ class ModelRunner(ModelRunnerBase):
             # Variants do not depend on how much a step does, so a small one meets them all.
             few = min(_ROWS_AHEAD, self.settings.max_num_seqs)
             num_tokens = few * min(_TOKENS_A_ROW_AHEAD, self.max_model_len - 1)
-            self._compiled_late = self.platform.compile_ahead(lambda: self.dummy_run(num_tokens, few))
+            self._compiled_late = self.platform.devices.compile_ahead(lambda: self.dummy_run(num_tokens, few))
         self._progress("profiling memory")
         batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
         num_tokens = min(self.settings.max_num_batched_tokens, batch_size * (self.max_model_len - 1))
@@ -198,12 +193,13 @@ class ModelRunner(ModelRunnerBase):
         self._progress("allocating states")
         shape = StateShape(num_layers=len(self.model_config.state_layers), layer=self.delta_shape,
                            element_bytes=self.dtype.itemsize)
+        cache = self.config.cache
         plan = fit_states(
-            shape, profile, is_measured=self.platform.memory_info() is not None,
-            memory_utilization=self.config.memory_utilization, reserved_bytes=self._reserved_bytes,
-            max_num_seqs=self._wanted_num_seqs, is_given=self.config.max_num_seqs is not None,
+            shape, profile, is_measured=self.platform.memory.info() is not None,
+            memory_utilization=self.config.cache.memory_utilization, reserved_bytes=self._reserved_bytes,
+            max_num_seqs=self._wanted_num_seqs, is_given=self.config.scheduler.max_num_seqs is not None,
             padding_of=self._most_padding,
-            max_snapshots=self.config.max_state_snapshots if self.config.enable_prefix_caching else 0,
+            max_snapshots=cache.max_state_snapshots if cache.enable_prefix_caching else 0,
         )
         num_seqs = self.tp.minimum(plan.max_num_seqs, self.device)
         plan = dataclasses.replace(plan, max_num_seqs=num_seqs, num_padding=self._most_padding(num_seqs),
@@ -211,7 +207,7 @@ class ModelRunner(ModelRunnerBase):
         if self.states is None or self.states.plan != plan:
             self.states = self.steps.states = None
             unbind_states(self.model)
-            self.platform.empty_cache()
+            self.platform.memory.empty_cache()
             self.states = StatePool(plan, shape, self.model, self.dtype, self.device)
         self.settings = dataclasses.replace(self.settings, max_num_seqs=num_seqs)
         self.steps = self._make_steps()
@@ -219,10 +215,10 @@ class ModelRunner(ModelRunnerBase):
     def allocate_kv_cache(self, profile: MemoryProfile) -> None:
         """Size the cache by the ledger, agree with the other ranks on the smallest, and bind it to the layers."""
         self._progress("allocating the KV cache")
-        is_measured = self.platform.memory_info() is not None
+        is_measured = self.platform.memory.info() is not None
         plan = plan_kv_cache(
-            self._kv_shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.kv_cache_bytes,
-            memory_utilization=self.config.memory_utilization,
+            self._kv_shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.cache.kv_cache_bytes,
+            memory_utilization=self.config.cache.memory_utilization,
             reserved_bytes=self._reserved_bytes, states=self.states.plan if self.states else None,
             max_model_len=self.settings.max_model_len, max_model_len_is_given=self.settings.max_model_len_is_given,
             max_num_seqs=self.settings.max_num_seqs, windows=self.windows,
@@ -239,7 +235,8 @@ class ModelRunner(ModelRunnerBase):
         parts = DecodeParts(
             steps=self.steps, settings=self.settings, model_config=self.model_config, dtype=self.dtype,
             num_blocks=self.num_blocks, max_model_len=self.max_model_len,
-            graph_batch_sizes=self.config.graph_batch_sizes, step_timeout_seconds=self.config.step_timeout_seconds,
+            graph_batch_sizes=self.config.graphs.graph_batch_sizes,
+            step_timeout_seconds=self.config.parallel.step_timeout_seconds,
             run_bucket=lambda size: self.dummy_run(size, size, expected_decode_len=2, in_capturing=True),
         )
         compile_decode_graphs(parts, self._progress)
@@ -248,7 +245,7 @@ class ModelRunner(ModelRunnerBase):
         self.steps.last_tokens_S.zero_()
         self.steps.tables.clear()
         parts.reset_states()
-        self.platform.synchronize()
+        self.platform.memory.synchronize()
 
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
@@ -271,7 +268,7 @@ class ModelRunner(ModelRunnerBase):
         # Where a chunk begins or ends within a picture, that goes through the tower whole.
         most = min(self.settings.max_num_batched_tokens, num_tokens + (batch_size + 1) * self.largest_image.num_tokens)
         return dummy_images(self.largest_image, most, self.checkpoint.processor.largest_image,
-                            is_measured=self.platform.memory_info() is not None)
+                            is_measured=self.platform.memory.info() is not None)
 
     @contextmanager
     def _serving_state_aside(self, batch_size: int) -> Iterator[None]:
@@ -283,8 +280,8 @@ class ModelRunner(ModelRunnerBase):
         steps = self.steps
         kept = steps.sampler, steps.pictures, steps.clock
         tokens_S = steps.last_tokens_S.clone()
-        steps.sampler, steps.clock = self._make_sampler(), StepClock()
-        steps.pictures = self._make_pictures(VisionCache(self.config.vision_cache_bytes))
+        steps.sampler, steps.clock = self._make_sampler(), PhaseClock()
+        steps.pictures = self._make_pictures(VisionCache(self.config.cache.vision_cache_bytes))
         try:
             states_aside = self.states.aside(batch_size) if self.states and self._is_ready else nullcontext()
             with steps.tables.aside(), states_aside:
@@ -326,7 +323,7 @@ class ModelRunner(ModelRunnerBase):
 
     @property
     def _schedules_ahead(self) -> bool:
-        given = self.config.async_scheduling
+        given = self.config.scheduler.async_scheduling
         return self.platform.defaults.async_scheduling if given is None else given
 
     def submit(self, batch: ScheduledBatch) -> StepUnderWay:
@@ -363,22 +360,14 @@ class ModelRunner(ModelRunnerBase):
         del self.steps, self.model, self.k_cache, self.v_cache, self.states, self.attention, self.ops
         gc.collect()  # modules, compiled callables and their frames hold each other
         try:
-            self.platform.empty_cache()
+            self.platform.memory.empty_cache()
         except RuntimeError as failure:  # why the device failed has been said: closing comes after that
             logger.warning("the device did not take its memory back: %s", str(failure).strip().partition("\n")[0])
-
-    @property
-    def clock(self) -> StepClock:
-        return self.steps.clock
 
     @property
     def max_image_tokens(self) -> int:
         """Merged tokens that the tower takes at once."""
         return max(self.settings.max_num_batched_tokens, self.largest_image.num_tokens if self.largest_image else 0)
-
-    @property
-    def num_images_encoded(self) -> int:
-        return self.steps.pictures.num_encoded
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -402,11 +391,11 @@ class ModelRunner(ModelRunnerBase):
 
     def _most_padding(self, max_num_seqs: int) -> int:
         is_eager = self.settings.graph_mode == "eager"
-        return 0 if is_eager else most_padding(bucket_sizes(max_num_seqs, self.config.graph_batch_sizes))
+        return 0 if is_eager else most_padding(bucket_sizes(max_num_seqs, self.config.graphs.graph_batch_sizes))
 
     @property
     def _reserved_bytes(self) -> int:
-        return self.config.vision_cache_bytes if self.strategy.is_multimodal else 0
+        return self.config.cache.vision_cache_bytes if self.strategy.is_multimodal else 0
 
     def _bind_cache(self, num_blocks: int) -> None:
         sizes = (len(self.model_config.attention_layers), num_blocks, self.settings.block_size, self._num_kv_heads,
@@ -427,8 +416,8 @@ class ModelRunner(ModelRunnerBase):
             draws_greedily=self.ops.draws_greedily,
             allow_tokens=self.ops.allow_tokens,
             allowed_draw=self.ops.allowed_draw(),
-            download=self.platform.download,
-            host_buffer=self.platform.host_buffer,
+            download=self.platform.memory.download,
+            host_buffer=self.platform.memory.host_buffer,
             constrained=ConstrainedRows(self._matchers, self.checkpoint.processor.reasoning_tokens,
                                 self.checkpoint.end_token_ids),
         )

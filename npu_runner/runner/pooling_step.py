@@ -17,7 +17,7 @@ from torch import Tensor
 
 from npu_runner.checkpoint.model_config import PoolingConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.download import Download
+from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay
 
@@ -54,36 +54,28 @@ class PoolingStepRunner(StepRunner):
         self.pooling = pooling
         self.hidden_size = hidden_size
 
-    def admit(self, batch: ScheduledBatch) -> np.ndarray:
-        """(B,) float32: how many numbers each row's vector is to have. They travel where a row's draw does."""
+    def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """`dimensions`, (B,) float32: how many numbers each row's vector is to have."""
         asked = [None if entry.pooling is None else entry.pooling.dimensions for entry in batch.new_sampling]
-        return np.array([dimensions or self.hidden_size for dimensions in asked], dtype=np.float32)
+        return {"dimensions": np.array([width or self.hidden_size for width in asked], dtype=np.float32)}
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
         """The hidden states, as they are."""
         return hidden_BD
 
-    def _submit(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> StepUnderWay:
-        step = self.prepare(batch, number, uniforms_B)
-        self.clock.end_prepare()
-        launched = self.launch(step)
-        self.clock.end_launch()
-        vectors = self.pool(step, launched.last_BX, uniforms_B)
-        mark = self._mark(step, vectors)
-        self.clock.end_sample()
-        return StepUnderWay(step, vectors, mark=mark)
-
-    def pool(self, step: PreparedStep, hidden_BD: Tensor, dimensions_B: np.ndarray) -> PooledVectors | None:
+    def make_result(self, step: PreparedStep, hidden_BD: Tensor,
+                    of_rows: dict[str, np.ndarray]) -> PooledVectors | None:
         """Hand out the pooling; None where this rank, or this step, pools nothing."""
+        dimensions_B = of_rows["dimensions"]
         if self.tp.rank != 0 or not len(dimensions_B):
             return None
         x_BD = hidden_BD.float()
         if (dimensions_B < self.hidden_size).any():
-            x_BD = cut(x_BD, step.tensors["uniforms"])
+            x_BD = cut(x_BD, step.tensors["dimensions"])
         if self.pooling.is_normalised:
             x_BD = normalised(x_BD)
         records = torch.cat([step.tensors["receipts"][:, None], x_BD.contiguous().view(torch.int32)], dim=1)
-        return PooledVectors(self.platform.download(records), dimensions_B.astype(np.int64))
+        return PooledVectors(self.platform.memory.download(records), dimensions_B.astype(np.int64))
 
     def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         step, vectors = under_way.step, under_way.sampled

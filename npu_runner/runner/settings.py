@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from npu_runner.checkpoint.model_config import ModelConfig
-from npu_runner.config import DEFAULT_MAX_MODEL_LEN, RunnerConfig
+from npu_runner.config import DEFAULT_MAX_MODEL_LEN, GraphConfig, RunnerConfig, SchedulerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import Platform
+from npu_runner.platforms.platform import Platform
 
 MAX_COUNTED_TOKENS = 2**31 - 1
 
@@ -35,16 +35,17 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     Raises ConfigError for combinations that this model or platform cannot do.
     """
     defaults = platform.defaults
-    if config.max_state_snapshots is not None and not model_config.state_layers:
-        raise ConfigError(f"max_state_snapshots {config.max_state_snapshots}: {model_config.model_type} has no layers "
+    snapshots = config.cache.max_state_snapshots
+    if snapshots is not None and not model_config.state_layers:
+        raise ConfigError(f"max_state_snapshots {snapshots}: {model_config.model_type} has no layers "
                           "with state; leave it out")
-    max_num_seqs = _max_num_seqs(config, model_config, platform)
-    block_size = config.block_size or defaults.block_size
+    max_num_seqs = _max_num_seqs(config.scheduler, model_config, platform)
+    block_size = config.cache.block_size or defaults.block_size
     allowed = platform.supported_block_sizes
     if allowed is not None and block_size not in allowed:
         raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
-    graph_mode = _graph_mode(config, model_config, platform, max_num_seqs)
-    max_num_batched_tokens = config.max_num_batched_tokens or defaults.max_num_batched_tokens
+    graph_mode = _graph_mode(config.graphs, model_config, platform, max_num_seqs)
+    max_num_batched_tokens = config.scheduler.max_num_batched_tokens or defaults.max_num_batched_tokens
     if model_config.state_layers and max_num_batched_tokens < state_alignment(block_size):
         raise ConfigError(f"max_num_batched_tokens {max_num_batched_tokens}: chunks of this model's prompts begin at "
                           f"multiples of {state_alignment(block_size)} tokens (64 and block_size); raise it to that")
@@ -60,11 +61,11 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         graph_mode=graph_mode,
-        graph_cache_dir=_graph_cache_dir(config, platform, graph_mode),
+        graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
     )
 
 
-def _max_num_seqs(config: RunnerConfig, model_config: ModelConfig, platform: Platform) -> int:
+def _max_num_seqs(config: SchedulerConfig, model_config: ModelConfig, platform: Platform) -> int:
     max_num_seqs = config.max_num_seqs or platform.defaults.max_num_seqs
     limit = MAX_COUNTED_TOKENS // model_config.vocab_size
     if max_num_seqs > limit:
@@ -74,7 +75,7 @@ def _max_num_seqs(config: RunnerConfig, model_config: ModelConfig, platform: Pla
     return max_num_seqs
 
 
-def _graph_mode(config: RunnerConfig, model_config: ModelConfig, platform: Platform, max_num_seqs: int) -> str:
+def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platform, max_num_seqs: int) -> str:
     graph_mode = "eager" if config.enforce_eager else config.graph_mode
     if model_config.pooling is not None:
         if graph_mode not in ("auto", "eager"):
@@ -93,7 +94,7 @@ def _graph_mode(config: RunnerConfig, model_config: ModelConfig, platform: Platf
     return graph_mode
 
 
-def _graph_cache_dir(config: RunnerConfig, platform: Platform, graph_mode: str) -> Path | None:
+def _graph_cache_dir(config: GraphConfig, platform: Platform, graph_mode: str) -> Path | None:
     keeps = graph_mode in platform.keeps_graphs
     if config.use_graph_cache and not keeps:
         modes = ", ".join(platform.keeps_graphs) or "none"

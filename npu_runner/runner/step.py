@@ -14,28 +14,42 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.models.contract import LanguageModel
-from npu_runner.platforms.base import AttentionBackend, Platform
-from npu_runner.platforms.download import Download
+from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
+from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
-from npu_runner.runner.decode_step import DecodeStep
-from npu_runner.runner.inputs import to_device
-from npu_runner.runner.memory_guard import MemoryGuard
+from npu_runner.runner.clocks import PhaseClock
+from npu_runner.runner.memory import MemoryGuard
 from npu_runner.runner.pictures import Pictures, StepPictures
 from npu_runner.runner.prompt_logprobs import PromptScores, score_prompts
-from npu_runner.runner.state_pool import StatePool
-from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
-from npu_runner.runner.step_clock import StepClock
+from npu_runner.runner.states import StatePool
+from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
+
+
+class DecodeStep(nn.Module):
+    """Slots to logits of the tokens in them. A module, so that graph caches find the parameters by name."""
+
+    def __init__(self, model: LanguageModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: StepInputs, plan: Any = None) -> Tensor:
+        """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step."""
+        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
+        input_ids_B = inputs.tokens.index_select(0, inputs.state_slots)
+        hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
+        return self.model.compute_logits(hidden_BD)
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,7 @@ class StepRunner:
         self.gated_delta = gated_delta
         self.states = states
         self.buckets: DecodeBuckets | None = None
-        self.clock = StepClock()
+        self.clock = PhaseClock()
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
         self.last_tokens_S = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
         self.size_tables(max_model_len)
@@ -148,68 +162,75 @@ class StepRunner:
 
     def submit(self, batch: ScheduledBatch) -> StepUnderWay:
         """Hand a step to the device, behind those that are under way."""
-        self.clock.start()
+        self.clock.start("prepare")
         self._last_number = number = (self._last_number + 1) % 2**31
-        uniforms_B = self.admit(batch)
+        of_rows = self.admit(batch)
         self._newest = self.guard.step(
-            lambda: self._submit(batch, number, uniforms_B), batch.describe,
+            lambda: self._submit(batch, number, of_rows), batch.describe,
             why_once=None if self.states is None else "which has changed states by then")
         return self._newest
 
-    def _submit(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> StepUnderWay:
+    def _submit(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> StepUnderWay:
         """The part of a step that may be run twice, without states: it writes the same keys and values to the same
         places."""
-        step = self.prepare(batch, number, uniforms_B)
-        self.clock.end_prepare()
+        self.clock.enter("prepare")
+        step = self.prepare(batch, number, of_rows)
+        self.clock.enter("launch")
         launched = self.launch(step)
-        self.clock.end_launch()
-        sampled = self.sample(step, launched.last_BX)
+        self.clock.enter("sample")
+        result = self.make_result(step, launched.last_BX, of_rows)
+        mark = self._mark(step, result)
+        self.clock.end()
+        return StepUnderWay(step, result, launched.prompt_scores, mark)
+
+    def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> StepResult | None:
+        """Hand out what makes the step's result; None where this rank, or this step, has none."""
+        sampled = self.sample(step, logits_BV)
         # The sampler has counted its tokens: nothing behind it takes memory, for a step made again counts them again.
         self.keep_tokens(step, sampled)
-        mark = self._mark(step, sampled)
-        self.clock.end_sample()
-        return StepUnderWay(step, sampled, launched.prompt_scores, mark)
+        return sampled
 
     def collect(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         """What a step brings, once it has run; steps are collected in their order. None on ranks that do not sample.
 
         Raises EngineDeadError when what comes back is not this step's.
         """
-        self.clock.start()
+        self.clock.start("wait")
         output = self.guard.step(lambda: self._output(under_way), under_way.step.batch.describe,
                                  why_once="which was under way by then")
-        self.clock.end_wait()
+        self.clock.end()
         return output
 
-    def admit(self, batch: ScheduledBatch) -> np.ndarray:
-        """Register who entered or left a slot, once a step; (B,) float32 uniforms for the rows that sample."""
+    def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """Register who entered or left a slot, once a step. Returns what the rows that sample bring: `uniforms`, (B,)
+        float32."""
         if self.sampler is None:
-            return np.zeros(int(batch.samples_B.sum()), dtype=np.float32)
+            return {"uniforms": np.zeros(int(batch.samples_B.sum()), dtype=np.float32)}
         for slot in batch.freed_slots:
             self.sampler.remove(slot)
         for entry in batch.new_sampling:
             self.sampler.add(entry.slot, entry.params, entry.prompt_token_ids, entry.output_token_ids, seed=entry.seed,
                              thinking=entry.thinking)
-        return self.sampler.host_inputs(batch.slots_B[batch.samples_B])
+        return {"uniforms": self.sampler.host_inputs(batch.slots_B[batch.samples_B])}
 
     # -- the four phases -------------------------------------------------------------------------------------------
 
-    def prepare(self, batch: ScheduledBatch, number: int, uniforms_B: np.ndarray) -> PreparedStep:
+    def prepare(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> PreparedStep:
         """Send the step's arrays to the device, in one copy, and let the attention plan.
 
         Pictures first: those of a prefill are sent and cut while the step before runs, whoever else waits for it.
         """
         pictures = self.pictures.stage(batch.images) if batch.image_slices else None
         self.tables.learn(batch.new_blocks_N3)
-        arrays = step_arrays(batch, uniforms_B, number, self.block_size, self.tables.on_host_SW)
+        arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW)
         bucket = self.buckets.find(batch.batch_size) if self.buckets and not batch.is_prefill else None
-        if self._newest is not None and self._rewrites_what_is_read(bucket):
+        if self._newest is not None and bucket is not None and self._waits_for_replay:
             self._newest.wait()
         if bucket is not None:
             self.fill(bucket, batch, arrays)
             return PreparedStep(batch, number, bucket.tensors, bucket.inputs, bucket, None)
         news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
-        tensors = to_device(self.platform, {**arrays, "table_news": news.flat}, self.device)
+        tensors = to_device(self.platform.memory, {**arrays, "table_news": news.flat}, self.device)
         tensors["block_tables"] = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)
         context_lens = batch.context_lens_B.tolist()
         tables_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
@@ -231,10 +252,9 @@ class StepRunner:
                           repeats_a_row=self.attention.pads_with_real_rows)
         slots_B = padded["table_slots"]
         news = self.tables.news(batch.new_blocks_N3, slots_B)
-        self.tables.write(send(bucket, news.flat, self.platform), news.num_entries, slots_B)
-        if self.attention.plans_replay:
-            self.attention.plan_replay(padded["context_lens"], self.tables.on_host_SW[slots_B])
-        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
+        self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_B)
+        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist(),
+                                            lambda: self.tables.on_host_SW[slots_B])
         return padded
 
     def launch(self, step: PreparedStep) -> Launched:
@@ -265,19 +285,16 @@ class StepRunner:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
-    def _rewrites_what_is_read(self, bucket: Bucket | None) -> bool:
-        """Whether preparing another step changes host memory that a step under way may still read."""
-        return self.attention.reuses_plan_memory or (bucket is not None and self._waits_for_replay)
-
     def _mark(self, step: PreparedStep, result: StepResult | None) -> Mark | None:
         """Where a later step asks whether this one has run, and nothing else can tell. Of one between two replays, too:
         the second one asks it alone."""
-        if result is not None or not (self.attention.reuses_plan_memory or self._waits_for_replay):
+        if result is not None or not self._waits_for_replay:
             return None
-        return Mark(self.platform.download(step.tensors["context_lens"][:1]))
+        return Mark(self.platform.memory.download(step.tensors["context_lens"][:1]))
 
     @property
     def _waits_for_replay(self) -> bool:
+        """Whether preparing a graph's step changes host memory that a step under way may still read."""
         return self.buckets is not None and self.buckets.compiler.waits_for_replay
 
     def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
@@ -324,7 +341,8 @@ class StepRunner:
         if batch.prompt_scores:
             scores = score_prompts(
                 batch, hidden_TD, step.tensors["prompt_targets"], keeps=self.sampler is not None,
-                max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits, download=self.platform.download)
+                max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits,
+                download=self.platform.memory.download)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]
         return Launched(self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0], scores)

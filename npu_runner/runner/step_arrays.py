@@ -1,35 +1,53 @@
-"""One step's host arrays, from what the scheduler planned. Knows numpy and the names of StepInputs; no devices.
+"""One step's host arrays, from what the scheduler planned, and their way to the device in a single copy.
+
+All arrays lie one after the other in one pinned buffer of int32; floats and int64 travel as their bits. Every step
+has a buffer of its own: a step that samples nothing is not synchronised, and the next must not overwrite its inputs.
+Knows the names of StepInputs; nothing of models.
 
 B sequences in the step, T tokens in the step.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.platforms.memory import Memory
 
 SAMPLER_ARRAYS = ("slots", "uniforms", "receipts")
 """What the sampler takes of each row that samples, beside its logits."""
+# Each array starts on a 64-byte boundary.
+_ALIGNMENT = 16
+# Of the buffer's elements, 4 bytes each.
+_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
+
+Layout = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
+"""name -> (first element, shape, dtype)."""
 
 
-def step_arrays(batch: ScheduledBatch, uniforms_B: np.ndarray, number: int, block_size: int,
+def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number: int, block_size: int,
                 tables_SW: np.ndarray) -> dict[str, np.ndarray]:
     """All arrays of a step: those of StepInputs by its names, then what samples and shows pictures.
 
     Block tables are on the device but for what is new (block_tables.py); `tables_SW` are they on the host, by slot. A
-    decode step's `tokens` are there, too. `uniforms_B` are the draws of the rows that sample; `number` is the step's,
-    which must come back with its tokens.
+    decode step's `tokens` are there, too. `of_rows`: what the rows that sample bring, a value each: the sampler's draws
+    (`uniforms`), or the widths of vectors (`dimensions`). `number` is the step's, which must come back with its tokens.
     """
+    # int64, as an index must be on the device.
+    slots_B = batch.slots_B[batch.samples_B].astype(np.int64)
     arrays = {
         "positions": np.ascontiguousarray(batch.positions),
         "slot_mapping": _slot_mapping(batch, block_size, tables_SW),
         "context_lens": batch.context_lens_B,
         "state_slots": batch.slots_B,
-        # As an index must be on the device.
-        "slots": batch.slots_B[batch.samples_B].astype(np.int64),
-        "uniforms": uniforms_B,
-        "receipts": np.full(len(uniforms_B), number, dtype=np.int32),
+        "slots": slots_B,
+        **of_rows,
+        "receipts": np.full(len(slots_B), number, dtype=np.int32),
     }
     if batch.is_prefill:
         arrays["tokens"] = batch.token_ids_T
@@ -77,3 +95,36 @@ def _slot_mapping(batch: ScheduledBatch, block_size: int, tables_SW: np.ndarray)
         slots_T, places_T = batch.slots_B, batch.context_lens_B - 1
     blocks_T = tables_SW[slots_T, places_T // block_size]
     return (blocks_T * block_size + places_T % block_size).astype(np.int32)
+
+
+def plan_layout(arrays: Mapping[str, np.ndarray], start: int = 0) -> tuple[Layout, int]:
+    """Where each of `arrays` lies, the first at element `start`, and where they end."""
+    layout: Layout = {}
+    for name, array in arrays.items():
+        dtype = _DTYPES.get(array.dtype, torch.int32)
+        layout[name] = (start, array.shape, dtype)
+        start += -(-_num_elements(array.shape, dtype) // _ALIGNMENT) * _ALIGNMENT
+    return layout, start
+
+
+def _num_elements(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize // 4
+
+
+def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The arrays inside a buffer, int32 (num_elements,)."""
+    found = {}
+    for name, (start, shape, dtype) in layout.items():
+        found[name] = buffer[start : start + _num_elements(shape, dtype)].view(dtype).view(shape)
+    return found
+
+
+def to_device(memory: Memory, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """All of `arrays` (int32, int64 or float32) on the device, through one copy."""
+    layout, num_elements = plan_layout(arrays)
+    host = memory.host_buffer(num_elements)
+    for name, view in views(host, layout).items():
+        view.numpy()[:] = arrays[name]
+    buffer = torch.empty(num_elements, dtype=torch.int32, device=device)
+    buffer.copy_(host, non_blocking=True)
+    return views(buffer, layout)

@@ -5,7 +5,8 @@ with bad words of several tokens: they are told their last token before the next
 for is done for those rows alone. Knows nothing of when a sequence ends or what its text is.
 
 Shapes: B rows of the step, A of them whose logits are adjusted, L of them that want log probabilities, G rows of one
-group, V vocabulary, K most top logprobs any row wants; a 1 is a kept dim.
+group, V vocabulary, K most top logprobs any row wants, C rows with a mask, W 32-bit words of a mask; a 1 is a kept
+dim.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.download import Download
 from npu_runner.platforms.ops import AllowedDraw
 from npu_runner.platforms.torch_ops import TokenLookUp
+from npu_runner.platforms.transfers import Download
+from npu_runner.request.prompt_inputs import Thinking
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.request.thinking import Thinking
 from npu_runner.sampling import sampling_ops as ops
 from npu_runner.sampling.bad_words import Watch
 from npu_runner.sampling.recorded_draw import RecordedDraw, Recorder
 from npu_runner.sampling.sampling_plan import DrawGroup, StepPlan
 from npu_runner.sampling.sampling_state import Field, SamplingState
 from npu_runner.sampling.token_constraints import ConstrainedRows, TokenConstraint
-from npu_runner.sampling.token_masks import TokenMasks
 
 NO_TOKEN, ALL_BANNED = -1, -2
 """In the place of a token: the logits are no numbers; no token is left that may come."""
@@ -138,7 +138,8 @@ class Sampler:
         self._mask_places: tuple[StepPlan, Tensor] | None = None
         self._download = download
         self._constrained = constrained or ConstrainedRows(None, None, eos_token_ids)
-        self._masks = TokenMasks(vocab_size, device, host_buffer)
+        self._num_mask_words = -(-vocab_size // 32)
+        self._host_buffer = host_buffer
         self._untold: list[tuple[SamplerOutput, list[tuple[int, Watch | TokenConstraint]]]] = []
 
     def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
@@ -196,7 +197,7 @@ class Sampler:
     def _sample(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, receipts_B: Tensor, plan: StepPlan,
                 masked: Sequence[tuple[int, TokenConstraint]]) -> tuple[SamplerOutput, Tensor]:
         """Operator by operator, whatever the rows ask for; and their tokens, any where there is none."""
-        words_CW = self._masks_of([constraint for _, constraint in masked]) if masked else None
+        words_CW = self._masks_of([each for _, each in masked], logits_BV.device) if masked else None
         if plan.counted is not None:
             slots_B = slots_B.long()
         self._compile_draw(logits_BV, uniforms_B)
@@ -233,7 +234,7 @@ class Sampler:
         if self._draw_from_softmax is None or self._has_drawn:
             return
         ones_11, uniforms_11 = torch.ones_like(uniforms_B)[:1, None], uniforms_B[:1, None]
-        words_1W = torch.full((1, self._masks.num_words), -1, dtype=torch.int32, device=logits_BV.device)
+        words_1W = torch.full((1, self._num_mask_words), -1, dtype=torch.int32, device=logits_BV.device)
         for logits_1V in (logits_BV[:1], logits_BV[:1].float()):
             self._draw_from_softmax(logits_1V, ones_11, uniforms_11)
             self._allow_tokens(logits_1V, None, words_1W)
@@ -241,9 +242,11 @@ class Sampler:
             self._allowed_draw(logits_BV[:1], ones_11, uniforms_11, words_1W, torch.zeros_like(words_1W[0, :1]))
         self._has_drawn = True
 
-    def _masks_of(self, constraints: Sequence[TokenConstraint]) -> Tensor:
-        """Bits (C, W) on the device, in one copy."""
-        return self._masks.to_device(len(constraints), lambda words: self._constrained.write_masks(constraints, words))
+    def _masks_of(self, constraints: Sequence[TokenConstraint], device: torch.device) -> Tensor:
+        """int32 (C, W) on the device, in one copy: a bit per token, the lowest first."""
+        words_CW = self._host_buffer(len(constraints) * self._num_mask_words).view(-1, self._num_mask_words)
+        self._constrained.write_masks(constraints, words_CW.numpy())
+        return words_CW.to(device, non_blocking=True)
 
     def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
                 words_CW: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

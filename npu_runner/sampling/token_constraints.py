@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from npu_runner.grammars.matchers import Matchers, PreparedMatcher, unfollowed
+from npu_runner.request.prompt_inputs import ReasoningTokens, Thinking
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
-from npu_runner.request.thinking import ReasoningTokens, Thinking
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -43,7 +43,7 @@ class Job:
 
         defaults = {"input": str(self.input), "output": str(self.output), "preprocessing_workers": 1, "progress": "off"}
         config = RunnerConfig(model=str(self.model), seed=seed)
-        return run_batch(config, BatchOptions(**{**defaults, **options}), open_model=open_model)
+        return run_batch(config, BatchOptions.from_keywords(**{**defaults, **options}), open_model=open_model)
 
     def names(self) -> list[str]:
         return [item["custom_id"] for item in read_rows(self.output)]

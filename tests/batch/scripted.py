@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, InputRow
+from npu_runner.batch.rows.input_row import CHECKSUM_BYTES
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.config import RunnerConfig
@@ -25,6 +25,7 @@ from npu_runner.errors import RequestError
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.serving.replica import RawRow
 
 
 @dataclass(frozen=True)
@@ -225,16 +226,16 @@ class OneRow:
     data: bytes
 
     @property
-    def row(self) -> InputRow:
-        return InputRow(0, 1, 0, len(self.data), hashlib.blake2b(self.data, digest_size=CHECKSUM_BYTES).digest())
+    def row(self) -> RawRow:
+        return RawRow(0, 1, 0, len(self.data), hashlib.blake2b(self.data, digest_size=CHECKSUM_BYTES).digest())
 
-    def read(self, _: InputRow) -> bytes:
+    def read(self, _: RawRow) -> bytes:
         return self.data
 
-    def pieces(self, _: InputRow) -> Iterator[bytes]:
+    def pieces(self, _: RawRow) -> Iterator[bytes]:
         yield self.data
 
-    def name(self, _: InputRow) -> str | None:
+    def name(self, _: RawRow) -> str | None:
         return name_of(self.data)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,8 @@ import pytest
 
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli import main as cli
-from npu_runner.cli.options import field_docstrings, given
-from npu_runner.config import GIB, MIB, RunnerConfig
+from npu_runner.cli.options import given, options_of, with_parts
+from npu_runner.config import GIB, MIB, RunnerConfig, flat_fields, flat_values
 from tests.batch.scripted import row, write_rows
 
 
@@ -28,12 +27,12 @@ def test_every_setting_is_an_option_and_explained(capsys: pytest.CaptureFixture[
     monkeypatch.setenv("COLUMNS", "500")  # wrapping would cut names and sentences
     batch, generate = help_text(capsys, "batch"), help_text(capsys, "generate")
     for settings, texts in ((RunnerConfig, (batch, generate)), (BatchOptions, (batch,))):
-        explained = field_docstrings(settings)
-        for field in dataclasses.fields(settings):
-            flag = "--" + field.name.replace("_", "-")
-            assert all(flag in text for text in texts), flag
+        options = [option for _, kind in with_parts("", settings) for option in options_of(kind)]
+        assert {option.field.name for option in options} == set(flat_fields(settings))
+        for option in options:
+            assert all(option.flag in text for text in texts), option.flag
             # Without a word under the field, its option says nothing.
-            assert len(explained.get(field.name, "")) > 15, f"{settings.__name__}.{field.name} has no docstring"
+            assert len(option.text) > 15, f"{settings.__name__}.{option.field.name} has no docstring"
     assert "0 every row has an answer" in batch
 
 
@@ -64,7 +63,7 @@ def test_what_is_not_given_is_left_to_the_settings() -> None:
 )
 def test_options_become_values_of_the_right_type(arguments: str, name: str, value: Any) -> None:
     assert parsed(*arguments.split())[name] == value
-    assert getattr(RunnerConfig(**parsed(*arguments.split())), name) == value
+    assert flat_values(RunnerConfig.from_keywords(**parsed(*arguments.split())))[name] == value
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_served_bodies_are_openai_bodies_and_keep_their_values(body: dict[str, A
     (prompt,) = [body["prompt"]] if isinstance(body["prompt"], str) or isinstance(body["prompt"][0], int) \
         else body["prompt"]
     assert ours.prompt == prompt
-    params = ours.to_sampling_params({}, fallback_seed=7)
+    params = ours.to_params({}, fallback_seed=7)
     for name in ("temperature", "top_p", "n", "presence_penalty", "frequency_penalty"):
         if name in body:
             assert getattr(params, name) == body[name]
@@ -87,8 +87,8 @@ def test_every_field_is_openais_or_a_named_extra_and_every_one_of_openais_is_kno
 
 
 def test_the_endpoints_default_of_max_tokens_goes_before_the_checkpoints() -> None:
-    assert parsed({"prompt": "a"}).to_sampling_params({"max_tokens": 500}, 0).max_tokens == 16
-    assert parsed({"prompt": "a", "min_tokens": 20}).to_sampling_params({}, 0).max_tokens == 20
+    assert parsed({"prompt": "a"}).to_params({"max_tokens": 500}, 0).max_tokens == 16
+    assert parsed({"prompt": "a", "min_tokens": 20}).to_params({}, 0).max_tokens == 20
 
 
 BAD_BODIES = [
@@ -119,7 +119,7 @@ BAD_BODIES = [
 @pytest.mark.parametrize(("change", "code", "param"), BAD_BODIES, ids=lambda value: str(value)[:40])
 def test_a_wrong_body_is_refused_and_the_field_named(change: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parsed({"prompt": "x", **change}).to_sampling_params({}, 0)
+        parsed({"prompt": "x", **change}).to_params({}, 0)
     assert (caught.value.code, caught.value.param) == (code, param)
     assert param in caught.value.message
 

@@ -109,7 +109,7 @@ def test_a_process_that_vanishes_while_rows_move_leaves_each_once(job: Job, erro
     (job.folder / "vanishes.py").write_text(f"""
 import os, sys, json
 from pathlib import Path
-import npu_runner.batch.files.rows_file as files
+import npu_runner.batch.files.output_file as files
 from tests.replicas import scripted_job
 keep = files.RowsFile.keep
 def vanishing(self, wanted):

@@ -53,7 +53,7 @@ class SchedulerAlone:
             assert sequence is not None
             sequence.append(7)
             # Answers of different lengths, so that they do not end together.
-            if sequence.num_output_tokens > NUM_OUTPUT_TOKENS * (1 + sequence.seq_id % 7) // 7:
+            if len(sequence.output_token_ids) > NUM_OUTPUT_TOKENS * (1 + sequence.seq_id % 7) // 7:
                 self.scheduler.finish(sequence, "length")
                 completion = CompletionOutput(0, "x", sequence.output_token_ids, "length")
                 done.append(RequestOutput(sequence.request_id, [completion], 3))

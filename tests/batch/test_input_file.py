@@ -46,7 +46,7 @@ def test_only_wanted_rows_come_and_are_numbered_anew(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", [row(name) for name in "abcd"])
     with InputFile(str(path), tmp_path) as file:
         wanted = list(file.rows(np.array([False, True, False, True])))
-        assert [(item.sequence, item.line, file.source.name(item)) for item in wanted] == [(0, 2, "b"), (1, 4, "d")]
+        assert [(item.number, item.line, file.source.name(item)) for item in wanted] == [(0, 2, "b"), (1, 4, "d")]
         assert [json.loads(file.source.read(item))["custom_id"] for item in wanted] == ["b", "d"]
 
 

@@ -34,7 +34,8 @@ def announce(engine):
         print("five steps", file=sys.stderr, flush=True)
     time.sleep(0.01)
 
-options = BatchOptions(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1, progress="off", ordered=True)
+options = BatchOptions.from_keywords(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1,
+                                      progress="off", ordered=True)
 model = lambda config: ScriptedModel(config, lambda config: ScriptedEngine(config, on_step=announce))
 print("an import that chats", flush=True)
 try:

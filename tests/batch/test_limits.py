@@ -16,7 +16,7 @@ from PIL import Image
 from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.preprocessing import RejectedRow
-from npu_runner.config import RunnerConfig
+from npu_runner.config import RunnerConfig, flat_fields
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder
 from npu_runner.prompts.media.media import MediaRules
@@ -293,7 +293,7 @@ def test_the_page_of_limits_says_what_the_code_does() -> None:
 
 
 def test_a_limit_that_is_an_option_has_the_default_of_the_list() -> None:
-    settings = {**RunnerConfig.__dataclass_fields__, **BatchOptions.__dataclass_fields__}
+    settings = {**flat_fields(RunnerConfig), **flat_fields(BatchOptions)}
     shared = settings.keys() & Limits.__dataclass_fields__.keys()
     assert len(shared) == 7
     assert {name: settings[name].default for name in shared} == {name: getattr(LIMITS, name) for name in shared}
@@ -304,4 +304,4 @@ def test_a_limit_that_is_an_option_has_the_default_of_the_list() -> None:
 @pytest.mark.parametrize("name", ["max_row_bytes", "max_media_bytes", "max_prompt_media_bytes", "worker_memory_bytes"])
 def test_a_limit_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        BatchOptions(input="a", output="b", **{name: 0})  # type: ignore[arg-type]
+        BatchOptions.from_keywords(input="a", output="b", **{name: 0})

@@ -22,7 +22,7 @@ def make(config):
     engines.append(ScriptedEngine(config, latency=lambda text: 1, max_running=64))
     return engines[-1]
 
-options = BatchOptions(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1, progress="off")
+options = BatchOptions.from_keywords(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1, progress="off")
 summary = run_batch(RunnerConfig(model=sys.argv[3]), options, open_model=lambda config: ScriptedModel(config, make))
 print(json.dumps({
     "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,

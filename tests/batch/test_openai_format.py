@@ -79,7 +79,7 @@ def test_served_bodies_are_openai_bodies_and_keep_their_values(body: dict[str, A
                                 | {"messages": messages})
     parsed = parse_row({**row("a"), "body": json.loads(json.dumps(body))}).body
     assert isinstance(parsed, ChatBody)
-    params = parsed.to_sampling_params({}, fallback_seed=7)
+    params = parsed.to_params({}, fallback_seed=7)
     assert [message["role"] for message in parsed.to_conversation()] == [m["role"] for m in body["messages"]]
     for name in ("max_tokens", "temperature", "top_p", "n", "presence_penalty", "frequency_penalty"):
         if name in body:
@@ -173,7 +173,7 @@ BAD_BODIES = [
 @pytest.mark.parametrize(("change", "code", "param"), BAD_BODIES, ids=lambda value: str(value)[:40])
 def test_a_wrong_body_is_refused_and_the_field_named(change: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_row(row("a", **change)).body.to_sampling_params({}, 0)
+        parse_row(row("a", **change)).body.to_params({}, 0)
     assert (caught.value.code, caught.value.param) == (code, param)
     assert param.split(".")[-1].split("[")[0] in caught.value.message
 
@@ -234,4 +234,4 @@ def test_half_a_surrogate_pair_is_refused_and_a_whole_one_is_not() -> None:
 def test_the_row_goes_over_the_checkpoints_defaults_field_by_field() -> None:
     defaults = {"temperature": 0.7, "top_k": 20, "max_tokens": 99}
     body = parse_row({**row("a"), "body": {"messages": [{"role": "user", "content": "x"}], "top_k": -1}}).body
-    assert body.to_sampling_params(defaults, 1) == SamplingParams(temperature=0.7, top_k=0, max_tokens=99, seed=1)
+    assert body.to_params(defaults, 1) == SamplingParams(temperature=0.7, top_k=0, max_tokens=99, seed=1)

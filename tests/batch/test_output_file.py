@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import replacing
-from npu_runner.batch.files.output_file import OutputLock, repair_output, rewrite_rows, scan_output
+from npu_runner.batch.files.output_file import OutputLock, OutputScan, keep_rows, rewrite_rows, scan_output
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import ConfigError, JobError
@@ -32,6 +32,13 @@ def a_row(index: int, failed: bool) -> bytes:
     return error_row(RowError(code="c", message="m\n"), custom_id=name, line=index + 1)
 
 
+def repaired(path: Path, *, drops_failed: bool = False) -> OutputScan:
+    """What the file holds once only whole rows are left in it, and of these only answers with `drops_failed`."""
+    scan = scan_output(path)
+    keep_rows(path, scan, ~(scan.failed & drops_failed))
+    return scan_output(path)
+
+
 ROWS = st.lists(st.booleans(), max_size=8).map(lambda flags: [a_row(i, failed) for i, failed in enumerate(flags)])
 
 
@@ -43,7 +50,7 @@ def test_cut_anywhere_the_whole_rows_are_kept(
     everything = b"".join(rows)
     cut = data.draw(st.integers(0, len(everything)))
     path.write_bytes(everything[:cut])
-    repair_output(path, scan_output(path), drop_failed=False)
+    repaired(path)
     assert path.read_bytes() == everything[: everything.rfind(b"\n", 0, cut) + 1]
 
 
@@ -60,7 +67,7 @@ def test_whatever_is_between_the_rows_the_rows_are_kept_once(
     for line in rows:
         lines += [*data.draw(st.lists(st.one_of(rubbish, st.just(line)), max_size=2)), line]
     path.write_bytes(b"".join(lines))
-    scan = repair_output(path, scan_output(path), drop_failed=False)
+    scan = repaired(path)
     assert path.read_bytes() == b"".join(rows)
     assert (scan.num_rows, scan.num_broken_lines) == (len(rows), 0)
 
@@ -71,9 +78,8 @@ def test_failed_rows_are_dropped_when_they_are_tried_again(
 ) -> None:
     path = tmp_path_factory.mktemp("output") / "out.jsonl"
     path.write_bytes(b"".join(a_row(i, failed) for i, failed in enumerate(flags)))
-    scan = scan_output(path)
-    assert list(scan.failed) == flags
-    assert repair_output(path, scan, drop_failed=True).num_rows == flags.count(False)
+    assert list(scan_output(path).failed) == flags
+    assert repaired(path, drops_failed=True).num_rows == flags.count(False)
     assert path.read_bytes() == b"".join(a_row(i, failed) for i, failed in enumerate(flags) if not failed)
 
 
@@ -87,7 +93,7 @@ def test_a_whole_file_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(a_row(0, False))
     before = path.stat()
-    repair_output(path, scan_output(path), drop_failed=True)
+    repaired(path, drops_failed=True)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 

@@ -22,8 +22,7 @@ from PIL import Image
 
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.place import find_place
-from npu_runner.batch.job.report import write_report
-from npu_runner.batch.job.thumbnails import ThumbnailMaker
+from npu_runner.batch.job.report import ThumbnailMaker, write_report
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
 from npu_runner.errors import JobError

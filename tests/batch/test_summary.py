@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from npu_runner.batch.job.summary import JobSummary
-from npu_runner.batch.job.tally import Tally
+from npu_runner.batch.job.summary import JobSummary, Tally
 from npu_runner.request.outputs import EngineStats
 
 

@@ -1,36 +1,47 @@
-"""The laws of the layout: a layer imports only what stands below it, and the scheduling core knows no tensors."""
+"""The laws of the layout: a room imports only what stands below it, and the scheduling core knows no tensors."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from npu_runner.platforms import BUILT_IN
+
 ROOT = Path(__file__).parents[2]
-# Packages and modules, lowest first; those of one line do not import each other.
-LAYERS = [
-    {"errors", "threads", "processes", "assets"}, {"request"},
-    {"config", "checkpoint"}, {"grammars"}, {"prompts"},
-    {"core", "platforms"}, {"layers", "sampling"}, {"models"}, {"strategies"}, {"runner"}, {"engine"}, {"serving"},
-    {"llm"}, {"batch", "ray_data"}, {"cli"},
+# The rooms of the house (packages and modules of npu_runner), lowest floor first: each stands right above the highest
+# room that it imports. Rooms of one floor do not import each other.
+FLOORS = [
+    {"assets", "errors", "processes", "threads"},
+    {"platforms", "request"},
+    {"checkpoint", "config", "core", "grammars"},
+    {"layers", "prompts", "sampling"},
+    {"models"},
+    {"strategies"},
+    {"runner"},
+    {"engine"},
+    {"serving"},
+    {"batch", "llm"},
+    {"cli", "ray_data"},
 ]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-
-
-def layer_of(module: str) -> str | None:
-    parts = module.split(".")
-    return parts[1] if parts[0] == "npu_runner" and len(parts) > 1 else None
+# Of all pairs of rooms so many may know each other. A new arrow is a decision: raise this with its reason.
+MOST_ARROWS = 105
 
 
 def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports, wherever in the file it does."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
+            if node.module == "npu_runner":
+                yield from (f"npu_runner.{alias.name}" for alias in node.names)
 
 
 def all_sources() -> list[Path]:
@@ -38,34 +49,67 @@ def all_sources() -> list[Path]:
 
 
 def sources() -> list[Path]:
+    """All but the package's front, whose public names load on first use."""
     return [path for path in all_sources()
             if path.parent.name != "npu_runner" or path.stem not in ("__init__", "__main__")]
 
 
-def module_layer(path: Path) -> str:
+def room_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return "strategies" if parts[0] == "strategies" else parts[1]  # its folder stands beside the package's
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_layer_imports_only_what_stands_below_it(path: Path) -> None:
-    own = module_layer(path)
-    for module in imports(path):
-        layer = layer_of(module)
-        if layer is not None and layer != own:
-            assert LEVEL[layer] < LEVEL[own], f"{path.relative_to(ROOT)} ({own}) imports {module} ({layer})"
+def arrows() -> dict[tuple[str, str], Path]:
+    """(room, room that it imports) of all pairs, with a file that does."""
+    rooms = {room_of(path) for path in sources()}
+    found: dict[tuple[str, str], Path] = {}
+    for path in sources():
+        for module in imports(path):
+            package, _, rest = module.partition(".")
+            imported = rest.partition(".")[0]
+            if package == "npu_runner" and imported in rooms - {room_of(path)}:
+                found[room_of(path), imported] = path.relative_to(ROOT)
+    return found
 
 
-FLOORS = {
+def test_every_room_stands_on_a_floor() -> None:
+    assert set().union(*FLOORS) == {room_of(path) for path in sources()}
+
+
+def test_a_room_imports_only_rooms_on_lower_floors() -> None:
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    upward = {f"{room} imports {imported}: {path}" for (room, imported), path in arrows().items()
+              if floor_of[imported] >= floor_of[room]}
+    assert not upward
+
+
+def test_no_room_stands_higher_than_its_imports_ask() -> None:
+    below: dict[str, set[str]] = {room: set() for rooms in FLOORS for room in rooms}
+    for room, imported in arrows():
+        below[room].add(imported)
+    floor_of: dict[str, int] = {}
+    for room in TopologicalSorter(below).static_order():  # raises CycleError, which names a circle of rooms
+        floor_of[room] = 1 + max((floor_of[imported] for imported in below[room]), default=-1)
+    floors: list[set[str]] = [set() for _ in range(1 + max(floor_of.values()))]
+    for room, floor in floor_of.items():
+        floors[floor].add(room)
+    assert floors == FLOORS
+
+
+def test_few_rooms_know_each_other() -> None:
+    assert len(arrows()) <= MOST_ARROWS
+
+
+HOUSES = {
     "batch": ["rows", "files", "job"],  # what a row is, where rows lie, what is done with them
     "prompts": ["media", "text", "prompts"],  # what a message shows, what it says, and both in one prompt
     "serving": ["workers", "serving", "replicas", "calls"],  # to prepare, one loop, to share out, all for an LLM
 }
 
 
-@pytest.mark.parametrize("house", FLOORS)
+@pytest.mark.parametrize("house", HOUSES)
 def test_a_room_of_a_package_imports_only_rooms_below_it(house: str) -> None:
-    rooms, folder = FLOORS[house], ROOT / "npu_runner" / house
+    rooms, folder = HOUSES[house], ROOT / "npu_runner" / house
     for path in sorted(folder.rglob("*.py")):
         for module in imports(path):
             parts = module.split(".")
@@ -92,10 +136,31 @@ def test_the_core_imports_no_torch() -> None:
         assert not any(module.split(".")[0] == "torch" for module in imports(path)), path.name
 
 
+def literals(path: Path) -> Iterator[str]:
+    """The strings of a file's code; its docstrings, those under fields too, are not among them."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            yield node.value
+
+
 def test_nobody_above_a_platform_asks_which_one_it_is() -> None:
-    asking = [str(path.relative_to(ROOT)) for path in sources()
-              if module_layer(path) != "platforms" and "device.type" in path.read_text()]
-    assert not asking
+    """Outside platforms/ no code has a platform's name for a string, asks a tensor where it lies, or imports a vendor's
+    folder; a docstring may explain what a default is."""
+    for path in [path for path in sources() if room_of(path) != "platforms"]:
+        assert not BUILT_IN.keys() & set(literals(path)), path
+        assert "device.type" not in path.read_text(), path
+        vendors = {module.split(".")[2] for module in imports(path) if module.startswith("npu_runner.platforms.")}
+        assert not BUILT_IN.keys() & vendors, path
+
+
+def test_a_platform_loads_no_torch_before_it_is_used() -> None:
+    """The doctor looks at hosts where that fails, and the process that shares out devices is to open none."""
+    code = ("import sys; from npu_runner.platforms import platforms; names = [each.name for each in platforms()]; "
+            "print(*names, {'torch', 'torch_npu', 'triton'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "npu cuda cpu set()\n"
 
 
 def test_no_file_is_too_long_to_read() -> None:

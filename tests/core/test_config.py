@@ -14,7 +14,8 @@ import pytest
 
 from npu_runner import LLM, RunnerConfig, SamplingParams
 from npu_runner.assets import EMBEDDED, SHAPES_VL
-from npu_runner.checkpoint.location import resolve_checkpoint
+from npu_runner.checkpoint.files import resolve_checkpoint
+from npu_runner.config import GraphConfig, PromptConfig, SchedulerConfig, flat_fields, flat_values
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
 from npu_runner.strategies import strategies_by_model_type
 
@@ -51,13 +52,27 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], words: st
 
 
 def test_a_config_is_not_written_afterwards() -> None:
-    config = RunnerConfig(model="x", graph_batch_sizes=(8, 2, 8))
-    assert config.graph_batch_sizes == (2, 8)
+    config = RunnerConfig.from_keywords(model="x", graph_batch_sizes=(8, 2, 8))
+    assert config.graphs.graph_batch_sizes == (2, 8)
     with pytest.raises(AttributeError):
         config.seed = 3  # type: ignore[misc]
     assert config.replace(seed=3).seed == 3
     with pytest.raises(ConfigError):
         config.replace(max_num_seqs=0)
+
+
+def test_flat_names_and_parts_say_the_same() -> None:
+    flat = RunnerConfig.from_keywords("m", max_num_seqs=3, image_max_pixels=9, enforce_eager=True, seed=5)
+    assert flat == RunnerConfig(model="m", seed=5, scheduler=SchedulerConfig(max_num_seqs=3),
+                                prompts=PromptConfig(image_max_pixels=9), graphs=GraphConfig(enforce_eager=True))
+    assert flat.replace(max_num_seqs=None).scheduler == SchedulerConfig()
+    assert flat.replace(max_num_seqs=None).prompts == flat.prompts
+    assert set(flat_values(flat)) == set(flat_fields(RunnerConfig))
+
+
+def test_a_part_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'scheduler'"):
+        LLM("anywhere", scheduler=SchedulerConfig())
 
 
 def spoiled(checkpoint: Any, folder: Path, base: str = "qwen3", **config: Any) -> Path:
@@ -168,7 +183,7 @@ def run(script: str, *arguments: str, **environment: str) -> str:
 
 REFUSED = """
 import sys
-from npu_runner.checkpoint.location import resolve_checkpoint
+from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.errors import ConfigError
 try:
     resolve_checkpoint(*sys.argv[1:])

@@ -1,7 +1,9 @@
-"""README's table of models says what the strategies are and what the tests run, and CONTRIBUTING names what exists."""
+"""A family is one file in strategies/ and one entry in tests/families.py: README's table of models says what both are.
+CONTRIBUTING names what exists."""
 
 from __future__ import annotations
 
+import ast
 import pydoc
 import re
 from pathlib import Path
@@ -12,14 +14,13 @@ import pytest
 from npu_runner import strategies
 from npu_runner.checkpoint.model_config import GatedDeltaNetConfig
 from npu_runner.prompts.text import tool_parsers
-from npu_runner.strategies import LoadStrategy, pick_strategy
-from tests.npu import test_expert_families as npu_experts
-from tests.npu import test_hybrid_families as npu_hybrids
-from tests.npu import test_tokens_equal_cpu as npu
-from tests.oracle import test_tensor_parallel as ranks
+from npu_runner.strategies import pick_strategy, strategies_by_model_type, strategy_of
+from tests.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
-OWN: dict[str, type[LoadStrategy]] = {name: kind for kind in strategies._OWN for name in kind.model_types}
+OWN = {name: kind for name, kind in strategies_by_model_type().items() if kind.__module__.startswith("npu_runner.")}
+GENERIC = set(re.findall(r"`([\w.-]+)`", re.search(r"Equal are these (\d+):(.*?)\nLarger", (
+    ROOT / "docs" / "generic.md").read_text(), re.DOTALL)[2]))  # type: ignore[index]
 
 
 def table() -> list[tuple[list[str], dict[str, str]]]:
@@ -43,6 +44,22 @@ def test_every_family_is_in_the_table_once_and_no_other() -> None:
     assert sorted(found) == sorted(OWN)
 
 
+def test_every_family_has_an_entry_from_which_its_tests_are_derived() -> None:
+    assert sorted(OWN) == sorted(FAMILIES)
+    assert not GENERIC & set(OWN), "docs/generic.md names what has a strategy of its own"
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_a_family_is_found_by_its_name(model_type: str) -> None:
+    assert strategy_of(model_type) is OWN[model_type], "its file is named like it, or like what stands before a _ in it"
+
+
+def test_no_family_is_imported_before_it_is_asked_for() -> None:
+    top = ast.parse((ROOT / "strategies" / "__init__.py").read_text()).body
+    modules = {node.module for node in top if isinstance(node, ast.ImportFrom)}
+    assert {name for name in modules if name and "strategies" in name} == {"npu_runner.strategies.base"}
+
+
 @pytest.mark.parametrize("model_type", CELLS)
 def test_the_table_says_what_the_strategy_is_and_what_the_tests_run(model_type: str, checkpoint: Any) -> None:
     cells = CELLS[model_type]
@@ -51,10 +68,10 @@ def test_the_table_says_what_the_strategy_is_and_what_the_tests_run(model_type: 
     has_state = any(isinstance(layer.mixer, GatedDeltaNetConfig) for layer in strategy.read_config().layers)
     assert cells["pictures"] == _yes(strategy.is_multimodal)
     assert cells["prefix cache"] == ("snapshots" if has_state else "blocks")
-    assert cells["ranks"] == _yes(model_type in ranks.CASES)
-    graphs = set() if cells["decode graphs"] == "no" else set(cells["decode graphs"].split(", "))
-    assert graphs <= {"npu", "cuda", "cpu"}
-    assert ("npu" in graphs) == (model_type in (*npu.TINY, *npu_experts.FAMILIES, *npu_hybrids.FAMILIES))
+    # Both are run with every entry of tests/families.py.
+    assert cells["ranks"] == "yes"
+    assert "npu" in cells["decode graphs"].split(", ")
+    assert set(cells["decode graphs"].split(", ")) <= {"npu", "cuda", "cpu"}
 
 
 def _yes(is_so: bool) -> str:

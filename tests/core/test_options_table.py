@@ -1,24 +1,35 @@
-"""docs/options.md names every option, so that none is added, renamed or dropped in silence."""
+"""docs/options.md is what scripts/options_page.py makes of the code, so that no option or word differs in silence."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.config import RunnerConfig
+from npu_runner.config import RunnerConfig, flat_fields, from_keywords
+from npu_runner.errors import ConfigError
+from scripts.options_page import PAGE, page
 
-OPTIONS = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+EVERY = {**flat_fields(BatchOptions), **flat_fields(RunnerConfig)}
+NEEDED = {"input": "in", "output": "out", "model": "m"}
 
 
-@pytest.mark.parametrize("settings", [BatchOptions, RunnerConfig])
-def test_the_docs_explain_every_option_and_no_other(settings: type) -> None:
-    flags = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(settings)}
-    table = set(re.findall(r"^\| `(--[a-z-]+)` \|", OPTIONS, flags=re.MULTILINE))
-    assert flags <= table
-    every = {"--" + field.name.replace("_", "-") for kind in (BatchOptions, RunnerConfig) for field in
-             dataclasses.fields(kind)}
-    assert table <= every
+def test_the_page_is_what_the_code_says() -> None:
+    assert PAGE.read_text() == page(), "python scripts/options_page.py"
+
+
+def test_each_option_has_one_row_and_one_owner() -> None:
+    flags = re.findall(r"^\| `--([a-z-]+)` \|", PAGE.read_text(), flags=re.MULTILINE)
+    assert sorted(flag.replace("-", "_") for flag in flags) == sorted(EVERY)
+    assert len(EVERY) == len(flat_fields(BatchOptions)) + len(flat_fields(RunnerConfig))
+
+
+@pytest.mark.parametrize("name", [name for name, field in EVERY.items() if "choices" in field.metadata])
+def test_a_word_that_is_none_of_the_choices_is_refused_with_all_of_them(name: str) -> None:
+    (row,) = re.findall(rf"^\| `--{name.replace('_', '-')}` \| ([^|]*) \|", PAGE.read_text(), flags=re.MULTILINE)
+    choices = [cell.strip("`") for cell in row.split(", ")]
+    for choice in choices:
+        from_keywords({**NEEDED, name: choice}, BatchOptions, RunnerConfig)
+    with pytest.raises(ConfigError, match=f"^{name}: 'abacus' is not one of {', '.join(choices)}$"):
+        from_keywords({**NEEDED, name: "abacus"}, BatchOptions, RunnerConfig)

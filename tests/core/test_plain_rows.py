@@ -7,10 +7,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from npu_runner.checkpoint.location import resolve_checkpoint
+from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.core.sequence import Sequence
-from npu_runner.engine.generation import End, Generation
-from npu_runner.engine.plain_rows import PlainRows
+from npu_runner.engine.generation import End, Generation, PlainRows
 from npu_runner.prompts.text.tokenizer import read_tokenizer
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams

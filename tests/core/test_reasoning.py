@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from npu_runner.engine.detokenizer import IncrementalDetokenizer
 from npu_runner.engine.reasoning import SplitAnswer, split_answer
 from npu_runner.prompts.text.reasoning import find_reasoning_tokens
-from npu_runner.request.thinking import ReasoningTokens, Thinking
+from npu_runner.request.prompt_inputs import ReasoningTokens, Thinking
 from tests.prompts.preprocessing_checkpoints import llama_tokenizer, qwen_tokenizer
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from npu_runner.engine.detokenizer import IncrementalDetokenizer
-from npu_runner.engine.stop_strings import StopSearch
+from npu_runner.engine.detokenizer import IncrementalDetokenizer, StopSearch
 
 LETTERS = st.text("ab", min_size=1, max_size=6)
 

@@ -24,6 +24,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     from npu_runner.platforms import pick_platform
 
     try:
-        return pick_platform("cuda").set_device(0)
+        return pick_platform("cuda").devices.set_device(0)
     except ConfigError as reason:
         pytest.skip(str(reason))

@@ -129,10 +129,10 @@ def check_pictures(device: torch.device, head_dim: int, dtype: torch.dtype, leng
 def test_heads_in_two_parts_are_taken_where_they_are_right_and_only_there(
         device: torch.device, head_dim: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A kernel that the compiler made wrong is named in a warning and not used."""
-    from npu_runner.platforms.cuda import split_vision_kernels
+    from npu_runner.platforms.cuda import vision_kernels
 
     launches = []
-    right = split_vision_kernels.pictures
+    right = vision_kernels.split_pictures
 
     class Wrong:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -146,7 +146,7 @@ def test_heads_in_two_parts_are_taken_where_they_are_right_and_only_there(
         spoils = False
 
     kernel = Wrong()
-    monkeypatch.setattr(split_vision_kernels, "pictures", kernel)
+    monkeypatch.setattr(vision_kernels, "split_pictures", kernel)
     check_pictures(device, head_dim, torch.bfloat16, [70, 16])
     assert len(launches) == 2, "one is compared, one is used"
     assert not caplog.records

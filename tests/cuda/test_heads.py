@@ -113,7 +113,7 @@ def test_more_rows_than_a_program_has(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_rounds_where_the_separate_operators_round(device: torch.device, dtype: torch.dtype, norm: str) -> None:
     """All but the few values that a sum in another order turns to their neighbour are the same to the bit."""
-    from npu_runner.platforms.base import AttentionBackend
+    from npu_runner.platforms.attention import AttentionBackend
     from npu_runner.platforms.cuda.attention import TritonAttention
     from npu_runner.platforms.cuda.ops import TritonOps
 

@@ -1,6 +1,7 @@
 """A strategy of another package, some of whose tokens make a step fail. Tests install it with an entry point.
 
-`Z` raises, `Q` runs out of memory, `X` kills its process, `J` holds the interpreter's lock for four seconds.
+`Z` raises, `Q` runs out of memory, `X` kills its process, `K` fails as where another rank was killed, `J` holds the
+interpreter's lock for four seconds. How often they do so is a matter of strikes.py.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
 
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import EngineDeadError
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.strategies.qwen3 import Qwen3Strategy
+from tests.faults.mortal_processor import MortalProcessor
+from tests.faults.strikes import die, strikes
 
 MODEL_TYPE = "poisoned"
 GIL_SECONDS = 4
@@ -44,6 +49,10 @@ def poisoned_copy(model: Path, folder: Path) -> Path:
 class PoisonedStrategy(Qwen3Strategy):
     model_types = (MODEL_TYPE,)
 
+    def processor(self, config: RunnerConfig) -> ChatProcessor:
+        plain = super().processor(config)
+        return MortalProcessor(plain.model_path, plain.settings)
+
     def build(self, *arguments: Any, **keywords: Any) -> Any:
         model = super().build(*arguments, **keywords)
         tokenizer = tokenizers.Tokenizer.from_file(str(self.path / "tokenizer.json"))
@@ -51,8 +60,9 @@ class PoisonedStrategy(Qwen3Strategy):
         embed = model.embed
 
         def poisoned(ids_T: torch.Tensor) -> torch.Tensor:
+            is_made_up = len(ids_T.unique()) == 1  # as are the steps of a start, whose tokens may be any
             for token, fault in faults.items():
-                if (ids_T == token).any():
+                if not is_made_up and (ids_T == token).any() and strikes():
                     fault()
             x_TD: torch.Tensor = embed(ids_T)
             return x_TD
@@ -69,12 +79,12 @@ def _run_out_of_memory() -> None:
     torch.empty(1 << 46)  # more than any address space; what the allocator then says is its own
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def _lose_a_rank() -> None:
+    raise EngineDeadError("rank 1 died (killed by SIGKILL) in a step")
 
 
 def _hold_the_lock() -> None:
     ctypes.PyDLL(None).sleep(GIL_SECONDS)
 
 
-FAULTS = {"Z": _raise, "Q": _run_out_of_memory, "X": _die, "J": _hold_the_lock}
+FAULTS = {"Z": _raise, "Q": _run_out_of_memory, "X": die, "K": _lose_a_rank, "J": _hold_the_lock}

@@ -9,12 +9,12 @@ import pytest
 
 from npu_runner import RunnerConfig, SamplingParams
 from npu_runner.engine.detokenizer import IncrementalDetokenizer
-from npu_runner.engine.generation import Generation
+from npu_runner.engine.generation import Generation, PlainRows
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.engine.logprobs import LogprobsRecord
-from npu_runner.engine.plain_rows import PlainRows
 from npu_runner.strategies.opened import open_checkpoint
-from tests.faults.test_interrupted_steps import Injected, raising
+from tests.faults.lines import Injected
+from tests.faults.test_interrupted_steps import raising
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
@@ -32,7 +32,8 @@ PLACES = [(PlainRows, "book"), (Generation, "append"), (LogprobsRecord, "append"
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLMEngine]:
-    config = RunnerConfig(model="shapes-vl", platform="cpu", max_model_len=256, max_num_seqs=16, kv_cache_bytes=1 << 22)
+    config = RunnerConfig.from_keywords("shapes-vl", platform="cpu", max_model_len=256, max_num_seqs=16,
+                                        kv_cache_bytes=1 << 22)
     with LLMEngine(open_checkpoint(config)) as engine:
         yield engine
 

@@ -18,11 +18,8 @@ from npu_runner.engine.executors.executor import Executor
 from npu_runner.engine.generation import Generation
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.faults.interrupts import PARAMS, PROMPTS, SETTINGS, answers
+from tests.faults.lines import Injected
 from tests.oracle.running import greedy, runner_of
-
-
-class Injected(BaseException):
-    """Not an Exception, as KeyboardInterrupt is none."""
 
 
 @contextmanager
@@ -153,9 +150,18 @@ def test_ctrl_c_at_more_moments(size: int, steps_under_way: int, checkpoint: Any
     assert_goes_on(size, 12, steps_under_way, checkpoint)
 
 
-def assert_goes_on(size: int, num_interrupts: int, steps_under_way: int, checkpoint: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.full("two hundred interrupts; twelve of one replica stay")
+@pytest.mark.parametrize("steps_under_way", [1, 2])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_ctrl_c_at_two_hundred_moments(num_replicas: int, steps_under_way: int, checkpoint: Any) -> None:
+    assert_goes_on(1, 50, steps_under_way, checkpoint, num_replicas)
+
+
+def assert_goes_on(size: int, num_interrupts: int, steps_under_way: int, checkpoint: Any,
+                   num_replicas: int = 1) -> None:
     command = [sys.executable, "-m", "tests.faults.interrupts", str(checkpoint("qwen3")), str(size),
-               str(num_interrupts), str(steps_under_way)]
+               str(num_interrupts), str(steps_under_way), str(num_replicas)]
     done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
     assert done.returncode == 0
     assert json.loads(done.stdout) == [True] * num_interrupts

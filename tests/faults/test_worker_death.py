@@ -81,7 +81,7 @@ def test_the_job_writes_a_row_for_every_fate(tmp_path: Path) -> None:
     log = tmp_path / "begun.txt"
     summary = run_batch(
         RunnerConfig(model=str(write_model(tmp_path))),
-        BatchOptions(
+        BatchOptions.from_keywords(
             input=str(write_rows(tmp_path / "in.jsonl", [row(text, text) for text in texts])),
             output=str(tmp_path / "out.jsonl"),
             preprocessing_workers=2,

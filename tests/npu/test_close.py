@@ -23,9 +23,9 @@ if sys.argv[2] == "max-autotune":
 llm = LLM(sys.argv[1], platform="npu", dtype="bfloat16", graph_mode=sys.argv[2], max_model_len=512, max_num_seqs=2,
           **graphs)
 llm.generate(["which picture"], SamplingParams(temperature=0, max_tokens=4))
-open_ = NpuPlatform().memory_info()
+open_ = NpuPlatform().memory.info()
 llm.close()
-closed = NpuPlatform().memory_info()
+closed = NpuPlatform().memory.info()
 print(json.dumps([dataclasses.asdict(open_), dataclasses.asdict(closed)]))
 """
 

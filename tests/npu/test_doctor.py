@@ -16,13 +16,16 @@ import pytest
 from npu_runner.assets import EMBEDDED
 from npu_runner.cli.doctor import DoctorOptions, examine_host
 from npu_runner.cli.doctor_generation import judge
+from npu_runner.platforms import find_platform
+from npu_runner.platforms.examination import RUNNER_NEEDS, Findings, examination_of
+from npu_runner.platforms.host import Check, Host, Outcome, run_function
 from npu_runner.platforms.npu.preflight import devices, probes, software
 from npu_runner.platforms.npu.preflight.errors import ERROR_CODES
-from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome, run_function
 from npu_runner.platforms.npu.versions import cann_version
 from tests.cann.environment import ROOT, environment, has_real_cann
 
 only_emulated = pytest.mark.skipif(has_real_cann(), reason="a real host cannot be broken on purpose")
+NPU = examination_of(find_platform("npu"), Findings(Host(), {}))
 KNOWN = {"torch": "2.9.0", "torch_npu": "2.9.0.post6"}
 
 
@@ -47,7 +50,7 @@ def toolkit(folder: Path, version: str) -> dict[str, str]:
 
 def empty_host(folder: Path, **changes: Any) -> Host:
     """A host on which nothing was installed, but Python and what this Python has."""
-    settings = {"installation": folder / "Ascend", "device_files": folder / "dev", **changes}
+    settings = {"software": folder, "device_files": folder / "dev", **changes}
     return Host(**settings)
 
 
@@ -81,8 +84,9 @@ def test_a_host_without_npu_generates_on_the_cpu() -> None:
 @pytest.mark.skipif(has_real_cann(), reason="there is an NPU")
 def test_a_host_without_npu_is_told_so(tmp_path: Path) -> None:
     checks = list(examine_host(empty_host(tmp_path), DoctorOptions(generation=False)))
-    assert checks[0].found.startswith("no NPU on this host")
-    assert [check.status for check in checks[1:]] == ["ok", "ok", "skipped"]
+    assert checks[0].found.startswith("cpu: it can be used; no npu on this host (no torch_npu, no CANN, ")
+    assert "; no cuda on this host (" in checks[0].found
+    assert [check.status for check in checks[1:]] == ["ok", "ok", "ok", "skipped"]
 
 
 @pytest.mark.skipif(has_real_cann(), reason="torch_npu is installed")
@@ -185,16 +189,16 @@ def test_wrong_answers_and_missing_graphs_are_findings() -> None:
     right = ["yellow", "blue", "1", "red cross, red cross"]
     wrong = ["!!!!", *right[1:]]
     for answers, graphs, status in ((right, "4", "ok"), (right, "none", "warning"), (wrong, "4", "failed")):
-        found = judge("generation", "reduce-overhead", Outcome([{"answers": answers, "graphs": graphs}], None))
+        found = judge(NPU, "generation", "reduce-overhead", Outcome([{"answers": answers, "graphs": graphs}], None))
         assert found.status == status, found
     assert "'!!!!' instead of 'yellow'" in found.found
 
 
 def test_an_error_code_gets_its_remedy() -> None:
     failure = Outcome([], "RuntimeError: NPU function error", "... error code is 207001 ...")
-    assert "--memory-utilization" in judge("generation", "eager", failure).remedy
-    assert "--timeout" in judge("generation", "eager", Outcome([], "no end after 2 s", "", True)).remedy
-    assert "table" in judge("generation", "eager", Outcome([], "killed by SIGSEGV")).remedy
+    assert "--memory-utilization" in judge(NPU, "generation", "eager", failure).remedy
+    assert "--timeout" in judge(NPU, "generation", "eager", Outcome([], "no end after 2 s", "", True)).remedy
+    assert "table" in judge(NPU, "generation", "eager", Outcome([], "killed by SIGSEGV")).remedy
 
 
 def test_cuda_that_cannot_be_used_fails_with_its_reason(tmp_path: Path) -> None:
@@ -227,7 +231,7 @@ def test_the_docs_explain_every_error_code() -> None:
 def test_the_requirements_hold_what_the_doctor_looks_for() -> None:
     lines = (ROOT / "requirements-npu.txt").read_text().splitlines()
     names = {re.split("[<>=!]", line)[0] for line in lines if line and not line.startswith("#")}
-    assert names == {"torch-npu", *software.TORCHAIR_NEEDS, *software.RUNNER_NEEDS} - {"torch"}
+    assert names == {"torch-npu", *software.TORCHAIR_NEEDS, *RUNNER_NEEDS} - {"torch"}
 
 
 @pytest.mark.parametrize(
@@ -434,13 +438,20 @@ def test_driver_and_libatb(tmp_path: Path) -> None:
 
 
 def test_packages_that_torch_npu_does_not_declare() -> None:
-    packages: dict[str, str | None] = dict.fromkeys([*software.RUNNER_NEEDS, *software.TORCHAIR_NEEDS], "1")
-    assert software.check_packages(packages, for_npu=True).status == "ok"
+    packages: dict[str, str | None] = dict.fromkeys([*RUNNER_NEEDS, *software.TORCHAIR_NEEDS], "1")
+    assert found_packages("npu", packages).status == "ok"
     packages |= {"decorator": None, "attrs": None}
-    missing = software.check_packages(packages, for_npu=True)
-    assert missing == Check("Python packages", "failed", "npu-runner and torchair import decorator, attrs: not "
-                            "installed", "pip freeze | grep == >image.txt; pip install -c image.txt decorator attrs")
-    assert software.check_packages(packages, for_npu=False).status == "ok"
+    assert found_packages("npu", packages) == Check(
+        "Python packages", "failed", "npu-runner and torchair import decorator, attrs: not installed",
+        "pip freeze | grep == >image.txt; pip install -c image.txt decorator attrs")
+    assert found_packages("cpu", packages).status == "ok"
+    del packages["torch"]
+    assert "install torch" in found_packages("cpu", packages).remedy
+
+
+def found_packages(platform: str, packages: dict[str, str | None]) -> Check:
+    examination = examination_of(find_platform(platform), Findings(Host(), packages))
+    return next(check for check in examination.examine() if check.name == "Python packages")
 
 
 def test_every_package_that_torchair_wants_is_looked_for() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError
 from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler
 from npu_runner.platforms.npu.host_settings import (
     check_graph_mode,
@@ -117,8 +117,8 @@ import torch.distributed as dist
 from npu_runner.platforms import pick_platform
 
 platform = pick_platform("npu")
-platform.prepare_process(0, 2)
-options = [platform.process_group_options(serves_graphs=is_second, is_second=is_second).hccl_config
+platform.devices.prepare_process(0, 2)
+options = [platform.communicators.options(serves_graphs=is_second, is_second=is_second).hccl_config
            for is_second in (False, True)]
 names = ("HCCL_CONNECT_TIMEOUT", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_OP_EXPANSION_MODE", "PYTORCH_NPU_ALLOC_CONF")
 print(json.dumps([options, {name: os.environ.get(name) for name in names}]))
@@ -148,7 +148,7 @@ from npu_runner.platforms import pick_platform
 
 said = []
 try:
-    pick_platform("npu").prepare_process(0, 1)
+    pick_platform("npu").devices.prepare_process(0, 1)
 except ConfigError as refusal:
     said.append(str(refusal))
 try:

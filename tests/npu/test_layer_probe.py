@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from npu_runner.cli.doctor_layers import BOUNDS, judge
-from npu_runner.platforms.npu.preflight.host import Outcome
+from npu_runner.platforms import find_platform
+from npu_runner.platforms.examination import Findings, examination_of
+from npu_runner.platforms.host import Host, Outcome
 from tests.cann.environment import has_real_cann, run_python
 from tests.npu.programs.sabotage import DECODER, DTYPE, SABOTAGES
+
+NPU = examination_of(find_platform("npu"), Findings(Host(), {}))
 
 
 @pytest.mark.npu
@@ -22,7 +26,7 @@ def test_layers_of_real_shapes_agree_with_the_cpu_and_their_forms_are_named(cann
     done = run_python(["-m", "npu_runner.cli.doctor_layers", "npu", str(reports)], timeout=300,
                       cann_version=cann_version)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = judge(Outcome([json.loads(line) for line in reports.read_text().splitlines()], None))
+    found = judge(NPU, Outcome([json.loads(line) for line in reports.read_text().splitlines()], None))
     assert len(found) == 5 * len(BOUNDS)
     assert {check.status for check in found} == {"ok"}, found
     text = {check.name: check.found for check in found}
@@ -56,8 +60,8 @@ def test_too_far_and_not_a_number_and_an_early_end_are_failures() -> None:
         return {"name": DECODER, "dtype": "bfloat16", "error": error}
 
     for error, status in ((0.01, "ok"), (0.2, "failed"), (math.nan, "failed")):
-        layer, whole = judge(Outcome([report(error)], None))
+        layer, whole = judge(NPU, Outcome([report(error)], None))
         assert (layer.status, bool(layer.remedy)) == (status, status != "ok")
         assert (whole.status, whole.name) == ("failed", "layers"), "all other layers are missing"
-    failure = judge(Outcome([], "RuntimeError: NPU function error", "... error code is 561002 ..."))
+    failure = judge(NPU, Outcome([], "RuntimeError: NPU function error", "... error code is 561002 ..."))
     assert "561002" in failure[0].remedy

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tests.oracle.tiny_checkpoints import VISION_OF
+from tests.families import sees_images
 
 
 @lru_cache(maxsize=8)
 def load_model(path: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    sees_pictures = AutoConfig.from_pretrained(path).model_type in VISION_OF
+    sees_pictures = sees_images(AutoConfig.from_pretrained(path).model_type)
     model_class = AutoModelForImageTextToText if sees_pictures else AutoModelForCausalLM
     return model_class.from_pretrained(path, dtype=torch.float32).eval()
 
@@ -36,7 +36,7 @@ def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Any] = (
     config = load_model(path).config
     ids = torch.tensor([list(token_ids)])
     inputs = {"input_ids": ids}
-    if config.model_type in VISION_OF:
+    if sees_images(config.model_type):
         inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
         films = [image for image in images if isinstance(image, bytes)]
         if films:  # without any a model of random weights may still have chosen the placeholder

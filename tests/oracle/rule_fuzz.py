@@ -21,8 +21,7 @@ import numpy as np
 
 from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import with_grammar
-from npu_runner.grammars.parser_limits import parser_limits
-from npu_runner.grammars.stack import GRAMMAR_STACK_BYTES, call_with_stack
+from npu_runner.grammars.stack import GRAMMAR_STACK_BYTES, call_with_stack, parser_limits
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 from tests.oracle.random_rules import random_rule
 

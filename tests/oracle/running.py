@@ -12,7 +12,7 @@ import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import DecodeForward, GraphCompiler
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.runner.model_runner import ModelRunner
 from tests.oracle import reference
@@ -32,7 +32,7 @@ class UncompiledGraphs(GraphCompiler):
 
 def need_two_devices(platform_name: str) -> None:
     """Skips the test where two ranks have no device each."""
-    count = pick_platform(platform_name).device_count()
+    count = pick_platform(platform_name).devices.count()
     if count < 2:
         pytest.skip(f"two ranks need two devices, {platform_name} has {count} here")
 

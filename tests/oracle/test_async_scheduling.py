@@ -15,9 +15,9 @@ from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
+from tests.families import sees_images
 from tests.oracle.running import greedy, need_two_devices, runner_of
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
-from tests.oracle.tiny_checkpoints import VISION_OF
 
 BASE = SamplingParams(temperature=0.0, max_tokens=14)
 DRAWN = BASE.replace(temperature=1.0, seed=11)
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "dtype": "f
 
 def prompts_of(llm: LLM, model_type: str) -> list[PromptInputs]:
     prompts = [llm.engine.processor.from_text(text) for text in WORDS]
-    if model_type in VISION_OF:
+    if sees_images(model_type):
         prompts += make_prompts(llm, LAYOUTS)[0]
     return [prompt for prompt in prompts if len(prompt.token_ids) < MOST_PROMPT_TOKENS][-6:]
 
@@ -209,4 +209,4 @@ def test_logits_that_are_not_numbers_end_their_row_alone(checkpoint: Any, platfo
 
 def test_the_setting_is_checked() -> None:
     with pytest.raises(ConfigError, match="async_scheduling: 2 is neither true nor false"):
-        RunnerConfig(model="x", async_scheduling=2)  # type: ignore[arg-type]
+        RunnerConfig.from_keywords(model="x", async_scheduling=2)

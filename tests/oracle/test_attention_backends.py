@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms import pick_platform, platform_class
-from npu_runner.platforms.base import AttentionBackend, GraphSettings, Platform
+from npu_runner.platforms import find_platform, pick_platform
+from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.graphs import GraphSettings
+from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 # B sequences, T tokens of the step, N query heads, K kv heads, H head dim, L context, Q new tokens, S block size
@@ -125,12 +127,12 @@ class OneLayer(nn.Module):
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.config.getoption("--platform")
-    metafunc.parametrize("backend_name", platform_class(name).attention_backends)
+    metafunc.parametrize("backend_name", find_platform(name).attention_backends)
 
 
 def make_cache(platform: Platform, name: str, dtype: torch.dtype, window: int | None = None) -> Cache:
     torch.manual_seed(0)
-    device = platform.set_device(0)
+    device = platform.devices.set_device(0)
     try:
         backend = platform.make_attention(name, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM,
                                           block_size=BLOCK_SIZE, dtype=dtype)
@@ -184,7 +186,8 @@ def test_one_decode_graph_serves_contexts_that_grow(graph_mode: str, window: int
     ones = [1] * len(CONTEXT_LENS)
     q_BNH = cache.queries(ones)
     layer = OneLayer(cache, q_BNH.to(cache.device))
-    forward = platform.make_graph_compiler(GraphSettings(mode=graph_mode)).compile(layer.forward, len(ones))
+    compiler = platform.make_graph_compiler(GraphSettings(mode=graph_mode))
+    forward = compiler.compile(layer.forward, len(ones))
     numbers = {name: torch.zeros(len(ones), dtype=torch.int32, device=cache.device)
                for name in ("tokens", "positions", "slot_mapping", "context_lens", "state_slots")}
     tables_BW = torch.from_numpy(cache.block_tables_BW).to(cache.device)
@@ -194,7 +197,7 @@ def test_one_decode_graph_serves_contexts_that_grow(graph_mode: str, window: int
             tables_BW.copy_(torch.from_numpy(cache.block_tables_BW))
             lens_B = np.array(cache.context_lens, dtype=np.int32)
             numbers["context_lens"].copy_(torch.from_numpy(lens_B))
-            cache.backend.plan_replay(lens_B, cache.block_tables_BW)
+            compiler.before_replay(len(ones), lens_B.tolist(), lambda: cache.block_tables_BW)
             out_BNH = forward(StepInputs(**numbers, block_tables=tables_BW))
             cache.assert_close(out_BNH, q_BNH, ones)
             cache.grow()

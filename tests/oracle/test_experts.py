@@ -18,26 +18,8 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms import pick_platform
 from tests.oracle.running import SMALL, assert_equals_reference
+from tests.oracle.test_families import TEXTS
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
-from tests.oracle.test_text_models import TEXTS
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "renormalised": {},
-    "as the softmax has them": {"norm_topk_prob": False},
-    "one expert a token": {"num_experts_per_tok": 1},
-    "all experts": {"num_experts_per_tok": 8},
-    "many experts, few chosen": {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "a dense layer between": {"mlp_only_layers": [1]},
-    "every other layer sparse": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
-    "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_greedy_tokens_and_logits_equal_transformers(name: str, checkpoint: Any, platform_name: str) -> None:
-    path: Path = checkpoint("qwen3_moe", **VARIANTS[name])
-    with LLM(path, platform=platform_name, max_num_batched_tokens=128, **SMALL) as llm:
-        assert_equals_reference(path, llm, [llm.engine.processor.from_text(text) for text in TEXTS])
 
 
 def test_a_sharded_checkpoint_equals_transformers(checkpoint: Any, platform_name: str) -> None:

@@ -40,7 +40,7 @@ TOLERANCE = 2e-5
 def make_server(platform_name: str, shape: GatedDeltaShape = SHAPE, dtype: torch.dtype = torch.float32) -> Server:
     torch.manual_seed(0)
     platform = pick_platform(platform_name)
-    device = platform.set_device(0)
+    device = platform.devices.set_device(0)
     try:
         backend = platform.make_gated_delta(shape, dtype)
     except ConfigError as reason:

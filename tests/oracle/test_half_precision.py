@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from npu_runner import LLM
+from tests.families import sees_images
 from tests.oracle import reference
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy, recorded_logits
+from tests.oracle.test_families import TEXTS
 from tests.oracle.test_qwen3_vl import make_prompts
-from tests.oracle.test_text_models import TEXTS
-from tests.oracle.tiny_checkpoints import VISION_OF
 
 FACTOR = 1.5
 # Half a unit in the last place of the type's mantissa: less than this no computation in it can err.
 LEAST_ERROR = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # Kernels of vendors may take some head dims only: 64 is one that all of them take.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    **{name: (name, {}, {}) for name in ("llama", "qwen2", "qwen3", "qwen3_vl", "qwen3_5", "qwen3_5_text")},
+    **{name: (name, {}, {}) for name in ("llama", "olmo2", "qwen2", "qwen3", "qwen3_vl", "qwen3_5", "qwen3_5_text")},
     # Of experts, rounding may choose others.
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}, {}),
     "qwen3, head dim 64": ("qwen3", {"head_dim": 64}, {}),
@@ -58,7 +58,7 @@ def test_as_near_to_float32_as_transformers(
     path: Path = checkpoint(model_type, **changes)
     ours_worst = theirs_worst = 0.0
     with LLM(path, platform=platform_name, **{**SMALL, **settings, "dtype": dtype}) as llm:
-        if model_type in VISION_OF:
+        if sees_images(model_type):
             prompts, images = make_prompts(llm, ["t", "t4t", "0t1t2t3"])
         else:
             prompts = [llm.engine.processor.from_text(text) for text in TEXTS]

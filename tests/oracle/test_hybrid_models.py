@@ -15,42 +15,12 @@ from npu_runner import LLM
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.layers.gated_delta import gated_delta_shape
 from npu_runner.layers.parallel import TensorParallel
-from npu_runner.platforms.base import DecodeForward, GraphResourceError
 from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.graphs import DecodeForward, GraphResourceError
 from npu_runner.strategies import pick_strategy
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, runner_of
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
+from tests.oracle.test_families import TEXTS, prompts_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
-from tests.oracle.tiny_checkpoints import VISION_OF
-
-TEXTS = ["which", "which of the two pictures shows a circle?", "a b c d e f g " * 20, "colour " * 90]
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5_text": ("qwen3_5_text", {}),
-    "qwen3_5_text, tied, no grouping": ("qwen3_5_text", {"tie_word_embeddings": True, "linear_num_value_heads": 2}),
-    "qwen3_5_text, biased, other sizes": ("qwen3_5_text", {
-        "attention_bias": True, "linear_key_head_dim": 24, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3}),
-    "qwen3_5_text, every second layer": ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"] * 2}),
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
-    "qwen3_next": ("qwen3_next", {}),
-    "qwen3_next, three value heads a key head, dense layers": ("qwen3_next", {
-        "linear_num_value_heads": 6, "mlp_only_layers": [1, 3], "norm_topk_prob": False}),
-    "qwen3_5": ("qwen3_5", {}),
-    "qwen3_5_moe": ("qwen3_5_moe", {}),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_greedy_tokens_and_logits_equal_transformers(name: str, checkpoint: Any, platform_name: str) -> None:
-    model_type, changes = VARIANTS[name]
-    path: Path = checkpoint(model_type, **changes)
-    with LLM(path, platform=platform_name, max_num_batched_tokens=128, **SMALL) as llm:
-        assert_equals_reference(path, llm, *hybrid_prompts(llm, model_type))
-
-
-def hybrid_prompts(llm: LLM, model_type: str) -> tuple[list[Any], list[list[Any]] | None]:
-    if model_type in VISION_OF:
-        return make_prompts(llm, LAYOUTS)
-    return [llm.engine.processor.from_text(text) for text in TEXTS], None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_next"])
@@ -58,21 +28,21 @@ def hybrid_prompts(llm: LLM, model_type: str) -> tuple[list[Any], list[list[Any]
 def test_chunks_carry_the_state(num_tokens: int, model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
-        assert_equals_reference(path, llm, *hybrid_prompts(llm, model_type))
+        assert_equals_reference(path, llm, *prompts_of(llm, model_type))
 
 
 @pytest.mark.parametrize("block_size", [4, 48, 128])
 def test_any_block_size(block_size: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_5_text")
     with LLM(path, platform=platform_name, block_size=block_size, max_num_batched_tokens=256, **SMALL) as llm:
-        assert_equals_reference(path, llm, *hybrid_prompts(llm, "qwen3_5_text"))
+        assert_equals_reference(path, llm, *prompts_of(llm, "qwen3_5_text"))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_text"])
 def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, **SMALL) as llm:
-        prompts, images = hybrid_prompts(llm, model_type)
+        prompts, images = prompts_of(llm, model_type)
         cold = llm.generate(prompts, greedy())
         hits = llm.stats().prefix_cache_hits
         warm = llm.generate(prompts, greedy())

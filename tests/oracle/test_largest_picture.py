@@ -17,19 +17,20 @@ from npu_runner.errors import RequestError
 from npu_runner.models.vision.qwen2_5_vl import WindowedVisionTower
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.platforms import pick_platform
+from tests.families import FAMILIES, sees_images
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import assert_same, expected_vector
 from tests.oracle.running import greedy
-from tests.oracle.tiny_checkpoints import VISION_OF, make_checkpoint
+from tests.oracle.tiny_checkpoints import make_checkpoint
 
 LONGEST_EDGE = 16_777_216
 MAX_MODEL_LEN = 100
 SETTINGS: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN, "dtype": "float32",
                             "kv_cache_bytes": 1 << 22}
-HAS_FILMS = sorted(set(VISION_OF) - {"qwen2_5_vl"})
+HAS_FILMS = sorted(set(filter(sees_images, FAMILIES)) - {"qwen2_5_vl"})
 
 
-@pytest.fixture(scope="module", params=sorted(VISION_OF))
+@pytest.fixture(scope="module", params=sorted(filter(sees_images, FAMILIES)))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that takes pictures as large as the published Qwen3-VL does."""
     folder = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
@@ -82,7 +83,7 @@ def test_the_start_tries_no_larger_picture_than_a_prompt_has_room_for(path: Path
         pass
     assert seen, "the tower is tried at the start"
     # A merged token is four patches. Where no memory is measured a small picture takes the same path.
-    is_measured = pick_platform(platform_name).memory_info() is not None
+    is_measured = pick_platform(platform_name).memory.info() is not None
     assert max(seen) == 4 * (MAX_MODEL_LEN - 1 if is_measured else 64)
 
 

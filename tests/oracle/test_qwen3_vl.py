@@ -36,23 +36,6 @@ def make_prompts(llm: LLM, layouts: list[str]) -> tuple[list[Any], list[list[Any
     return [llm.engine.processor(messages) for messages, _ in built], [used for _, used in built]
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "untied": {},
-    "tied, one kv head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
-    "tower of heads of 24, three levels": {
-        "vision": {"hidden_size": 48, "num_heads": 2, "depth": 5, "deepstack_visual_indexes": [0, 2, 4]}},
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_greedy_tokens_and_logits_equal_transformers(name: str, checkpoint: Any, platform_name: str) -> None:
-    path: Path = checkpoint("qwen3_vl", **VARIANTS[name])
-    with LLM(path, platform=platform_name, **SMALL) as llm:
-        prompts, images = make_prompts(llm, LAYOUTS)
-        assert_equals_reference(path, llm, prompts, images)
-        assert llm.stats().num_images_encoded == len(SIZES), "the tower runs once for each distinct picture"
-
-
 @pytest.mark.parametrize("num_tokens", [5, 16, 37])
 def test_chunks_may_cut_a_picture(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl")

@@ -10,9 +10,9 @@ import torch
 
 from npu_runner import LLM
 from npu_runner.runner.buckets import bucket_sizes
+from tests.families import sees_images
 from tests.oracle.running import SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
-from tests.oracle.tiny_checkpoints import VISION_OF
 
 TEXTS = [f"{word} {'which of the pictures ' * count}" for count, word in enumerate(["a", "b", "c", "d", "e", "f", "g"])]
 
@@ -75,7 +75,7 @@ def test_preempted_sequences_end_as_if_undisturbed(model_type: str, checkpoint: 
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
     with LLM(path, platform=platform_name, block_size=4, kv_cache_bytes=NUM_BLOCKS[model_type] * per_block,
              max_num_seqs=8, max_model_len=LONGEST[model_type], dtype="float32", enable_prefix_caching=False) as llm:
-        prompts, images = make_prompts(llm, LAYOUTS[:7]) if model_type in VISION_OF else (text_prompts(llm), None)
+        prompts, images = make_prompts(llm, LAYOUTS[:7]) if sees_images(model_type) else (text_prompts(llm), None)
         assert_equals_reference(path, llm, prompts, images)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
         assert llm.stats().kv_blocks_used == 0

@@ -12,23 +12,22 @@ import torch
 from npu_runner import LLM, SamplingParams
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
+from tests.families import FAMILIES, sees_images
 from tests.faults.test_memory_in_steps import failing_behind_the_forward
 from tests.oracle.running import SMALL, assert_equals_reference, need_two_devices, runner_of
 from tests.oracle.test_qwen3_vl import make_prompts
-from tests.oracle.tiny_checkpoints import VISION_OF, VOCAB_SIZE
+from tests.oracle.tiny_checkpoints import VOCAB_SIZE
 from tests.runner.test_culprits import failing, poison_of, raise_at_poison
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {}, "mistral": {"sliding_window": 10}, "qwen2": {}, "qwen2_5_vl": {}, "qwen3": {}, "qwen3_moe": {},
-    "qwen3_vl": {}, "qwen3_vl_moe": {},
-}
-HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+# Of each family, but for the decoders that others have within them.
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in FAMILIES if not name.endswith("_text")}, "mistral": {"sliding_window": 10}}
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, n=3)
 
 
 def alike(llm: LLM, model_type: str) -> tuple[list[PromptInputs], list[list[Any]]]:
     """The same prompt three times, then prompts that part from it at several places."""
-    if model_type in VISION_OF:
+    if sees_images(model_type):
         return make_prompts(llm, ["t4t1t", "t4t1t", "t4t1t", "t4t", "t4t2", "t", "t43t"])
     words = "which of the pictures shows a circle and what colour is it " * 4
     texts = [words] * 3 + [words + "or not", words + "and why", words[:100], words[:40] + "b"]
@@ -39,9 +38,9 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.completions] for output in outputs]
 
 
-@pytest.mark.parametrize("model_type", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("model_type", MODELS)
 def test_prompts_that_begin_alike_and_arrive_together(model_type: str, checkpoint: Any, platform_name: str) -> None:
-    path: Path = checkpoint(model_type, **FAMILIES.get(model_type, {}))
+    path: Path = checkpoint(model_type, **MODELS[model_type])
     with LLM(path, platform=platform_name, block_size=4, max_num_batched_tokens=1024, **SMALL) as llm:
         prompts, images = alike(llm, model_type)
         before = llm.stats()
@@ -49,7 +48,7 @@ def test_prompts_that_begin_alike_and_arrive_together(model_type: str, checkpoin
         after = llm.stats()
         all_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         assert after.num_prefill_tokens - before.num_prefill_tokens <= all_tokens * 0.6
-        assert after.num_prefill_steps - before.num_prefill_steps == (2 if model_type in HYBRIDS else 1)
+        assert after.num_prefill_steps - before.num_prefill_steps == (2 if FAMILIES[model_type].has_states else 1)
     with LLM(path, platform=platform_name, block_size=4, max_num_batched_tokens=1024, **SMALL) as llm:
         assert_equals_reference(path, llm, prompts, images)
 
@@ -57,7 +56,7 @@ def test_prompts_that_begin_alike_and_arrive_together(model_type: str, checkpoin
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral", "qwen3_vl", "qwen3_5"])
 def test_drawn_answers_of_one_prompt_are_those_of_prompts_computed_apart(model_type: str, checkpoint: Any,
                                                                          platform_name: str) -> None:
-    path: Path = checkpoint(model_type, **FAMILIES.get(model_type, {}))
+    path: Path = checkpoint(model_type, **MODELS[model_type])
     found = []
     for is_shared in (False, True):
         with LLM(path, platform=platform_name, block_size=4, enable_prefix_caching=is_shared,

@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {},  # partial rotary, biases, attention beside the MLP
     "phi3": {},  # fused projections
     "glm4": {},  # interleaved partial rotary, four norms a layer
-    "olmo2": {},  # norms behind, not before
+    "olmo3": {},  # norms behind, not before
     "olmoe": {},  # experts
     "mixtral": {},  # experts
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend
 
 # T tokens, N heads, H head dim, L tokens of one picture
 
@@ -36,7 +36,7 @@ def within_each(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: list[int])
 
 def make_backend(platform_name: str, dtype: torch.dtype) -> tuple[AttentionBackend, torch.device]:
     platform: Any = pick_platform(platform_name)
-    device = platform.set_device(0)
+    device = platform.devices.set_device(0)
     return platform.make_attention("auto", num_heads=4, num_kv_heads=2, head_dim=128, block_size=64,
                                    dtype=dtype), device
 

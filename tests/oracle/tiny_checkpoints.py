@@ -1,4 +1,7 @@
-"""Tiny random checkpoints, made by transformers in its own format: the oracle's models and ours are the same files."""
+"""Tiny random checkpoints, made by transformers in its own format: the oracle's models and ours are the same files.
+
+What a family's has of its own stands in tests/families.py.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tests.families import FAMILIES, sees_images
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
                   "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
@@ -28,40 +33,8 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "head_dim": 32,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-}
-"""Of the families with Gated DeltaNet: three of four layers."""
-DELTA_MROPE = {**DELTA, "rope_parameters": {**DELTA["rope_parameters"], "mrope_section": [2, 1, 1]}}
-SHARED = {**EXPERTS, "shared_expert_intermediate_size": 24}
-TEXT_OF: dict[str, dict[str, Any]] = {
-    "qwen2": {"head_dim": None},
-    "qwen2_5_vl": {"head_dim": None, "rope_parameters": MROPE},
-    "qwen3_5": DELTA_MROPE,
-    "qwen3_5_text": DELTA_MROPE,
-    "qwen3_5_moe": {**DELTA_MROPE, **SHARED},
-    "qwen3_5_moe_text": {**DELTA_MROPE, **SHARED},
-    "qwen3_next": {**DELTA, **SHARED},
-    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
-    "qwen3_vl": {"rope_parameters": MROPE},
-    "qwen3_vl_moe": {"rope_parameters": MROPE, **EXPERTS},
-}
-"""What a family's text config has beside or instead of TEXT; None: nothing of that name."""
 VISION: dict[str, Any] = {"depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
                           "num_position_embeddings": 64, "patch_size": 16}
-VISION_OF: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"num_position_embeddings": None, "window_size": 64, "fullatt_block_indexes": [1, 3],
-                   "patch_size": 14},
-    "qwen3_5": {},
-    "qwen3_5_moe": {},
-    "qwen3_vl": {"deepstack_visual_indexes": [1, 2]},
-    "qwen3_vl_moe": {"deepstack_visual_indexes": [1, 2]},
-}
-"""Of the families that see pictures."""
 
 
 def make_checkpoint(path: Path, model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32,
@@ -72,11 +45,11 @@ def make_checkpoint(path: Path, model_type: str, *, seed: int = 0, dtype: torch.
     """
     tokenizer_ids = write_tokenizer(path)
     vision = changes.pop("vision", {})
-    text = {**TEXT, **TEXT_OF.get(model_type, {}), **changes}
+    text = {**TEXT, **FAMILIES[model_type].text, **changes}
     text = {name: value for name, value in text.items() if value is not None}
     torch.manual_seed(seed)
     eos = tokenizer_ids["<|im_end|>"]
-    if model_type in VISION_OF:
+    if sees_images(model_type):
         model = _vision_model(model_type, text, vision, tokenizer_ids, eos)
         write_preprocessor(path, patch_size=model.config.vision_config.patch_size)
     else:
@@ -104,7 +77,7 @@ def _vision_model(model_type: str, text: dict[str, Any], vision: dict[str, Any],
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tie = text.pop("tie_word_embeddings")
-    tower = {**VISION, **VISION_OF[model_type], **vision, "out_hidden_size": text["hidden_size"]}
+    tower = {**VISION, **(FAMILIES[model_type].vision or {}), **vision, "out_hidden_size": text["hidden_size"]}
     tower = {name: value for name, value in tower.items() if value is not None}
     return AutoModelForImageTextToText.from_config(AutoConfig.for_model(
         model_type, text_config=text, vision_config=tower, tie_word_embeddings=tie, eos_token_id=eos,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from npu_runner.runner.vision_cache import VisionCache, VisionCacheCounters
+from npu_runner.runner.pictures import VisionCache, VisionCacheCounters
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from npu_runner.errors import EngineDeadError, ModelError, NpuRunnerError
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.replicas import fleet, process_replica
 from tests.batch.scripted import ScriptedEngine, ScriptedModel
+from tests.faults.strikes import die, strikes
 
 STEP_SECONDS = 0.005
 HOLD = "HOLD_REPLICAS"
@@ -35,9 +36,9 @@ class StagedEngine(ScriptedEngine):
         if is_held():
             return []
         texts = [text for _, text, _ in self.waiting] + [text for _, text, _ in self.running.values()]
-        if any(text.startswith("kill") for text in texts):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if any(text.startswith("fail") for text in texts):
+        if any(text.startswith("kill") for text in texts) and strikes():
+            die()
+        if any(text.startswith("fail") for text in texts) and strikes():
             names = tuple(name for name, _, _ in self.waiting) + tuple(self.running)
             raise EngineDeadError("rank 1 failed", request_ids=names, blame="request_failed")
         return super().step()
@@ -87,7 +88,7 @@ def main(options: dict[str, Any]) -> int:
         process_replica.STOPPED_SECONDS = fleet.ROOM_SECONDS = 1.0
     config = RunnerConfig(model=model, platform=platform)
     try:
-        summary = run_batch(config, BatchOptions(**options), open_model=open_model)
+        summary = run_batch(config, BatchOptions.from_keywords(**options), open_model=open_model)
     except NpuRunnerError as error:
         print(error, file=sys.stderr)
         return 2 if type(error).__name__ in ("ConfigError", "ModelError") else 1

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from npu_runner.batch.files.early_rows import EarlyRows
+from npu_runner.batch.job.delivery import EarlyRows
 from npu_runner.serving.replica import FinishedRow
 
 

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, RequestError
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.calls import prompt_service
-from npu_runner.serving.calls.prompt_server import load_engine, pack_answer
-from npu_runner.serving.replicas.placement import Placement
-from npu_runner.serving.replicas.process_replica import ProcessReplica
-from npu_runner.serving.workers.options import PreprocessingOptions
+from npu_runner.serving.calls.prompt_server import pack_answer
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.replicas.jobs import REPLICA, family, kill, processes, wait_until_gone
-from tests.replicas.staged_prompts import POISON, StagedServer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 FREE = SamplingParams(max_tokens=12, ignore_eos=True, n=2, temperature=1.3, logprobs=2)
@@ -216,34 +209,6 @@ def test_close_leaves_nothing_behind_and_says_so(several: LLM) -> None:
 def test_what_is_no_number_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(SHAPES_VL, **SETTINGS, **settings)
-
-
-def staged(*_: Any) -> list[Callable[[], ProcessReplica]]:
-    config = RunnerConfig(model=str(SHAPES_VL), **{k: v for k, v in SETTINGS.items() if k[:3] != "pre"})
-    options = PreprocessingOptions(preprocessing_workers=1)
-
-    def made(name: str) -> ProcessReplica:
-        make = functools.partial(StagedServer, functools.partial(load_engine, config), options, name)
-        return ProcessReplica(name, make, Placement(platform="cpu", description="cpu"), num_rows_ahead=0)
-
-    return [functools.partial(made, f"replica {number}") for number in range(2)]
-
-
-@pytest.mark.full("replicas die four times and load a model each time; rows that kill stay, from a script")
-@pytest.mark.slow
-def test_a_prompt_that_kills_is_given_up_by_name_and_the_others_are_answered(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(prompt_service, "_plan_replicas", staged)
-    prompts: list[Any] = [[5, 6, number] for number in range(10)]
-    with LLM(SHAPES_VL, data_parallel_size=2, max_replica_restarts=9, **SETTINGS) as llm:
-        whole = llm.generate(prompts, GREEDY)
-        results = llm.generate([*prompts[:4], POISON, *prompts[4:]], GREEDY)
-        assert results[4].error_code == "request_failed"
-        assert "alone in its step" in str(results[4].error)
-        assert tokens(results[:4] + results[5:]) == tokens(whole)
-        assert caplog.text.count("killed by SIGKILL") in (3, 4), "together twice, alone once or twice"
-        assert tokens(llm.generate(prompts, GREEDY)) == tokens(whole)
 
 
 @pytest.mark.full("two replicas are loaded and killed; a job with nobody left stays")

@@ -22,15 +22,7 @@ from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, on_npu
 
 CORES = list(range(24))
-
-
-def devices(count: int, num_ranks: int) -> dict[str, Any]:
-    """What an accelerator's host says of itself."""
-    platform = CudaPlatform()
-    groups = [range(first, first + num_ranks) for first in range(0, count - num_ranks + 1, num_ranks)]
-    shares = [{"devices": str(list(group)), "environment": platform.device_environment(group, count)}
-              for group in groups]  # fmt: skip
-    return {"platform": "cuda", "num_devices": count, "shares": shares}
+CUDA = CudaPlatform()
 
 
 def visible(placements: Any) -> list[str]:
@@ -40,30 +32,30 @@ def visible(placements: Any) -> list[str]:
 def test_replicas_see_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert visible(on_devices(devices(8, 2), CORES, None, 2)) == ["0,1", "2,3", "4,5", "6,7"]
-    assert visible(on_devices(devices(8, 1), CORES, 3, 1)) == ["0", "1", "2"]
-    threads = {item.environment["OMP_NUM_THREADS"] for item in on_devices(devices(8, 2), CORES, None, 2)}
+    assert visible(on_devices(CUDA, 8, CORES, None, 2)) == ["0,1", "2,3", "4,5", "6,7"]
+    assert visible(on_devices(CUDA, 8, CORES, 3, 1)) == ["0", "1", "2"]
+    threads = {item.environment["OMP_NUM_THREADS"] for item in on_devices(CUDA, 8, CORES, None, 2)}
     assert threads == {str(max(1, len(os.sched_getaffinity(0)) // 8))}
 
 
 def test_devices_that_the_user_left_visible_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-8932f937,2")
-    assert visible(on_devices(devices(3, 1), CORES, None, 1)) == ["5", "GPU-8932f937", "2"]
+    assert visible(on_devices(CUDA, 3, CORES, None, 1)) == ["5", "GPU-8932f937", "2"]
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5,6,7")
-    npu = object.__new__(NpuPlatform)  # without an Ascend host: only its variables are asked for
-    assert npu.device_environment([2, 3], 4)["ASCEND_RT_VISIBLE_DEVICES"] == "6,7"
+    npu = NpuPlatform()  # without an Ascend host: only its variables are asked for
+    assert npu.share([2, 3], 4)["ASCEND_RT_VISIBLE_DEVICES"] == "6,7"
 
 
 def test_cores_are_bound_by_who_sees_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica sees one device and all cores of the host, and would think that they are that device's."""
-    npu = object.__new__(NpuPlatform)
+    npu = NpuPlatform()
     monkeypatch.delenv("CPU_AFFINITY_CONF", raising=False)
     near = "mode:1,npu_affine:1"
     for num_cores, num_devices, expected in ((192, 8, near), (64, 8, "0"), (64, 4, near)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=num_cores: set(range(count)))
-        assert npu.device_environment([1], num_devices)["CPU_AFFINITY_CONF"] == expected
+        assert npu.share([1], num_devices)["CPU_AFFINITY_CONF"] == expected
     monkeypatch.setenv("CPU_AFFINITY_CONF", "mode:2")
-    assert "CPU_AFFINITY_CONF" not in npu.device_environment([1], 8), "what the user has set stays"
+    assert "CPU_AFFINITY_CONF" not in npu.share([1], 8), "what the user has set stays"
 
 
 @pytest.mark.parametrize(("num_replicas", "num_ranks", "message"), [
@@ -74,7 +66,7 @@ def test_cores_are_bound_by_who_sees_all_devices(monkeypatch: pytest.MonkeyPatch
 ])  # fmt: skip
 def test_more_than_the_host_has_is_refused_by_name(num_replicas: int | None, num_ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        on_devices(devices(8, num_ranks), CORES, num_replicas, num_ranks)
+        on_devices(CUDA, 8, CORES, num_replicas, num_ranks)
 
 
 def test_the_cpu_has_no_devices_to_count() -> None:

@@ -25,13 +25,13 @@ def test_runs_hold_what_the_input_says_of_these_rows(tmp_path: Path) -> None:
             rows = [expected[index] for index in indices]
             assert book.run(indices).indices == list(indices)
             assert [tuple(found[:5]) for found in book.run(indices).rows()] == [
-                (item.sequence, item.line, item.start, item.num_bytes, item.checksum) for item in rows
+                (item.number, item.line, item.start, item.num_bytes, item.checksum) for item in rows
             ]
             assert [found.data for found in book.run_with_data(indices).rows()] == [
                 file.source.read(item) for item in rows
             ]
         assert [book.row(index) for index in (0, 17)] == [expected[0], expected[17]]
-        names = {file.source.name(item): item.sequence for item in expected}
+        names = {file.source.name(item): item.number for item in expected}
         assert book.find([*map(str, names), "nobody", *(f"r{n}" for n in range(7))]) == names | {
             name: index for name, index in names.items() if name in {f"r{n}" for n in range(7)}
         }

@@ -143,25 +143,6 @@ def test_a_stream_is_in_order(tmp_path: Path) -> None:
     assert [json.loads(line)["custom_id"] for line in output.splitlines()] == names
 
 
-@pytest.mark.parametrize(("text", "code", "how"), [
-    ("kill me", "request_failed", "killed by SIGKILL"),  # alone it has to happen twice
-    ("fail me", "request_failed", "rank 1 failed"),
-])  # fmt: skip
-def test_a_row_that_kills_its_replica_runs_alone_and_is_given_up_by_name(
-    text: str, code: str, how: str, tmp_path: Path, undisturbed: list[bytes]
-) -> None:
-    write_rows(tmp_path / "in.jsonl", rows(r70=text))
-    status, said = run(tmp_path, max_replica_restarts=4, progress="lines")
-    assert status == 3, said
-    found = {item["custom_id"]: item for item in read_rows(tmp_path / "out.jsonl")}
-    expected = {item["custom_id"]: item for item in map(json.loads, undisturbed)}
-    assert found.pop("r70")["error"]["code"] == code
-    expected.pop("r70")
-    assert found == expected
-    assert said.count(how) in (3, 4), "together twice, alone once or twice"
-    assert leftovers(tmp_path) == set(), "nobody is under suspicion any more"
-
-
 def test_with_no_replica_left_the_job_ends_and_can_be_resumed(tmp_path: Path, undisturbed: list[bytes]) -> None:
     write_rows(tmp_path / "in.jsonl", rows())
     job = start_scripted(tmp_path, max_replica_restarts=0, progress="lines")
@@ -218,4 +199,4 @@ def test_what_is_wrong_is_named_before_rows_move(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_is_no_number_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        BatchOptions(input="in.jsonl", output="out.jsonl", **options)
+        BatchOptions.from_keywords(input="in.jsonl", output="out.jsonl", **options)

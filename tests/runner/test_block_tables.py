@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.sliding import first_needed_block, most_blocks
-from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.platforms.cpu.devices import CpuMemory
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import DecodeBuckets, pad_into, send
-from npu_runner.runner.inputs import to_device
-from npu_runner.runner.step_arrays import step_arrays
+from npu_runner.runner.step_arrays import step_arrays, to_device
 from tests.core.traffic import MAX_LEN, Step, World
 from tests.oracle.running import UncompiledGraphs
 
@@ -60,18 +59,18 @@ class Device(World):
 
     def _send(self, batch: ScheduledBatch) -> torch.Tensor:
         self.tables.learn(batch.new_blocks_N3)
-        uniforms_B = np.zeros(int(batch.samples_B.sum()), dtype=np.float32)
-        arrays = step_arrays(batch, uniforms_B, 1, self.block_size, self.tables.on_host_SW)
+        draws = {"uniforms": np.zeros(int(batch.samples_B.sum()), dtype=np.float32)}
+        arrays = step_arrays(batch, draws, 1, self.block_size, self.tables.on_host_SW)
         bucket, slots_B = self.bucket, batch.slots_B
         if bucket is None or batch.is_prefill or batch.batch_size > bucket.batch_size:
             news = self.tables.news(batch.new_blocks_N3, slots_B)
-            tensors = to_device(CpuPlatform(), {**arrays, "news": news.flat}, CPU)
+            tensors = to_device(CpuMemory(), {**arrays, "news": news.flat}, CPU)
             return self.tables.write(tensors["news"], news.num_entries, slots_B)
         padded = pad_into(bucket, arrays, self.block_size, max_num_seqs=self.limits.max_num_seqs,
                           repeats_a_row=self.repeats_a_row)
         slots_B = padded["table_slots"]
         news = self.tables.news(batch.new_blocks_N3, slots_B)
-        rows_BW = self.tables.write(send(bucket, news.flat, CpuPlatform()), news.num_entries, slots_B)
+        rows_BW = self.tables.write(send(bucket, news.flat, CpuMemory()), news.num_entries, slots_B)
         assert rows_BW.data_ptr() == bucket.tensors["block_tables"].data_ptr()
         assert torch.equal(rows_BW, torch.from_numpy(self.tables.on_host_SW[slots_B]))
         assert bucket.tensors["slots"].tolist()[: batch.batch_size] == batch.slots_B.tolist()
@@ -173,7 +172,7 @@ def test_more_news_than_a_buffer_holds_come_too(num_news: int) -> None:
     tables.learn(news)
     slots_B = np.array([1, 4], dtype=np.int32)
     told = tables.news(news, slots_B)
-    rows_BW = tables.write(send(bucket, told.flat, CpuPlatform()), told.num_entries, slots_B)
+    rows_BW = tables.write(send(bucket, told.flat, CpuMemory()), told.num_entries, slots_B)
     assert rows_BW[0, :num_news].tolist() == list(range(1, num_news + 1))
     assert not rows_BW[1].any()
     assert bucket.tensors["context_lens"].tolist() == [3, 3]

@@ -173,7 +173,7 @@ def test_no_step_waits_for_a_tokenizer(llm: LLM, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_limits_of_a_row_are_those_of_a_prompt(llm: LLM) -> None:
-    most = llm.engine.config.max_logprobs_per_request
+    most = llm.engine.config.prompts.max_logprobs_per_request
     with pytest.raises(RequestError, match=f"at most {most}") as caught:
         llm.generate(["red"], SamplingParams(n=128, max_tokens=most, logprobs=20))
     assert caught.value.code == "too_many_logprobs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import shutil
@@ -18,11 +17,9 @@ from PIL import Image
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import JobError, RequestError
 from npu_runner.request.limits import MIB
 from npu_runner.serving.calls.prompt_service import LocalService
-from npu_runner.serving.workers.options import PreprocessingOptions
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -156,9 +153,3 @@ def test_workers_that_start_later_prepare_as_the_first_or_not_at_all(
 def interrupted() -> Iterator[Any]:
     yield CONVERSATION
     raise KeyboardInterrupt
-
-
-def test_settings_are_those_of_the_batch_job() -> None:
-    of_job = {field.name: field.default for field in dataclasses.fields(BatchOptions)}
-    for field in dataclasses.fields(PreprocessingOptions):
-        assert of_job[field.name] == field.default, field.name

@@ -7,8 +7,9 @@ import pytest
 from torch import Tensor
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.platforms.download import Download
-from tests.oracle.running import runner_of
+from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.platforms.transfers import Download
+from tests.oracle.running import UncompiledGraphs, runner_of
 
 
 class Event:
@@ -26,29 +27,31 @@ class Event:
         self.is_done = True
 
 
-@pytest.mark.parametrize("reuses_plan_memory", [True, False])
-def test_the_next_step_waits_for_one_that_brings_nothing(reuses_plan_memory: bool,
+@pytest.mark.parametrize("waits_for_replay", [True, False])
+def test_the_next_step_waits_for_one_that_brings_nothing(waits_for_replay: bool,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = []
+    graphs = UncompiledGraphs()
+    graphs.waits_for_replay = waits_for_replay
+    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: graphs)
 
     def download(tensor: Tensor) -> Download:
         events.append(Event())
         return Download(tensor.cpu(), events[-1])
 
     with LLM("shapes-vl", platform="cpu", max_num_seqs=2, max_model_len=256, kv_cache_bytes=1 << 22,
-             async_scheduling=True) as llm:
+             async_scheduling=True, graph_mode="reduce-overhead", graph_batch_sizes=(1,)) as llm:
         engine, runner = llm.engine, runner_of(llm)
         steps = runner.steps
         monkeypatch.setattr(steps, "sampler", None)
         monkeypatch.setattr(steps, "keep_tokens", lambda step, sampled: None)  # the first rank's would come
-        monkeypatch.setattr(steps.platform, "download", download)
-        monkeypatch.setattr(steps.attention, "reuses_plan_memory", reuses_plan_memory)
+        monkeypatch.setattr(steps.platform.memory, "download", download)
         engine.add_request("a", engine.processor.from_text("what colour"), SamplingParams(max_tokens=4))
         batches = [engine.scheduler.schedule() for _ in range(2)]
         first, second = (runner.submit(batch) for batch in batches if batch is not None)
-        assert np.array_equal([event.num_waits for event in events], [1, 0] if reuses_plan_memory else [])
+        assert np.array_equal([event.num_waits for event in events], [1, 0] if waits_for_replay else [])
         assert first.is_done()
-        assert second.is_done() is not reuses_plan_memory
+        assert second.is_done() is not waits_for_replay
         assert runner.collect(first) is None
         second.wait()
         assert second.is_done()

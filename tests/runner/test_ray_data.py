@@ -159,7 +159,7 @@ if __name__ == "__main__":
     predictor = LLMPredictor(sys.argv[1], platform="cpu", tensor_parallel_size=2, max_num_seqs=8, max_model_len=256,
                              kv_cache_bytes=1 << 20)
     vocabulary = predictor._llm.engine.processor.tokenizer
-    ban = {str(vocabulary.token_to_id(token)): -100 for token in "ZQXJ"}  # nobody else generates the poison
+    ban = {str(vocabulary.token_to_id(token)): -100 for token in "ZQXKJ"}  # nobody else generates the poison
     params = {"temperature": 0, "max_tokens": 5, "ignore_eos": True, "logit_bias": ban}
     for poison in ("b", "Z"):
         out = predictor({"prompt": [f"which {poison if n == 3 else 'b'} colour {n}" for n in range(6)],

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.download import Download
+from npu_runner.platforms.transfers import Download
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.sampler import NO_TOKEN, Sampler, SamplerOutput
 from tests.runner.sampler_steps import EOS

@@ -56,7 +56,7 @@ class KnowsWhatFollows:
         tokens = []
         for row, sequence in enumerate(self._steps.sequences[0]):
             given = output.tokens_of(row)
-            start = sequence.num_output_tokens
+            start = len(sequence.output_token_ids)
             answer = self._answers[sequence.request_id.rpartition("-")[2], sequence.index]
             tokens.append([*given, *[*answer, 5, 5, 5][start + 1 : start + 1 + self._surplus]] if given else given)
         return replace(output, sampled_token_ids=tokens)

@@ -12,7 +12,7 @@ import pytest
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.runner.start_clock import StartClock
+from npu_runner.runner.clocks import PhaseClock
 from npu_runner.strategies.base import LoadStrategy
 from npu_runner.strategies.opened import open_checkpoint
 
@@ -54,8 +54,8 @@ def test_a_start_tells_its_phases_in_order(checkpoint: Callable[..., Path]) -> N
 
 def test_seconds_belong_to_the_phase_they_pass_in(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0))
-    monkeypatch.setattr("npu_runner.runner.start_clock.time.perf_counter", lambda: next(times))
-    clock = StartClock()
+    monkeypatch.setattr("npu_runner.runner.clocks.time.perf_counter", lambda: next(times))
+    clock = PhaseClock()
     for phase in ("reading", "writing", "reading"):
         clock.enter(phase)
     clock.end()

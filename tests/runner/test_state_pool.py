@@ -14,12 +14,11 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.platforms.gated_delta import GatedDeltaShape
-from npu_runner.runner import state_plan
+from npu_runner.runner import states
 from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
-from npu_runner.runner.state_plan import StatePlan, StateShape, plan_states
-from npu_runner.runner.state_pool import StatePool
+from npu_runner.runner.states import StatePlan, StatePool, StateShape, plan_states
 from tests.oracle.running import SMALL, greedy, runner_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
 
@@ -250,7 +249,7 @@ def test_a_max_num_seqs_that_nobody_asked_for_is_lowered_and_serves(checkpoint: 
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     if platform_name != "cpu":
         pytest.skip("elsewhere memory is measured")
-    monkeypatch.setattr(state_plan, "UNMEASURED_STATE_BYTES", 10 * 16_896)
+    monkeypatch.setattr(states, "UNMEASURED_STATE_BYTES", 10 * 16_896)
     settings = {"platform": platform_name, "dtype": "float32", "max_model_len": 256}
     with LLM(checkpoint("qwen3_5_text"), **settings) as llm:
         assert llm.engine.max_num_seqs == 9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -99,3 +101,22 @@ def test_what_has_ended_keeps_nobody_waiting(how: str) -> None:
     thread, found = in_thread(lambda: list(begun(turns, is_open=False)))
     thread.join()
     assert found == [[0, 1, 2]]
+
+
+def test_a_fork_of_the_process_is_refused_whatever_its_threads_held() -> None:
+    turns = Turns()
+    stream = begun(turns, is_open=True)
+    next(stream)
+    with turns._lock:  # as another thread may hold it
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)  # ends it where it waits for the lock
+            codes = []
+            for results in (stream, begun(turns, is_open=False)):
+                try:
+                    next(results)
+                except RequestError as error:
+                    codes.append(error.code)
+            os._exit(0 if codes == ["results_ended", "forked_llm"] and not turns.are_here else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert list(stream) == [1, 2], "the parent's goes on"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from npu_runner import SamplingParams
-from npu_runner.platforms.download import Download
-from npu_runner.request.thinking import ReasoningTokens
+from npu_runner.platforms.transfers import Download
+from npu_runner.request.prompt_inputs import ReasoningTokens
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.sampling.token_constraints import ConstrainedRows
 

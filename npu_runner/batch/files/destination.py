@@ -6,7 +6,6 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,9 +14,8 @@ from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
 from npu_runner.batch.files.input_file import InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.output_file import rows_in_order, scan_output
+from npu_runner.batch.files.output_file import RowsFile, rows_in_order, scan_output
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.files.rows_file import RowsFile
 from npu_runner.errors import ConfigError, OutputLostError
 
 
@@ -47,9 +45,7 @@ class Destination(Protocol):
     @property
     def error_path(self) -> Path | None: ...
     def __enter__(self) -> Destination: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
     def look(self) -> None: ...
     def finished(self, rows: InputScan) -> np.ndarray: ...
     def num_failed_kept(self) -> int: ...
@@ -85,10 +81,8 @@ class StreamDestination:
         self._place.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._place.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._place.__exit__()
 
     def look(self) -> None:
         """There is nothing to see."""
@@ -137,9 +131,7 @@ class FileDestination:
             self._entered = entered.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._entered.close()
 
     def look(self) -> None:

@@ -13,7 +13,6 @@ import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
 from npu_runner.errors import JobError
@@ -90,9 +89,7 @@ class WeightDigests:
         self._digests = {path: self._threads.submit(self._digest, path) for path in self._states}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._threads.shutdown(cancel_futures=True)
 

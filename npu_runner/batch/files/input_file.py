@@ -18,19 +18,20 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
 
 from npu_runner.batch.files.durable import late_file_errors
-from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, InputRow, row_key
+from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
 from npu_runner.batch.rows.shape import PIECE_BYTES, NameReader
 from npu_runner.errors import ConfigError, JobError
+from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
 
 STANDARD_STREAM = "-"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DUPLICATES_SHOWN = 5
+_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,16 @@ class InputScan:
     def num_rows(self) -> int:
         return len(self.keys)
 
+    # R rows of a run
+    def run(self, numbers_R: np.ndarray, places_R: np.ndarray) -> RowRun:
+        """The rows that stand at these places in the order, under these numbers."""
+        table_R4 = np.empty((len(places_R), 4), dtype=np.uint64)
+        table_R4[:, INDEX] = numbers_R
+        table_R4[:, LINE] = self.lines[places_R]
+        table_R4[:, START] = self.starts[places_R]
+        table_R4[:, NUM_BYTES] = self.sizes[places_R]
+        return RowRun(table_R4=table_R4, checksums=self.checksums[places_R].tobytes())
+
 
 def keys_array(keys: bytes | bytearray) -> np.ndarray:
     """Concatenated keys as a sortable array."""
@@ -68,13 +79,13 @@ def keys_array(keys: bytes | bytearray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class RowFile:
+class RowFile(RowSource):
     """Reads rows through an open descriptor, which worker processes inherit; the file may have no name any more."""
 
     descriptor: int
     file_name: str
 
-    def pieces(self, row: InputRow) -> Iterator[bytes]:
+    def pieces(self, row: RawRow) -> Iterator[bytes]:
         """The row's bytes in pieces. Raises JobError, at the last of them, when they are not what they were."""
         position, end = row.start, row.start + row.num_bytes
         checksum = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
@@ -87,15 +98,41 @@ class RowFile:
                 raise _changed(self.file_name, f"line {row.line} is not what it was")
             yield piece
 
-    def read(self, row: InputRow) -> bytes:
-        return b"".join(self.pieces(row))
 
-    def name(self, row: InputRow) -> str | None:
-        """The row's custom_id; None: it is known by its line."""
-        reader = NameReader()
-        for piece in self.pieces(row):
-            reader.feed(piece)
-        return reader.name()
+@dataclass(frozen=True)
+class CarriedRows(RowSource):
+    """Rows that have their bytes with them. `file_name`: what the input is called where it lies."""
+
+    file_name: str
+
+    def pieces(self, row: RawRow) -> Iterator[bytes]:
+        data = self.read(row)
+        for start in range(0, len(data), PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES]
+
+    def read(self, row: RawRow) -> bytes:
+        assert row.data is not None, f"line {row.line} came without its bytes"
+        if hashlib.blake2b(row.data, digest_size=CHECKSUM_BYTES).digest() != row.checksum:
+            raise _changed(self.file_name, f"line {row.line} is not what it was")
+        return row.data
+
+
+@dataclass(frozen=True)
+class SharedFile(RowSource):
+    """An input that a replica sees under the same path. It is opened for each row.
+
+    A file that was put in its place, or changed, is known by the checksums of its rows.
+    """
+
+    path: str
+
+    def pieces(self, row: RawRow) -> Iterator[bytes]:
+        with late_file_errors(f"input {self.path}"):
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield from RowFile(descriptor, self.path).pieces(row)
+        finally:
+            os.close(descriptor)
 
 
 @dataclass
@@ -134,9 +171,7 @@ class InputFile:
     def __enter__(self) -> InputFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -167,15 +202,13 @@ class InputFile:
         self._refuse_duplicates(self._scan)
         return self._scan
 
-    def rows(self, wanted: np.ndarray | None = None) -> Iterator[InputRow]:
+    def rows(self, wanted: np.ndarray | None = None) -> Iterator[RawRow]:
         """The rows in order; only those whose place in the order is True in `wanted`."""
         scan = self._scan if self._scan is not None else self.scan()
         places = np.arange(scan.num_rows) if wanted is None else np.flatnonzero(wanted)
-        for sequence, place in enumerate(places):
-            # numpy takes zeros at the end for padding.
-            checksum = bytes(scan.checksums[place]).ljust(CHECKSUM_BYTES, b"\0")
-            line, start, size = (int(column[place]) for column in (scan.lines, scan.starts, scan.sizes))
-            yield InputRow(sequence, line, start, size, checksum)
+        for first in range(0, len(places), _ROWS_AT_ONCE):
+            some = places[first : first + _ROWS_AT_ONCE]
+            yield from scan.run(np.arange(first, first + len(some)), some).rows()
 
     def refuse_changes(self) -> None:
         """Raise JobError unless the file still begins with what `scan` saw. Reads it only if somebody wrote to it."""

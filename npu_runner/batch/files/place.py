@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, TextIO
 
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, replacing
@@ -65,9 +64,7 @@ class Place:
                 self.descriptor = self._open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.descriptor < 0:
             return
         if self.number == _STDOUT:

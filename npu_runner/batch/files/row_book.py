@@ -12,8 +12,8 @@ import numpy as np
 
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_file import InputScan, RowFile
-from npu_runner.batch.rows.input_row import InputRow, row_key
-from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RowRun
+from npu_runner.batch.rows.input_row import row_key
+from npu_runner.serving.replica import NUM_BYTES, START, RawRow, RowRun
 
 
 class RowBook:
@@ -28,17 +28,10 @@ class RowBook:
     def num_rows(self) -> int:
         return len(self._places)
 
-    # R rows of a run
     def run(self, indices: Sequence[int]) -> RowRun:
         """These rows, for somebody who reads them in the file."""
         indices_R = np.asarray(indices, dtype=np.int64)
-        places_R, scan = self._places[indices_R], self._scan
-        table_R4 = np.empty((len(indices_R), 4), dtype=np.uint64)
-        table_R4[:, INDEX] = indices_R
-        table_R4[:, LINE] = scan.lines[places_R]
-        table_R4[:, START] = scan.starts[places_R]
-        table_R4[:, NUM_BYTES] = scan.sizes[places_R]
-        return RowRun(table_R4=table_R4, checksums=scan.checksums[places_R].tobytes())
+        return self._scan.run(indices_R, self._places[indices_R])
 
     def run_with_data(self, indices: Sequence[int]) -> RowRun:
         """These rows with their bytes, for somebody who does not see the file."""
@@ -50,9 +43,9 @@ class RowBook:
             )
         return RowRun(table_R4=run.table_R4, checksums=run.checksums, data=data)
 
-    def row(self, index: int) -> InputRow:
+    def row(self, index: int) -> RawRow:
         (row,) = self.run([index]).rows()
-        return InputRow(*row[:5])
+        return row
 
     def name(self, index: int) -> str | None:
         """The row's custom_id; None: it is known by its line. Raises JobError when the row was changed."""

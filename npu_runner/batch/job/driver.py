@@ -12,7 +12,7 @@ from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.tally import Outcome, Tally
+from npu_runner.batch.job.summary import Outcome, Tally
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import EngineDeadError, ReplicaDeadError
 from npu_runner.request.outputs import EngineStats

@@ -12,7 +12,7 @@ from typing import TextIO, cast
 
 from tqdm import tqdm
 
-from npu_runner.batch.job.tally import Tally
+from npu_runner.batch.job.summary import Tally
 from npu_runner.processes.patient_streams import PatientStream, patient
 from npu_runner.request.outputs import EngineStats
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from npu_runner.batch.files.carried_rows import CarriedRows, SharedFile
-from npu_runner.batch.files.input_file import STANDARD_STREAM, RowFile
+from npu_runner.batch.files.input_file import STANDARD_STREAM, CarriedRows, RowFile, SharedFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import ModelSide, RowServer, ServerPlan, num_rows_ahead, server_plan
 from npu_runner.batch.job.summary import ReplicaReport
@@ -79,13 +78,13 @@ def _on_this_host(
     make_plan = functools.partial(
         server_plan, options=options, source=source, open_model=open_model, inherited=(source.descriptor,)
     )
-    if options.data_parallel_size == 1:
-        num_workers = options.num_workers(num_cpus())
+    if options.replicas.data_parallel_size == 1:
+        num_workers = options.workers.num_workers(num_cpus())
         plan = make_plan(config, num_workers=num_workers)
         return ReplicaPlan(replicas=[functools.partial(RowServer, plan)], workers_each=num_workers)
-    asked = options.data_parallel_size
-    placements = place(config.platform, None if asked == AUTO else int(asked), config.tensor_parallel_size)
-    counts = [options.num_workers(placement.num_cores) for placement in placements]
+    asked = options.replicas.data_parallel_size
+    placements = place(config.platform, None if asked == AUTO else int(asked), config.parallel.tensor_parallel_size)
+    counts = [options.workers.num_workers(placement.num_cores) for placement in placements]
     plans = [
         make_plan(config.replace(platform=placement.platform), num_workers=count)
         for placement, count in zip(placements, counts, strict=True)
@@ -95,7 +94,7 @@ def _on_this_host(
         for number, (plan, placement) in enumerate(zip(plans, placements, strict=True))
     ]
     return ReplicaPlan(
-        replicas=replicas, workers_each=sum(counts) / len(counts), max_restarts=options.max_replica_restarts
+        replicas=replicas, workers_each=sum(counts) / len(counts), max_restarts=options.replicas.max_replica_restarts
     )
 
 
@@ -116,8 +115,9 @@ def _actors(
     from npu_runner.serving.replicas.ray_replica import RayReplica
 
     rows = CarriedRows(source.file_name) if shared is None else SharedFile(shared.path)
-    taken = demand(resources, config.platform, options.data_parallel_size, config.tensor_parallel_size)
-    count = options.num_workers(taken.num_cores)
+    size = config.parallel.tensor_parallel_size
+    taken = demand(resources, config.platform, options.replicas.data_parallel_size, size)
+    count = options.workers.num_workers(taken.num_cores)
     plan = server_plan(
         config.replace(platform=taken.platform), options=options, source=rows, num_workers=count, open_model=open_model
     )
@@ -131,7 +131,7 @@ def _actors(
     scale_up = ScaleUp(make, lambda: taken.num_places(resources_now()), taken.num_places(resources))
     missing = (taken.most or 0) - taken.num_places(resources)
     return ReplicaPlan(
-        replicas=scale_up.first(), workers_each=count, max_restarts=options.max_replica_restarts,
+        replicas=scale_up.first(), workers_each=count, max_restarts=options.replicas.max_replica_restarts,
         rows_carry_data=shared is None, scale_up=scale_up,
         notice=f"the cluster has {taken.resource} {resources[taken.resource]:g}: {missing} of {taken.most} replicas "
                f"come when there is {taken.wanted} more for each" if missing > 0 else None,

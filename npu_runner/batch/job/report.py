@@ -1,11 +1,17 @@
 """One self-contained HTML page over a job's answers: made for looking. Knows nothing of the engine.
 
 Reads the output and the input again, a row at a time, so it shows resumed rows as well and holds only what is shown.
-Pictures are decoded in a worker process: what kills it there is a picture that cannot be shown.
+Pictures are decoded in a worker process: what kills it there is a picture that cannot be shown. A thumbnail takes less
+than the model's own picture: JPEG is decoded at an eighth of its size where that is enough, and what would still be
+larger than 50 megapixels is not shown.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -15,23 +21,34 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image
 
+from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.output_file import read_row, rows_in_order, scan_output
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.job.answer_fields import fields_of
-from npu_runner.batch.job.tally import is_as_expected
-from npu_runner.batch.job.thumbnails import ThumbnailMaker
-from npu_runner.batch.rows.input_row import InputRow
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.summary import is_as_expected
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.batch.rows.openai_response import texts_of
 from npu_runner.errors import JobError, RequestError
+from npu_runner.prompts.media.image_formats import open_picture
+from npu_runner.prompts.media.images import open_image
+from npu_runner.prompts.media.media import load_media
+from npu_runner.prompts.media.video_files import VideoFile
+from npu_runner.request.limits import LIMITS
+from npu_runner.serving.replica import RawRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 
 _MAX_THUMBNAILS_PER_ROW = 8
 _MAX_TEXT = 4000
 _MAX_PENDING = 64  # pictures on their way to a worker and back
 _MAX_KINDS = 40
+_MOST_FIELDS = 60
+_MOST_CHARS = 400
+SIDE = 360
+FRAMES = 6  # of a film, at half the side
+MAX_DECODED_PIXELS = 50_000_000
 
 FAILED, UNEXPECTED, EXPECTED, ANSWERED = "failed", "unexpected", "expected", "answered"
 _ORDER = (FAILED, UNEXPECTED, EXPECTED, ANSWERED)
@@ -109,6 +126,25 @@ def write_report(
             f"{target.title}: cannot be made ({type(error).__name__}: {error}). The answers are complete in {output}; "
             "the report alone is missing"
         ) from error
+
+
+def make_report(
+    place: Place, options: BatchOptions, max_source_pixels: int, file: InputFile, rows: InputScan,
+    destination: Destination,
+) -> None:  # fmt: skip
+    """The page of a job's output, with a worker process that decodes its pictures."""
+    assert destination.path is not None, "refused at the start"
+    worker = PoolLimits(
+        num_workers=1,
+        task_timeout_seconds=options.workers.preprocessing_timeout,
+        worker_memory_bytes=options.workers.worker_memory_bytes,
+    )
+    write_report(
+        place, file, rows, destination.path, errors=destination.error_path, worker=worker,
+        max_rows=options.report_rows,
+        thumbnails=ThumbnailMaker(options.allowed_media_dir, max_source_pixels, options.workers.max_media_bytes),
+        max_row_bytes=options.max_row_bytes,
+    )  # fmt: skip
 
 
 def _cards(
@@ -197,7 +233,7 @@ class _Joined:
             for place, row in zip(places, self._file.rows(wanted), strict=True):
                 yield self._request(row), read_row(answers[self._output_of[place]], int(self._starts[place]))
 
-    def _request(self, row: InputRow) -> dict[str, Any]:
+    def _request(self, row: RawRow) -> dict[str, Any]:
         if row.num_bytes > self._max_row_bytes:
             return {}
         try:
@@ -290,3 +326,90 @@ def _add_message(card: Card, message: Any, urls: list[str]) -> None:
                 urls.append(url["url"])
     if texts:
         card.turns.append((str(message.get("role"))[:20], "\n".join(texts)[:_MAX_TEXT]))
+
+
+def fields_of(text: str) -> list[tuple[str, str]]:
+    """(name, value) of each field, a value that is no text as JSON; none where the text is no object, or too long."""
+    if not text.lstrip().startswith("{"):
+        return []
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # cut off at its limit, or text that only begins so
+        return []
+    if not isinstance(value, dict) or len(value) > _MOST_FIELDS:
+        return []
+    return [(name[:_MOST_CHARS], _shown(item)) for name, item in value.items()]
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]} ..."
+
+
+@dataclass(frozen=True)
+class ThumbnailMaker:
+    """A data: URL of the picture behind a URL; None when it cannot be shown. Picklable."""
+
+    allowed_media_dir: Path | None
+    max_source_pixels: int
+    """A picture that declares more was refused by the job and is not opened here either, ..."""
+    max_media_bytes: int = LIMITS.max_media_bytes
+    """... nor one whose file is larger."""
+
+    def __call__(self, url: str) -> str | None:
+        try:
+            image = self._open(self._load(url))
+        except RequestError:
+            return None
+        image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+        return _as_url(image)
+
+    def strip(self, url: str) -> str | None:
+        """The same of a film: a strip of its frames."""
+        try:
+            return _as_url(_strip(self._load(url)))
+        except RequestError:
+            return None
+
+    def _load(self, url: str) -> bytes:
+        return load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes)
+
+    def _open(self, data: bytes) -> Image.Image:
+        small = _opened_small(data, self.max_source_pixels)
+        return open_image(data if small is None else small, max_source_pixels=MAX_DECODED_PIXELS)
+
+
+def _as_url(image: Image.Image) -> str:
+    encoded = io.BytesIO()
+    image.save(encoded, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode("ascii")
+
+
+def _strip(data: bytes) -> Image.Image:
+    """Some of a film's frames side by side, from the first to the last."""
+    with VideoFile(data) as file:
+        indices = np.linspace(0, file.num_frames - 1, min(FRAMES, file.num_frames)).round().astype(int).tolist()
+        frames = []
+        for pixels_HWC in file.frames(indices):
+            frames.append(Image.fromarray(np.ascontiguousarray(pixels_HWC)))
+            frames[-1].thumbnail((SIDE // 2, SIDE // 2), Image.Resampling.LANCZOS)
+    width = frames[0].width
+    strip = Image.new("RGB", (width * len(frames), frames[0].height))
+    for place, frame in enumerate(frames):
+        strip.paste(frame, (place * width, 0))
+    return strip
+
+
+def _opened_small(data: bytes, max_source_pixels: int) -> Image.Image | None:
+    """The header of a picture whose decoder can make it smaller on the way; None of one whose decoder cannot."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's own bomb warning: our limit is checked right after
+            image = open_picture(data, max_source_pixels)
+    except RequestError:
+        raise
+    except Exception:  # noqa: BLE001 - hostile bytes raise anything: open_image names it
+        return None
+    if image.width * image.height > max_source_pixels:
+        raise RequestError("more pixels than max_source_pixels", code="image_too_large")
+    return image if image.draft("RGB", (2 * SIDE, 2 * SIDE)) is not None else None

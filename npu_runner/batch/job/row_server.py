@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import npu_runner
-from npu_runner.batch.files.carried_rows import CarriedRow
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.tally import Outcome, answered
+from npu_runner.batch.job.summary import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.input_row import InputRow, RowSource
+from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
@@ -97,16 +96,16 @@ def server_plan(
         source=source,
         media=MediaRules(
             allowed_dir=None if folder is None else folder.resolve(),
-            max_images=config.max_images_per_prompt,
-            max_bytes=options.max_media_bytes,
-            max_total_bytes=options.max_prompt_media_bytes,
+            max_images=config.prompts.max_images_per_prompt,
+            max_bytes=options.workers.max_media_bytes,
+            max_total_bytes=options.workers.max_prompt_media_bytes,
         ),
         limits=PoolLimits(
             num_workers=num_workers,
-            task_timeout_seconds=options.preprocessing_timeout,
-            worker_memory_bytes=options.worker_memory_bytes,
+            task_timeout_seconds=options.workers.preprocessing_timeout,
+            worker_memory_bytes=options.workers.worker_memory_bytes,
             # Without a setting the platform's default counts, which is none above 256.
-            max_ready=max_waiting_requests(config.max_num_seqs or 0),
+            max_ready=max_waiting_requests(config.scheduler.max_num_seqs or 0),
         ),
         max_row_bytes=options.max_row_bytes,
         answer_defaults=answer_defaults(options),
@@ -124,7 +123,7 @@ def num_rows_ahead(plan: ServerPlan) -> int:
 class _Row:
     """What it takes to write a row's answer."""
 
-    row: InputRow
+    row: RawRow
     form: AnswerForm
     expected: str | None
 
@@ -133,9 +132,9 @@ class RowEndpoint(Endpoint):
     """`prepare`: a RowPreprocessor; `name_of`: the custom_id of a row that no worker could prepare; `inherited`:
     descriptors that workers have too."""
 
-    def __init__(self, prepare: Callable[[InputRow], Any], limits: PoolLimits, inherited: tuple[int, ...], *,
-                 name_of: Callable[[InputRow], str | None]):
-        self.pool: WorkerPool[InputRow] = WorkerPool(prepare, limits, inherited, seen=self._look_at)
+    def __init__(self, prepare: Callable[[RawRow], Any], limits: PoolLimits, inherited: tuple[int, ...], *,
+                 name_of: Callable[[RawRow], str | None]):
+        self.pool: WorkerPool[RawRow] = WorkerPool(prepare, limits, inherited, seen=self._look_at)
         self._name_of = name_of
         self._stamp: JobStamp | None = None
         self.wants_grammars = threading.Event()
@@ -155,10 +154,10 @@ class RowEndpoint(Endpoint):
 
     def submit(self, run: RowRun) -> None:
         for row in run.rows():
-            self.pool.submit(_input_row(row))
+            self.pool.submit(row)
 
     def recall(self, num_requests: int) -> list[int]:
-        return [row.sequence for row in self.pool.recall(num_requests)]
+        return [row.number for row in self.pool.recall(num_requests)]
 
     def next(self, timeout_seconds: float) -> Prepared | None:
         finished = self.pool.get(timeout_seconds)
@@ -167,11 +166,11 @@ class RowEndpoint(Endpoint):
         row, result = finished.task, finished.result
         if isinstance(result, WorkerFailure):
             error = RowError(code=result.code, message=result.message, status_code=500)
-            return Prepared(Flight(row.sequence), failure=_failed(row, self._name_of(row), error))
+            return Prepared(Flight(row.number), failure=_failed(row, self._name_of(row), error))
         if isinstance(result, RejectedRow):
-            return Prepared(Flight(row.sequence), failure=_failed(row, result.custom_id, result.error))
+            return Prepared(Flight(row.number), failure=_failed(row, result.custom_id, result.error))
         assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
-        flight = Flight(row.sequence, result.num_sequences, _Row(row, result.form, result.expected))
+        flight = Flight(row.number, result.num_sequences, _Row(row, result.form, result.expected))
         return Prepared(flight, result.custom_id, result.prompt, result.params, finished.num_bytes)
 
     def answer(self, flight: Flight, output: RequestOutput) -> FinishedRow:
@@ -193,16 +192,9 @@ class RowEndpoint(Endpoint):
         self.pool.close()
 
 
-def _failed(row: InputRow, custom_id: str | None, error: RowError) -> FinishedRow:
+def _failed(row: RawRow, custom_id: str | None, error: RowError) -> FinishedRow:
     data = error_row(error, custom_id=custom_id, line=row.line)
-    return FinishedRow(row.sequence, Outcome(failure_code=error.code), data)
-
-
-def _input_row(row: RawRow) -> InputRow:
-    number, line, start, num_bytes, checksum, data = row
-    if data is None:
-        return InputRow(number, line, start, num_bytes, checksum)
-    return CarriedRow(number, line, start, num_bytes, checksum, data)
+    return FinishedRow(row.number, Outcome(failure_code=error.code), data)
 
 
 class RowServer(InlineReplica):

@@ -1,15 +1,85 @@
-"""The summary of a run of a job, for programs and for people. Knows nothing of how the job was done."""
+"""What a run of a job has done: counts while it runs, and its summary for programs and for people.
+
+Knows nothing of how the job was done.
+"""
 
 from __future__ import annotations
 
+import json
+import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.job.tally import Tally
+from npu_runner.batch.files.place import Place
 from npu_runner.errors import ConfigError, NpuRunnerError
-from npu_runner.request.outputs import EngineStats
+from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.serving.replica import ReplicaStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one row adds to the tally once it is in the output."""
+
+    failure_code: str | None = None
+    """None: it is answered."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    is_as_expected: bool | None = None
+    """None: nobody said what to expect."""
+
+
+def answered(output: RequestOutput, expected: str | None) -> Outcome:
+    return Outcome(
+        num_prompt_tokens=output.num_prompt_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+        num_completion_tokens=sum(len(completion.token_ids) for completion in output.completions),
+        num_reasoning_tokens=sum(completion.num_reasoning_tokens for completion in output.completions),
+        is_as_expected=None if expected is None else is_as_expected(output.text, expected),
+    )
+
+
+@dataclass
+class Tally:
+    """Running counts of this run of the job (not of runs that it resumes). A row counts once it is written."""
+
+    num_answered: int = 0
+    num_failed: int = 0
+    failures_by_code: Counter[str] = field(default_factory=Counter)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    """Those of the completion tokens that are reasoning."""
+    num_expected: int = 0
+    """Answered rows whose metadata holds the expected answer."""
+    num_as_expected: int = 0
+
+    @property
+    def num_done(self) -> int:
+        return self.num_answered + self.num_failed
+
+    def add(self, outcome: Outcome) -> None:
+        if outcome.failure_code is not None:
+            self.num_failed += 1
+            self.failures_by_code[outcome.failure_code] += 1
+            return
+        self.num_answered += 1
+        self.num_prompt_tokens += outcome.num_prompt_tokens
+        self.num_cached_tokens += outcome.num_cached_tokens
+        self.num_completion_tokens += outcome.num_completion_tokens
+        self.num_reasoning_tokens += outcome.num_reasoning_tokens
+        if outcome.is_as_expected is not None:
+            self.num_expected += 1
+            self.num_as_expected += outcome.is_as_expected
+
+
+def is_as_expected(answer: str, expected: str) -> bool:
+    """Equal but for case, white space around and a full stop at the end."""
+    return answer.strip().removesuffix(".").casefold() == expected.strip().removesuffix(".").casefold()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +110,50 @@ class ReplicaReport:
         return (
             f"{self.name:<9} {self.num_rows} rows in {engine.prefill_seconds:.1f} s of prefill and "
             f"{engine.decode_seconds:.1f} s of decode, {self.stats.wait_seconds:.1f} s waiting{deaths}"
+        )
+
+
+@dataclass
+class JobRecord:
+    """What a run of a job has done so far, as it is filled in on the way."""
+
+    num_rows: int | None = None
+    """None: nothing was planned yet."""
+    num_resumed: int = 0
+    num_failed_kept: int = 0
+    """Failed rows of earlier runs that stay as they are."""
+    tally: Tally = field(default_factory=Tally)
+    stats: ReplicaStats = field(default_factory=ReplicaStats)
+    replicas: tuple[ReplicaReport, ...] = ()
+    num_workers: int = 0
+    start_phases: Mapping[str, float] = field(default_factory=dict)
+    is_interrupted: bool = False
+    """By a signal that came before the first row."""
+    started: float = field(default_factory=time.monotonic)
+    serve_began: float | None = None
+    serve_ended: float | None = None
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Rows are missing."""
+        assert self.num_rows is not None, "no work was planned yet"
+        return self.num_resumed + self.tally.num_done < self.num_rows
+
+    def is_worth_saying(self, error: NpuRunnerError) -> bool:
+        """A refused setting (exit status 2) changed nothing, and the summary of an earlier run is still true."""
+        return self.num_rows is not None and (self.serve_began is not None or not isinstance(error, ConfigError))
+
+    def summary(self, error: NpuRunnerError | None) -> JobSummary:
+        assert self.num_rows is not None, "no work was planned yet"
+        now = time.monotonic()
+        began, ended = self.serve_began or now, self.serve_ended or now
+        return JobSummary(
+            num_rows=self.num_rows, num_resumed=self.num_resumed, tally=self.tally, stats=self.stats.engine,
+            num_failed_in_output=self.num_failed_kept + self.tally.num_failed,
+            wait_seconds=self.stats.wait_seconds, replicas=self.replicas, start_seconds=began - self.started,
+            start_phases=self.start_phases, serve_seconds=ended - began, num_workers=self.num_workers,
+            num_workers_replaced=self.stats.num_workers_replaced, error=error,
+            is_interrupted=self.is_interrupted or (error is None and self.is_cut_short),
         )
 
 
@@ -110,6 +224,10 @@ class JobSummary:
                 "accuracy": _share(self.tally.num_as_expected, self.tally.num_expected),
             },
         }
+
+    def save(self, place: Place) -> None:
+        with place.late_errors(), place.writing() as file:
+            file.write(json.dumps(self.to_json(), indent=2).encode() + b"\n")
 
     def _rows(self) -> dict[str, Any]:
         return {

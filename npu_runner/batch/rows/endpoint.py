@@ -190,10 +190,6 @@ class RequestBody(RowBody, AnswerRules):
         return value
 
     def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
-        return self.to_sampling_params(defaults, fallback_seed)
-
-    def to_sampling_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
-        """See `to_params`."""
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         # A default that the endpoint has no field for is none of its.
         defaults = {name: value for name, value in defaults.items() if name in names}

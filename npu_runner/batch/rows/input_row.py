@@ -1,44 +1,39 @@
-"""A row as a job's stages hand it on: where it stands and what it is called, never what is in it.
+"""Where the rows of a job are read, and the names by which rows are known. Knows nothing of what is in a row.
 
-So nothing that waits holds a row's megabytes: whoever prepares it reads it, and drops it.
+A row that waits is a RawRow: where it lies, not its megabytes. Whoever prepares it reads it, and drops it.
 """
 
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
+
+from npu_runner.batch.rows.shape import NameReader
+from npu_runner.serving.replica import RawRow
 
 KEY_BYTES = 16
 CHECKSUM_BYTES = 8
 
 
-@dataclass(frozen=True)
-class InputRow:
-    """A line of the input. `sequence`: its number among the rows to serve, from 0; `line`: in the file, from 1.
-
-    `start`, `num_bytes`: where it lies in the file. `checksum`: of its bytes, as the first reading found them.
-    """
-
-    sequence: int
-    line: int
-    start: int
-    num_bytes: int
-    checksum: bytes
-
-
 class RowSource(Protocol):
     """Where rows can be read, in any process of the job. Raises JobError when they are not what they were."""
 
-    def pieces(self, row: InputRow) -> Iterator[bytes]:
+    @abstractmethod
+    def pieces(self, row: RawRow) -> Iterator[bytes]:
         """The row's bytes, in order, in pieces of bounded size."""
 
-    def read(self, row: InputRow) -> bytes:
+    def read(self, row: RawRow) -> bytes:
         """All of them."""
+        return b"".join(self.pieces(row))
 
-    def name(self, row: InputRow) -> str | None:
+    def name(self, row: RawRow) -> str | None:
         """The row's custom_id; None: it is known by its line."""
+        reader = NameReader()
+        for piece in self.pieces(row):
+            reader.feed(piece)
+        return reader.name()
 
 
 def row_key(custom_id: str | None, line: int) -> bytes:

@@ -113,17 +113,13 @@ def error_row(error: RowError, *, custom_id: str | None, line: int) -> bytes:
     details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
     response = {"status_code": error.status_code, "request_id": f"req_{digest}", "body": {"error": details}}
     summary = {"code": error.code, "message": error.message, "param": error.param, "line": line}
-    return _row(digest, custom_id, response, summary)
+    row = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": summary}
+    return encoded(to_json(row) + "\n")
 
 
 def row_digest(custom_id: str) -> str:
     """32 hexadecimal digits that stand for a custom_id in the ids of its answer."""
     return hashlib.blake2b(custom_id.encode("utf-8"), digest_size=16).hexdigest()
-
-
-def _row(digest: str, custom_id: str | None, response: dict[str, Any], error: dict[str, Any] | None) -> bytes:
-    row = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error}
-    return encoded(to_json(row) + "\n")
 
 
 def _usage(output: RequestOutput, form: AnswerForm, stamp: JobStamp) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, Prompts, RequestParams
-from npu_runner.batch.rows.input_row import InputRow, RowSource
+from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.openai_response import RowError
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.request.limits import LIMITS
+from npu_runner.serving.replica import RawRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class RowPreprocessor:
     seed: int = 0
     max_row_bytes: int = LIMITS.max_row_bytes
 
-    def __call__(self, row: InputRow) -> PreparedRow | RejectedRow:
+    def __call__(self, row: RawRow) -> PreparedRow | RejectedRow:
         """Raises JobError when the row is not the one any more that the job began with."""
         if row.num_bytes > self.max_row_bytes:
             message = f"the row has {row.num_bytes} bytes, at most {self.max_row_bytes} are allowed (max_row_bytes)"

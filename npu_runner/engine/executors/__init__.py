@@ -13,7 +13,7 @@ def make_executor(checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], boo
 
     Those ask nobody whether grammars are wanted.
     """
-    if checkpoint.config.tensor_parallel_size == 1:
+    if checkpoint.config.parallel.tensor_parallel_size == 1:
         from npu_runner.engine.executors.inline_executor import InlineExecutor
 
         return InlineExecutor(checkpoint, wants_grammars)

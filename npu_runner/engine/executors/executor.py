@@ -4,29 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import RequestError
 from npu_runner.grammars.matchers import Rule
+from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
 
 CLOSED = "the engine was closed, by its user or after what ended it; make a new one"
-
-
-@dataclass(frozen=True)
-class RunnerCounters:
-    """What rank 0 counted since start-up."""
-
-    vision_cache_hits: int = 0
-    vision_cache_misses: int = 0
-    vision_cache_evictions: int = 0
-    vision_cache_bytes: int = 0
-    num_images_encoded: int = 0
-    prepare_seconds: float = 0.0
-    launch_seconds: float = 0.0
-    sample_seconds: float = 0.0
-    wait_seconds: float = 0.0
 
 
 class Executor(ABC):

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.executor import CLOSED, Executor, RunnerCounters
+from npu_runner.engine.executors.executor import CLOSED, Executor
 from npu_runner.engine.executors.rank_channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, RequestError, StepError
 from npu_runner.grammars.matchers import Rule
+from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput
+from npu_runner.runner.clocks import STEP_PHASES
 from npu_runner.runner.model_runner import ModelRunner
 from npu_runner.strategies.opened import OpenedCheckpoint
 
@@ -66,7 +68,7 @@ class InlineExecutor(Executor):
             raise
         except Exception as error:
             what = f"a {batch.describe()} failed: {type(error).__name__}: {error}"
-            if self._ready_runner().platform.is_device_failure(error):
+            if self._ready_runner().platform.devices.is_failure(error):
                 raise EngineDeadError(what) from error
             raise StepError(what) from error
 
@@ -98,8 +100,9 @@ class InlineExecutor(Executor):
 
 
 def runner_counters(runner: ModelRunner) -> RunnerCounters:
-    cache, clock = runner.vision_cache.counters, runner.clock
+    cache, seconds = runner.vision_cache.counters, runner.steps.clock.seconds
     return RunnerCounters(
-        cache.hits, cache.misses, cache.evictions, cache.num_bytes, runner.num_images_encoded,
-        clock.prepare_seconds, clock.launch_seconds, clock.sample_seconds, clock.wait_seconds,
-    )
+        vision_cache_hits=cache.hits, vision_cache_misses=cache.misses, vision_cache_evictions=cache.evictions,
+        vision_cache_bytes=cache.num_bytes, num_images_encoded=runner.steps.pictures.num_encoded,
+        **{f"{phase}_seconds": seconds.get(phase, 0.0) for phase in STEP_PHASES},
+    )  # fmt: skip

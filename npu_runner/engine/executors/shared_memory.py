@@ -21,13 +21,14 @@ from typing import Any, NoReturn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.executor import CLOSED, Executor, RunnerCounters
+from npu_runner.engine.executors.executor import CLOSED, Executor
 from npu_runner.engine.executors.rank_channel import RING_SIZE, Payloads, PhaseBoard, Record, Wire
 from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
 from npu_runner.errors import EngineDeadError, RequestError, StepError, blame_for
 from npu_runner.grammars.matchers import Rule
 from npu_runner.processes.child import Child, describe_exit
 from npu_runner.processes.stopwatch import LOOK_SECONDS, Stopwatch
+from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput
 
 # A process may be stopped for a moment by hand; this long it holds up all the others.
@@ -62,7 +63,7 @@ class SharedMemoryExecutor(Executor):
         self._ranks: list[RankProcess] = []
         self._finalizer = weakref.finalize(self, end_ranks, self._ranks, start)
         try:
-            for number in range(config.tensor_parallel_size):
+            for number in range(config.parallel.tensor_parallel_size):
                 self._ranks.append(RankProcess(number, start))
             opened = config.replace(model=str(model_path), revision=None)  # the folder that was looked at
             self._submit("start", opened, self._store.port, timeout=START_TIMEOUT_SECONDS)
@@ -73,7 +74,7 @@ class SharedMemoryExecutor(Executor):
 
     def submit(self, batch: ScheduledBatch) -> None:
         assert self._last.number - self._oldest + 1 < RING_SIZE, f"{RING_SIZE} steps are under way already"
-        self._submit("execute_model", batch, timeout=self._config.step_timeout_seconds)
+        self._submit("execute_model", batch, timeout=self._config.parallel.step_timeout_seconds)
 
     def collect(self) -> ModelRunnerOutput:
         output, self._counters = self._collect()
@@ -85,7 +86,7 @@ class SharedMemoryExecutor(Executor):
         self._oldest = self._last.number + 1
 
     def build_rules(self, rules: Sequence[Rule], patience: float) -> dict[int, RequestError | None]:
-        self._submit("build_rules", rules, patience, timeout=self._config.step_timeout_seconds)
+        self._submit("build_rules", rules, patience, timeout=self._config.parallel.step_timeout_seconds)
         answers: dict[int, RequestError | None] = self._collect()
         return answers
 

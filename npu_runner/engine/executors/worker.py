@@ -179,7 +179,7 @@ class _Server:
             self._rank.answer(number, REFUSED, error)
         except Exception as error:  # noqa: BLE001
             # The one border where whatever goes wrong in a rank becomes a report to the engine, which ends the job.
-            is_broken = self._runner is None or self._runner.platform.is_device_failure(error)
+            is_broken = self._runner is None or self._runner.platform.devices.is_failure(error)
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             self._rank.answer(number, BROKEN if is_broken else FAILED, text)
 
@@ -198,21 +198,21 @@ def _start(rank: Rank, config: RunnerConfig, store_port: int) -> Any:
     from npu_runner.runner.model_runner import ModelRunner
     from npu_runner.strategies.opened import open_checkpoint
 
-    size = config.tensor_parallel_size
+    size = config.parallel.tensor_parallel_size
     platform = pick_platform(config.platform)
-    platform.prepare_process(rank.number, size)
+    platform.devices.prepare_process(rank.number, size)
     rank.phase("joining the process group")
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=_NO_TIMEOUT)
-    has_two = config.graph_mode in platform.modes_with_own_communicator
-    options = platform.process_group_options(serves_graphs=not has_two, is_second=False)
-    dist.init_process_group(platform.distributed_backend, store=store, rank=rank.number, world_size=size,
+    has_two = config.graphs.graph_mode in platform.communicators.modes_with_their_own
+    options = platform.communicators.options(serves_graphs=not has_two, is_second=False)
+    dist.init_process_group(platform.communicators.backend, store=store, rank=rank.number, world_size=size,
                             timeout=_NO_TIMEOUT, pg_options=options)
     graph_group = None
     if has_two:
-        options = platform.process_group_options(serves_graphs=True, is_second=True)
+        options = platform.communicators.options(serves_graphs=True, is_second=True)
         graph_group = dist.new_group(list(range(size)), timeout=_NO_TIMEOUT, pg_options=options)
     for group in filter(None, (dist.group.WORLD, graph_group)):
-        platform.make_communicator(group, rank.number)
+        platform.communicators.make(group, rank.number)
     tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group, store)
     rank.phase("reading config and tokenizer")
     return ModelRunner(open_checkpoint(config), tp, progress=rank.phase)

@@ -1,9 +1,12 @@
-"""Attention over the paged cache as a sequence mixer, plain or gated. Knows nothing of the layer around it.
+"""Attention over the paged cache as a sequence mixer: plain, with norms of heads, gated. Knows nothing of the layer
+around it. A family whose attention differs in something else derives its own from one of these.
 
 T tokens in the step, D hidden size, N query heads, K kv heads, H head dim, R dims that turn; all of this rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,40 +21,70 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
 class DecoderAttention(nn.Module):
-    """`cache_layer` counts the layers that have a KV cache."""
+    """Plain attention, its parts as methods. `cache_layer` counts the layers that have a KV cache."""
 
-    def __init__(self, config: ModelConfig, mixer: AttentionConfig, cache_layer: int, context: LayerContext):
+    def __init__(self, config: ModelConfig, mixer: AttentionConfig, cache_layer: int, context: LayerContext, *,
+                 qkv_bias: bool = False, o_bias: bool = False):
         super().__init__()
         self.head_dim = config.head_dim
-        parts = qkv_parts(config.num_heads, config.num_kv_heads, config.head_dim, context)
-        self.is_gated = mixer.is_gated
-        if mixer.is_gated:  # each head's query and gate lie side by side
-            query, *rest = parts
-            parts = [OutputPart(query.name, 2 * query.total, 2 * query.start, 2 * query.length), *rest]
+        parts = self.parts(config, context)
         self.sizes = [part.length for part in parts]
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, bias=mixer.qkv_bias, context=context)
-        self.o_proj = RowParallelLinear(
-            "o_proj", config.num_heads * config.head_dim, config.hidden_size, bias=mixer.o_bias, context=context
-        )
-        self.q_norm = _head_norm(config, context) if mixer.qk_norm else None
-        self.k_norm = _head_norm(config, context) if mixer.qk_norm else None
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, bias=qkv_bias, context=context)
+        self.o_proj = RowParallelLinear("o_proj", config.num_heads * config.head_dim, config.hidden_size, bias=o_bias,
+                                        context=context)
         self.attention = PagedAttention(cache_layer, self.sizes[1] // config.head_dim, config.head_dim, context,
                                         window=mixer.sliding_window)
 
+    @staticmethod
+    def parts(config: ModelConfig, context: LayerContext) -> list[OutputPart]:
+        """What this rank has of queries, keys and values."""
+        return qkv_parts(config.num_heads, config.num_kv_heads, config.head_dim, context)
+
     def forward(self, x_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
-        q, k, v = self.qkv_proj(x_TD).split(self.sizes, dim=-1)
+        q, k, v = self.project(x_TD)
+        q_TNH = q.unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(self.attend(q_TNH, k, v, cos_TR, sin_TR, metadata).flatten(-2))
+
+    def project(self, x_TD: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values, the heads of each side by side."""
+        return self.qkv_proj(x_TD).split(self.sizes, dim=-1)
+
+    def attend(self, q_TNH: Tensor, k: Tensor, v: Tensor, cos_TR: Tensor, sin_TR: Tensor,
+               metadata: AttentionMetadata) -> Tensor:
+        """(T, N, H), behind the rotary embedding."""
         k_TKH, v_TKH = (x.unflatten(-1, (-1, self.head_dim)) for x in (k, v))
-        q_TNH, gate_TNH = q.unflatten(-1, (-1, (1 + self.is_gated) * self.head_dim)), None
-        if self.is_gated:
-            q_TNH, gate_TNH = q_TNH.chunk(2, dim=-1)
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        out_TNH = self.attention.norm_rotary_forward(q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, metadata)
-        if gate_TNH is not None:
-            out_TNH = out_TNH * torch.sigmoid(gate_TNH)
-        return self.o_proj(out_TNH.flatten(-2))
+        return self.attention.norm_rotary_forward(q_TNH, k_TKH, v_TKH, self.head_norms(), cos_TR, sin_TR, metadata)
+
+    def head_norms(self) -> HeadNorms | None:
+        """Norms of each head of queries and keys, which the platform may fuse with what follows."""
+        return None
 
 
-def _head_norm(config: ModelConfig, context: LayerContext) -> RMSNorm:
-    return RMSNorm(config.head_dim, config.rms_norm_eps, context, is_zero_centred=config.norm_is_zero_centred)
+class HeadNormAttention(DecoderAttention):
+    """With an RMS norm of each query head and of each key head, as in Qwen3."""
+
+    def __init__(self, config: ModelConfig, mixer: AttentionConfig, cache_layer: int, context: LayerContext,
+                 **biases: bool):
+        super().__init__(config, mixer, cache_layer, context, **biases)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps, context, is_zero_centred=config.norm_is_zero_centred)
+            for _ in range(2))
+
+    def head_norms(self) -> HeadNorms:
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+
+class GatedAttention(HeadNormAttention):
+    """q_proj yields each head's query and gate side by side; the output is multiplied with the gate's sigmoid before
+    o_proj, as in Qwen3-Next."""
+
+    @staticmethod
+    def parts(config: ModelConfig, context: LayerContext) -> list[OutputPart]:
+        query, *rest = DecoderAttention.parts(config, context)
+        return [OutputPart(query.name, 2 * query.total, 2 * query.start, 2 * query.length), *rest]
+
+    def forward(self, x_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
+        q, k, v = self.project(x_TD)
+        q_TNH, gate_TNH = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        out_TNH = self.attend(q_TNH, k, v, cos_TR, sin_TR, metadata)
+        return self.o_proj((out_TNH * torch.sigmoid(gate_TNH)).flatten(-2))

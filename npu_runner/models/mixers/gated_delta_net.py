@@ -28,10 +28,7 @@ class GatedDeltaNet(nn.Module):
         heads = _Heads(mixer, context)
         self.sizes = [heads.num_channels, heads.value_size, heads.num_v_heads, heads.num_v_heads]
         self.head_v_dim = mixer.head_v_dim
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size, [*(heads.interleaved() if mixer.is_fused else heads.separate())], bias=False,
-            context=context,
-        )
+        self.in_proj = ColumnParallelLinear(config.hidden_size, [*self.parts(heads)], bias=False, context=context)
         self.conv1d = _Convolution(heads, mixer.conv_kernel_size, context)
         self.A_log = context.parameter(heads.num_v_heads, dtype=torch.float32)
         self.dt_bias = context.parameter(heads.num_v_heads, dtype=torch.float32)
@@ -46,6 +43,11 @@ class GatedDeltaNet(nn.Module):
                                           bias=False, context=context)
         self.gated_delta = GatedDelta(state_layer, context)
 
+    @staticmethod
+    def parts(heads: _Heads) -> Iterator[OutputPart]:
+        """What this rank has of the checkpoint's products."""
+        return heads.separate()
+
     def weights_are_loaded(self) -> None:
         self.neg_exp_A.copy_(-self.A_log.exp())
 
@@ -54,6 +56,14 @@ class GatedDeltaNet(nn.Module):
         out_TVD = self.gated_delta(qkv_TC, self.conv1d.weight[:, 0], a_TV, b_TV, self.neg_exp_A, self.dt_bias, metadata)
         out_TVD = self.norm(out_TVD, z.unflatten(-1, (-1, self.head_v_dim)))
         return self.out_proj(out_TVD.flatten(-2))
+
+
+class InterleavedGatedDeltaNet(GatedDeltaNet):
+    """With the products in_proj_qkvz and in_proj_ba, interleaved by key head, as Qwen3-Next stores them."""
+
+    @staticmethod
+    def parts(heads: _Heads) -> Iterator[OutputPart]:
+        return heads.interleaved()
 
 
 class _Heads:

@@ -18,7 +18,7 @@ from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.norm import LayerNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
-from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend
 
 # What depends on a picture's size alone is kept for the last sizes, 40 bytes of the host's memory for each patch.
 cached_by_size = lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npu_runner.models.vision.parts import block_order
-from npu_runner.platforms.upload import Shape, upload_filled
+from npu_runner.platforms.transfers import Shape, upload_filled
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.request.prompt_inputs import ImageInput
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.cpu.decode_pieces import PIECE_BYTES, DecodePiece, DecodePlan, plan_pieces
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from npu_runner.platforms.torch_attention import segment_attention
 
 # torch makes a float of each element of a mask.
 MASK_ELEMENTS = 4 << 20
@@ -108,7 +107,16 @@ class CpuAttention(AttentionBackend):
         return _decode(q_BNH, k_cache, v_cache, metadata.plan[window], scale)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
-        return segment_attention(q_TNH, k_TNH, v_TNH, plan, scale)
+        """Neighbours of one length run as one batch."""
+        outputs = []
+        start = 0
+        for length, run in groupby(plan):
+            count = sum(1 for _ in run)
+            rows = slice(start, start + count * length)
+            q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
+            outputs.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
+            start = rows.stop
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 @torch.library.custom_op("npu_runner::cpu_planned_decode", mutates_args=())

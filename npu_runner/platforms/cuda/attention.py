@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.cuda import attention_kernels as kernels
 from npu_runner.platforms.cuda.attention_tiles import (
     NUMBERS_OF_PARTS,
@@ -32,7 +32,7 @@ from npu_runner.platforms.cuda.heads import norm_rotary_store
 from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, picture_attention, plan_pictures
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from npu_runner.platforms.upload import upload
+from npu_runner.platforms.transfers import upload
 
 _LOG2_E = math.log2(math.e)
 

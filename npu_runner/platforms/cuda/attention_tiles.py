@@ -59,7 +59,7 @@ class Gpu(NamedTuple):
 _DECODE = {128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 3)}
 _PREFILL = {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3), 256: Tile(128, 64, 8, 2)}
 _TOWER = {128: Tile(64, 64, 4, 3), 256: Tile(128, 64, 8, 2)}
-# Of heads in two parts, 64 dims and up to 16: with one stage, ptxas 12.8 makes wrong code of it (split_vision_kernels).
+# Of heads in two parts, 64 dims and up to 16: with one stage, ptxas 12.8 makes wrong code of it (vision_kernels).
 SPLIT_HEAD = (64, 16)
 SPLIT_TOWER = Tile(128, 64, 8, 3)
 # float32 takes no tensor cores: its products are unrolled, and larger tiles do not fit into registers.

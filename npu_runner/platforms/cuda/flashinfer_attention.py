@@ -2,8 +2,8 @@
 
 FlashInfer takes the pages of a step as one flat list and wants to know it on the host, before each step: `plan` of its
 wrappers divides the work and copies what it found to the device. A captured graph holds the wrapper of its batch size,
-whose buffers `plan` refills. Each sliding window has a wrapper of its own, whose pages begin with
-the first that is seen.
+whose buffers `plan` refills before each replay (`PlannedGraphs`). Each sliding window has a wrapper of its own, whose
+pages begin with the first that is seen.
 
 T tokens, B sequences, N query heads, K kv heads, H head dim, W blocks per sequence, P pages of the step.
 """
@@ -14,7 +14,7 @@ import importlib.util
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.cuda.attention import TritonAttention
+from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -75,29 +76,10 @@ def first_seen_pages(context_lens_B: np.ndarray, query_lens_B: np.ndarray, windo
     return pages_B
 
 
-class _Planned:
-    """A wrapper whose plans do not overtake each other.
-
-    `plan` writes one pinned buffer that it has copied to the device later: while steps are not waited for (chunks of a
-    prompt that sample nothing), the next plan would change what an earlier one is still to bring there.
-    """
-
-    def __init__(self, wrapper: Any):
-        self.wrapper = wrapper
-        self._copied = torch.cuda.Event()
-
-    def plan(self, *arguments: Any, **settings: Any) -> None:
-        self._copied.synchronize()
-        self.wrapper.plan(*arguments, **settings)
-        self._copied.record()
-
-
 class FlashInferAttention(TritonAttention):
     """The cache is written, and pictures are seen, as in TritonAttention."""
 
     name = "flashinfer"
-    reuses_plan_memory = True
-    plans_replay = True
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
         super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
@@ -112,9 +94,9 @@ class FlashInferAttention(TritonAttention):
         kinds = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": head_dim**-0.5}
         self._prefill_settings = {**shape, **kinds, "head_dim_qk": head_dim, "causal": True}
         self._decode_settings = {**shape, **kinds, "head_dim": head_dim}
-        self._prefills: dict[int | None, _Planned] = {}
-        self._decodes: dict[int | None, _Planned] = {}
-        self._replayed: dict[tuple[int, int | None], _Planned] = {}
+        self._prefills: dict[int | None, Any] = {}
+        self._decodes: dict[int | None, Any] = {}
+        self._replayed: dict[tuple[int, int | None], Any] = {}
         self._key = next(_KEYS)
         _BACKENDS[self._key] = self
 
@@ -126,11 +108,11 @@ class FlashInferAttention(TritonAttention):
         np.cumsum(queries_B, out=rows_B1[1:])
         for window in self.windows:
             if window not in self._prefills:
-                self._prefills[window] = _Planned(
-                    self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT))
+                self._prefills[window] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT)
+            _wait()
             self._prefills[window].plan(_pinned(rows_B1), *self._pages(contexts_B, queries_B, block_tables_BW, window),
                                         window_left=_window_left(window), **self._prefill_settings)
-        return {window: planned.wrapper for window, planned in self._prefills.items()}
+        return self._prefills
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                     device: torch.device) -> dict[int | None, Any]:
@@ -138,12 +120,13 @@ class FlashInferAttention(TritonAttention):
         for window in self.windows:
             if window not in self._decodes:
                 # Its kernels without tensor cores take one query head each; these take all of a kv head's.
-                self._decodes[window] = _Planned(self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                    self._workspace, _LAYOUT, use_tensor_cores=True))
+                self._decodes[window] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace, _LAYOUT, use_tensor_cores=True)
             self._plan_decode(self._decodes[window], contexts_B, block_tables_BW, window)
-        return {window: planned.wrapper for window, planned in self._decodes.items()}
+        return self._decodes
 
     def plan_replay(self, context_lens_B: np.ndarray, block_tables_BW: np.ndarray) -> None:
+        """`plan_decode` for the graph of this batch size, padding included."""
         batch_size = len(context_lens_B)
         for window in self.windows:
             if (batch_size, window) not in self._replayed:
@@ -165,32 +148,45 @@ class FlashInferAttention(TritonAttention):
         return out_BNH
 
     def run_replayed(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
-        out_BNH: Tensor = self._replayed[len(q_BNH), window].wrapper.run(q_BNH, (k_cache, v_cache))
+        out_BNH: Tensor = self._replayed[len(q_BNH), window].run(q_BNH, (k_cache, v_cache))
         return out_BNH
 
-    def _plan_decode(self, planned: _Planned, contexts_B: np.ndarray, block_tables_BW: np.ndarray,
+    def _plan_decode(self, wrapper: Any, contexts_B: np.ndarray, block_tables_BW: np.ndarray,
                      window: int | None) -> None:
         pages = self._pages(contexts_B, np.ones_like(contexts_B), block_tables_BW, window)
-        planned.plan(*pages, window_left=_window_left(window), **self._decode_settings)
+        _wait()
+        wrapper.plan(*pages, window_left=_window_left(window), **self._decode_settings)
 
     def _pages(self, contexts_B: np.ndarray, queries_B: np.ndarray, block_tables_BW: np.ndarray,
                window: int | None) -> Pages:
         firsts_B = first_seen_pages(contexts_B, queries_B, window, self.block_size)
         return find_pages(contexts_B, block_tables_BW, self.block_size, self._device, firsts_B)
 
-    def _make_replayed(self, batch_size: int, max_pages: int) -> _Planned:
+    def _make_replayed(self, batch_size: int, max_pages: int) -> Any:
         def buffer(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=self._device)
 
-        return _Planned(self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, _LAYOUT, use_cuda_graph=True, use_tensor_cores=True,
             paged_kv_indptr_buffer=buffer(batch_size + 1), paged_kv_indices_buffer=buffer(max_pages),
             paged_kv_last_page_len_buffer=buffer(batch_size),
-        ))
+        )
 
     def _check(self, scale: float) -> None:
         planned = self._decode_settings["sm_scale"]
         assert math.isclose(scale, planned), f"planned for a scale of {planned}, asked for {scale}"
+
+
+class PlannedGraphs(CudaGraphCompiler):
+    """Captured graphs whose attention is planned before each replay."""
+
+    def __init__(self, attention: FlashInferAttention, *, with_inductor: bool):
+        super().__init__(with_inductor=with_inductor)
+        self._attention = attention
+
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
+                      block_tables_BW: Callable[[], np.ndarray]) -> None:
+        self._attention.plan_replay(np.asarray(context_lens_B, dtype=np.int32), block_tables_BW())
 
 
 # Backends by the number that compiled code knows them by.
@@ -211,6 +207,14 @@ def _(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, key: int, window: int | N
 
 def _pinned(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).pin_memory()
+
+
+def _wait() -> None:
+    """Until the device has done what it was given: it may still be reading what the next `plan` of a wrapper writes.
+
+    That is the pinned buffer of the wrapper, whose copy to the device is queued behind the step before.
+    """
+    torch.cuda.current_stream().synchronize()
 
 
 def _window_left(window: int | None) -> int:

@@ -19,7 +19,7 @@ from npu_runner.platforms.cuda import convolution_kernels
 from npu_runner.platforms.cuda import gated_delta_kernels as kernels
 from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaBackend, GatedDeltaShape, StateSave, check_saves
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from npu_runner.platforms.upload import upload_together
+from npu_runner.platforms.transfers import upload_together
 
 # How a float32 value goes into a product with the model's: see gated_delta_kernels.
 _PRODUCTS = {torch.bfloat16: "split", torch.float16: "tf32x3", torch.float32: "ieee"}

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler
-from npu_runner.platforms.dynamo import own_code
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, own_code
 from npu_runner.platforms.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)

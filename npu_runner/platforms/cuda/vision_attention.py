@@ -18,10 +18,10 @@ import torch
 import triton
 from torch import Tensor
 
-from npu_runner.platforms.cuda import split_vision_kernels, vision_kernels
+from npu_runner.platforms.cuda import vision_kernels
 from npu_runner.platforms.cuda.attention_tiles import SPLIT_HEAD, SPLIT_TOWER, Tile, head_width
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.upload import upload
+from npu_runner.platforms.transfers import upload
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def picture_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionP
     longest = max(plan.lengths)
     assert longest * max(x.stride(0) for x in (q_TNH, k_TNH, v_TNH)) < 2**31, "places within a picture fit into 32 bits"
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    kernel = split_vision_kernels.pictures if is_split else vision_kernels.pictures
+    kernel = vision_kernels.split_pictures if is_split else vision_kernels.pictures
     widths = dict(zip(("FIRST", "REST"), SPLIT_HEAD, strict=True)) if is_split else {"HEAD": head_width(head_dim)}
     kernel[(triton.cdiv(longest, tile.rows), num_heads, len(plan.lengths))](
         q_TNH, k_TNH, v_TNH, out_TNH, plan.starts_B1, q_TNH.stride(0), k_TNH.stride(0), v_TNH.stride(0),

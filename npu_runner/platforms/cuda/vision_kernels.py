@@ -1,8 +1,14 @@
-"""The Triton kernel of a vision tower's attention: online softmax (arXiv 2205.14135) within pictures. Knows no cache.
+"""Triton kernels of a vision tower's attention: online softmax (arXiv 2205.14135) within pictures. Knows no cache.
 
 Softmax is in base 2: FACTOR is the scale times log2(e), above 0. Products are exact in float32 inputs (no TF32), sums
-are float32 always. A head dim H (HEAD_DIM) is taken as HEAD dims, a power of 2; what is beyond H is 0. Those of
-65 to 80 dims have a kernel of their own: split_vision_kernels.
+are float32 always. `pictures` takes a head dim H (HEAD_DIM) as HEAD dims, a power of 2; what is beyond H is 0.
+
+`split_pictures` is for an H that is little more than a power of 2, as FIRST dims and up to REST others: 72 and 80 dims
+then take five eighths of the products of 128. Only for 16 bits, and not to be trusted unseen: ptxas 12.8 (of triton
+3.6) adds to 64-bit descriptors of products that lie in shared memory, and in some tiles takes the upper half from a
+register that holds another's address. The products then read elsewhere: wrong numbers, or an access that a GPU refuses.
+What is right stays right for one compiled kernel, so vision_attention compares each once before it is used; tiles are
+those where nothing of the kind was found in the machine code.
 """
 # mypy: ignore-errors
 
@@ -67,3 +73,69 @@ def pictures(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.c
                                          FACTOR, HEAD_DIM, HEAD, COLUMNS)
         tl.store(rows_out + dims[None, :], (sums / total[:, None]).to(out.dtype.element_ty),
                  mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _split_step(q0, q1, highest, total, sums0, sums1, k, v, start, length, stride_k, stride_v, MASKED: tl.constexpr,
+                FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+                COLUMNS: tl.constexpr):
+    """COLUMNS tokens of a picture from its token `start` on; MASKED: not all of them are among its `length`."""
+    columns = start + tl.arange(0, COLUMNS)
+    d0 = tl.arange(0, FIRST)
+    d1 = FIRST + tl.arange(0, REST)
+    is_there = None
+    is_seen = None
+    if MASKED:
+        is_there = columns < length
+        is_seen = is_there[None, :]
+    rows_k = k + columns[:, None] * stride_k
+    rows_v = v + columns[:, None] * stride_v
+    k0 = load_rows(rows_k + d0[None, :], is_there, d0, HEAD_DIM, FIRST)
+    k1 = load_rows(rows_k + d1[None, :], is_there, d1, HEAD_DIM, FIRST + REST)
+    scores = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+    scores = tl.dot(q1, tl.trans(k1), scores, input_precision="ieee")
+    p, fade, highest, total = weigh(scores, is_seen, highest, total, FACTOR)
+    v0 = load_rows(rows_v + d0[None, :], is_there, d0, HEAD_DIM, FIRST)
+    v1 = load_rows(rows_v + d1[None, :], is_there, d1, HEAD_DIM, FIRST + REST)
+    p = p.to(v0.dtype)
+    sums0 = tl.dot(p, v0, sums0 * fade[:, None], input_precision="ieee")
+    sums1 = tl.dot(p, v1, sums1 * fade[:, None], input_precision="ieee")
+    return highest, total, sums0, sums1
+
+
+@triton.jit
+def split_pictures(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.constexpr, FACTOR: tl.constexpr,
+                   HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr):
+    """ROWS tokens of one head and one picture over all of that picture; only its last columns are masked."""
+    head = tl.program_id(1)
+    begin = tl.load(starts + tl.program_id(2)).to(tl.int64)
+    length = (tl.load(starts + tl.program_id(2) + 1) - begin).to(tl.int32)
+    first = tl.program_id(0) * ROWS
+    if first < length:
+        q += begin * stride_q + head * HEAD_DIM
+        k += begin * stride_k + head * HEAD_DIM
+        v += begin * stride_v + head * HEAD_DIM
+        out += (begin * NUM_HEADS + head) * HEAD_DIM
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows < length
+        d0 = tl.arange(0, FIRST)
+        d1 = FIRST + tl.arange(0, REST)
+        rows_q = q + rows[:, None] * stride_q
+        rows_out = out + rows[:, None] * (NUM_HEADS * HEAD_DIM)
+        q0 = load_rows(rows_q + d0[None, :], is_row, d0, HEAD_DIM, FIRST)
+        q1 = load_rows(rows_q + d1[None, :], is_row, d1, HEAD_DIM, FIRST + REST)
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        s0 = tl.zeros((ROWS, FIRST), tl.float32)
+        s1 = tl.zeros((ROWS, REST), tl.float32)
+        whole = length // COLUMNS * COLUMNS
+        for start in range(0, whole, COLUMNS):
+            highest, total, s0, s1 = _split_step(q0, q1, highest, total, s0, s1, k, v, start, length, stride_k,
+                                                 stride_v, False, FACTOR, HEAD_DIM, FIRST, REST, COLUMNS)
+        if whole < length:
+            highest, total, s0, s1 = _split_step(q0, q1, highest, total, s0, s1, k, v, whole, length, stride_k,
+                                                 stride_v, True, FACTOR, HEAD_DIM, FIRST, REST, COLUMNS)
+        tl.store(rows_out + d0[None, :], (s0 / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+        tl.store(rows_out + d1[None, :], (s1 / total[:, None]).to(out.dtype.element_ty),
+                 mask=is_row[:, None] & (d1 < HEAD_DIM)[None, :])

@@ -25,7 +25,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.npu.window_decode import SeenBlocks, WindowDecode, seen_lens
 from npu_runner.platforms.step_inputs import AttentionMetadata
 

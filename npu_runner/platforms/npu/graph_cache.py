@@ -24,8 +24,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphSettings
-from npu_runner.platforms.dynamo import own_code
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphSettings, own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.graphs import (
     GraphEngineCompiler,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError
 
 
 class LimitedGraphCompiler(GraphCompiler):
@@ -36,8 +37,9 @@ class LimitedGraphCompiler(GraphCompiler):
     def discard(self, batch_size: int) -> None:
         self._compiler.discard(batch_size)
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
-        self._compiler.before_replay(batch_size, context_lens_B)
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
+                      block_tables_BW: Callable[[], np.ndarray]) -> None:
+        self._compiler.before_replay(batch_size, context_lens_B, block_tables_BW)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         return self._compiler.record(run)

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler, GraphResourceError
-from npu_runner.platforms.dynamo import forget, own_code
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError, forget, own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.attention import DeviceLengths, NpuAttention
 from npu_runner.platforms.npu.settings import npu_settings
@@ -54,7 +53,8 @@ class AclGraphCompiler(GraphCompiler):
         self._graphs[batch_size] = _AclGraph(forward, batch_size, self._backend(), self._attention)
         return self._graphs[batch_size]
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
+                      block_tables_BW: Callable[[], np.ndarray]) -> None:
         self._graphs[batch_size].set_context_lens(context_lens_B)
 
     def release(self) -> None:

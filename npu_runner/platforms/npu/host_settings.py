@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.npu.allocator_settings import check_pinned_memory
+from npu_runner.platforms.npu.versions import reads_torchs_alloc_conf
 
 A2, A3 = "Ascend910B", "Ascend910_93"
 """How the names of the chips begin that the fused attention over a paged cache is for."""
@@ -19,6 +19,15 @@ _LEAST_CORES_TO_BIND = 16
 _MOST_GRAPHS_ON_AI_CPU = 6
 _AIV = 3  # HcclCommConfig.hcclOpExpansionMode
 _GRAPH_BUFFER_MIB = 64
+
+# The variables that torch_npu's allocator of device memory reads. Wheels of TorchNPU 26.2.0 for torch 2.10 and later
+# also read torch's own name; where both are set, empty or not, they do not start. Older ones read the vendor's alone.
+VENDORS, TORCHS = "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+# Segments that grow lose less memory to pictures of ever different sizes.
+WANTED = "expandable_segments:True"
+_PINNED = "pin_memory_expandable_segments"
+NO_CAPTURE = f"{_PINNED}:True: torch_npu captures no graph with it"
+ONE_OF_TWO = f"unset {TORCHS}, and keep {VENDORS}={WANTED}"
 
 Environment = Mapping[str, str]
 
@@ -76,6 +85,40 @@ def check_graph_mode(graph_mode: str, environment: Environment) -> None:
                           "export TASK_QUEUE_ENABLE=1, or set enforce_eager")
     if graph_mode == "reduce-overhead":
         check_pinned_memory(environment)
+
+
+def allocator_defaults(environment: Environment) -> dict[str, str]:
+    """Read when the allocator starts. Where the user has set either name, ours would be the second."""
+    return {} if VENDORS in environment or TORCHS in environment else {VENDORS: WANTED}
+
+
+def check_allocator(environment: Environment, torch_npu: str) -> None:
+    """Raises ConfigError for two names where the wheel reads both: now, and not by ERR01003 where the device starts."""
+    if refuses_both(environment, torch_npu):
+        raise ConfigError(f"{VENDORS} and {TORCHS} are both set: torch_npu {torch_npu} reads both, and takes one; "
+                          f"{ONE_OF_TWO}")
+
+
+def check_pinned_memory(environment: Environment) -> None:
+    """Raises ConfigError for pinned memory that no capture goes with."""
+    for name in (VENDORS, TORCHS):
+        if has_growing_pinned_memory(environment.get(name, "")):
+            raise ConfigError(f"{name}: {NO_CAPTURE} (graph_mode reduce-overhead); take it out, or set enforce_eager")
+
+
+def refuses_both(environment: Environment, torch_npu: str | None) -> bool:
+    """torch_npu: None where it is not installed; a wheel that comes will be a new one."""
+    return VENDORS in environment and TORCHS in environment and (
+        torch_npu is None or reads_torchs_alloc_conf(torch_npu))
+
+
+def entries(value: str) -> dict[str, str]:
+    """The settings in a variable's value."""
+    return dict(entry.partition(":")[::2] for entry in value.replace(" ", "").split(",") if entry)
+
+
+def has_growing_pinned_memory(value: str) -> bool:
+    return entries(value).get(_PINNED, "").lower() == "true"
 
 
 def _unset(wanted: dict[str, str], environment: Environment) -> dict[str, str]:

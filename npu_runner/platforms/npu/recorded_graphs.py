@@ -6,13 +6,14 @@ call while it records, and runs it again with new lengths before a replay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.base import DecodeForward, GraphCompiler
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler
 from npu_runner.platforms.npu.attention import NpuAttention
 from npu_runner.platforms.npu.graphs import ResourceErrors
 from npu_runner.platforms.step_inputs import StepInputs
@@ -30,7 +31,8 @@ class RecordedGraphCompiler(GraphCompiler):
         self._graphs[batch_size] = _RecordedGraph(forward, batch_size, self._pool, self._attention)
         return self._graphs[batch_size]
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
+                      block_tables_BW: Callable[[], np.ndarray]) -> None:
         self._graphs[batch_size].context_lens = list(context_lens_B)
 
 

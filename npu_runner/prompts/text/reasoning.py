@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from npu_runner.request.thinking import ReasoningTokens, Thinking
+from npu_runner.request.prompt_inputs import ReasoningTokens, Thinking
 
 PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """The tags that are in use, as families write them."""

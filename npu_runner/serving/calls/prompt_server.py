@@ -28,7 +28,7 @@ from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.engine_loop import Endpoint, Flight, Prepared, max_waiting_requests
 from npu_runner.serving.replica import FinishedRow, ReplicaFacts
 from npu_runner.serving.replicas.inline_replica import InlineReplica
-from npu_runner.serving.workers.options import PreprocessingOptions
+from npu_runner.serving.workers.options import PreprocessingOptions, num_cpus
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 from npu_runner.serving.workers.prompt_tasks import NumberedTask, Preparation, PromptTask
 from npu_runner.strategies.opened import open_checkpoint
@@ -187,10 +187,10 @@ class PromptServer(InlineReplica):
         engine = self._engine = self._open.enter_context(self._load_engine())
         max_waiting = max_waiting_requests(engine.max_num_seqs)
         limits = PoolLimits(
-            num_workers=self._options.num_workers, task_timeout_seconds=self._options.preprocessing_timeout,
+            num_workers=self._options.num_workers(num_cpus()), task_timeout_seconds=self._options.preprocessing_timeout,
             worker_memory_bytes=self._options.worker_memory_bytes, max_ready=max_waiting,
         )  # fmt: skip
-        endpoint = PromptEndpoint(engine.processor, limits, max_source_pixels=engine.config.max_source_pixels,
+        endpoint = PromptEndpoint(engine.processor, limits, max_source_pixels=engine.config.prompts.max_source_pixels,
                                   pack=self._pack)
         self.endpoint, self.pool = endpoint, endpoint.pool
         self._open.callback(endpoint.close)

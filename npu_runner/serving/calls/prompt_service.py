@@ -39,7 +39,7 @@ from npu_runner.serving.replicas.placement import Placement, place
 from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, added
 from npu_runner.serving.replicas.row_queue import RowQueue
-from npu_runner.serving.workers.options import PreprocessingOptions, default_num_workers
+from npu_runner.serving.workers.options import PreprocessingOptions
 from npu_runner.serving.workers.prompt_tasks import PromptTask
 from npu_runner.strategies.opened import OpenedCheckpoint, open_checkpoint
 
@@ -291,7 +291,9 @@ class ReplicaService(PromptService):
         if not isinstance(prompt, PromptTask):
             return prompt
         try:
-            return prompt.sendable(self.config.max_source_pixels) if prompt.is_plain else prompt.prepare(self.processor)
+            if not prompt.is_plain:
+                return prompt.prepare(self.processor)
+            return prompt.sendable(self.config.prompts.max_source_pixels)
         except RequestError as error:
             return error
 
@@ -359,15 +361,14 @@ def _remember_nothing(numbers: Sequence[int]) -> None:
 
 def _plan_replicas(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions) -> list[MakeReplica]:
     asked = several.data_parallel_size
-    placements = place(config.platform, None if asked == AUTO else int(asked), config.tensor_parallel_size)
+    placements = place(config.platform, None if asked == AUTO else int(asked), config.parallel.tensor_parallel_size)
     return [functools.partial(_made_process, config, options, f"replica {number}", placement)
             for number, placement in enumerate(placements)]
 
 
 def _made_process(config: RunnerConfig, options: PreprocessingOptions, name: str,
                   placement: Placement) -> ProcessReplica:
-    if options.preprocessing_workers is None:
-        options = replace(options, preprocessing_workers=default_num_workers(placement.num_cores))
+    options = replace(options, preprocessing_workers=options.num_workers(placement.num_cores))
     load = functools.partial(load_engine, config.replace(platform=placement.platform))
     return ProcessReplica(name, functools.partial(PromptServer, load, options, name), placement,
                           num_rows_ahead=PromptServer.num_rows_ahead)

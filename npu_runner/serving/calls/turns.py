@@ -5,6 +5,7 @@ What is asked is the interpreter's own state of a call's generator: a flag could
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -19,6 +20,8 @@ _NESTED = ("this LLM was called inside an iterator of prompts that another call 
            "first, or use a second LLM")
 _BUSY = ("thread {} is in a call of this LLM that reads an iterator or gives a stream, which may take for ever; wait "
          "until it has ended, close its stream, or give it lists: calls with lists wait for each other")
+_FORKED = ("process {} has loaded this LLM, and this process is a fork of it: the threads that answer are there alone; "
+           "load an LLM in this process, or start it by spawn")
 
 
 class Call:
@@ -56,20 +59,29 @@ class Turns:
     """The calls of one LLM."""
 
     def __init__(self) -> None:
+        self._process_id = os.getpid()
         self._lock = threading.Lock()
         self._current: Call | None = None
 
+    @property
+    def are_here(self) -> bool:
+        """False in a fork of the process that loaded the LLM."""
+        return os.getpid() == self._process_id
+
     def is_current(self, call: Call) -> bool:
-        """Whether no later call, and no `close`, has ended it. Asked by whichever thread reads its results."""
+        """Whether no later call, no `close` and no fork has ended it. Asked by whichever thread reads its results."""
         call.thread = threading.current_thread()
-        return call is self._current
+        return call is self._current and self.are_here
 
     def take(self, call: Call) -> None:
         """Make it the current one; in the call's own generator. A stream of this thread that was not read to its end
         has ended then; a call of another thread is waited for.
 
-        Raises RequestError inside another call of this thread, and while there is an open one of another thread.
+        Raises RequestError inside another call of this thread, while there is an open one of another thread, and in a
+        fork of the process that loaded the LLM.
         """
+        if not self.are_here:  # before the lock, which another thread may have held when this process began
+            raise RequestError(_FORKED.format(self._process_id), "forked_llm")
         call.thread = threading.current_thread()
         while not self._has_taken(call):
             time.sleep(_LOOK_SECONDS)

@@ -11,12 +11,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
-    """Settings of `LLM` beside RunnerConfig's. They have the names, the defaults and the meaning that they have in the
-    batch job. A value out of range is a ConfigError that names it."""
+    """Options of a job and settings of `LLM`, beside RunnerConfig's. A value out of range is a ConfigError that names
+    it."""
 
     data_parallel_size: int | str = 1
-    """Replicas of the model on this host, each on devices of its own (tensor_parallel_size of them). auto: as many as
-    there are devices for."""
+    """Replicas of the model on this host, which share the requests. Each runs on devices of its own,
+    tensor_parallel_size of them. auto: as many as there are devices for."""
     max_replica_restarts: int = 3
     """How often a replica that died is started again; its requests go to the others."""
 

@@ -1,7 +1,7 @@
 """Where a replica of this host runs: the devices that it sees, and its share of the cores.
 
-Knows no vendor: which variable hides devices is the platform's to say (`Platform.device_environment`). It is asked in a
-process of its own, so that the driver loads no torch and opens no device.
+Knows no vendor: which variable hides devices is the platform's to say (`Platform.share`). They are counted in a process
+of its own, so that the driver loads no torch and opens no device.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms import AUTO, find_platform, pick_platform
+from npu_runner.platforms.platform import Platform
 from npu_runner.processes import commands
-
-_PROBE = "npu_runner.platforms.device_probe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +39,19 @@ def place(platform: str, num_replicas: int | None, num_ranks: int) -> list[Place
     Raises ConfigError, by name, where there are too few devices, or some would be left over.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    if platform == "cpu":
-        return _on_cores(cores, num_replicas)
-    found = _ask(platform, num_ranks)
-    if found["platform"] == "cpu":
-        return _on_cores(cores, num_replicas)
-    return on_devices(found, cores, num_replicas, num_ranks)
+    if platform != AUTO and find_platform(platform).visible_devices is None:
+        return on_cores(platform, cores, num_replicas)
+    name, num_devices = count_devices(platform)
+    found = find_platform(name)
+    if found.visible_devices is None:
+        return on_cores(name, cores, num_replicas)
+    return on_devices(found, num_devices, cores, num_replicas, num_ranks)
 
 
 def on_devices(
-    found: Mapping[str, Any], cores: list[int], num_replicas: int | None, num_ranks: int
+    platform: Platform, num_devices: int, cores: list[int], num_replicas: int | None, num_ranks: int
 ) -> list[Placement]:
-    """Neighbouring devices for each replica. `found`: platform, num_devices, and devices and environment of shares."""
-    num_devices = found["num_devices"]
+    """Neighbouring devices for each replica, of the `num_devices` that this process sees."""
     if num_replicas is None:
         if num_devices % num_ranks:
             raise ConfigError(
@@ -66,26 +65,26 @@ def on_devices(
             f"{num_replicas * num_ranks} devices, {num_devices} are visible; at most {num_devices // num_ranks} "
             "replicas have room"
         )
-    share = max(1, len(cores) // num_replicas)
+    shares = [range(number * num_ranks, (number + 1) * num_ranks) for number in range(num_replicas)]
     return [
         Placement(
-            platform=found["platform"],
-            description=f"{found['platform']} {found['shares'][number]['devices']}",
-            environment=found["shares"][number]["environment"],
-            num_cores=share,
+            platform=platform.name,
+            description=f"{platform.name} {','.join(map(str, share))}",
+            environment=platform.share(share, num_devices),
+            num_cores=max(1, len(cores) // num_replicas),
         )
-        for number in range(num_replicas)
+        for share in shares
     ]
 
 
-def _on_cores(cores: list[int], num_replicas: int | None) -> list[Placement]:
+def on_cores(platform: str, cores: list[int], num_replicas: int | None) -> list[Placement]:
     if num_replicas is None:
-        raise ConfigError("data_parallel_size auto: takes all devices, and the cpu platform has cores only; give a "
-                          f"number of replicas, which share {len(cores)} cores")
+        raise ConfigError(f"data_parallel_size auto: takes all devices, and the {platform} platform has cores only; "
+                          f"give a number of replicas, which share {len(cores)} cores")
     return [
         Placement(
-            platform="cpu",
-            description=f"cpu, cores {_ranges(share)}",
+            platform=platform,
+            description=f"{platform}, cores {_ranges(share)}",
             cores=frozenset(share),
             num_cores=len(share),
         )
@@ -104,15 +103,25 @@ def _ranges(cores: list[int]) -> str:
     return str(cores[0]) if len(cores) == 1 else f"{cores[0]}-{cores[-1]}"
 
 
-def _ask(platform: str, num_ranks: int) -> dict[str, Any]:
-    done = subprocess.run(commands.module_command(_PROBE, platform, num_ranks), env=commands.environment(),
+def count_devices(platform: str) -> tuple[str, int]:
+    """The platform that "auto" means here, and how many devices it has. Raises ConfigError where it cannot be used."""
+    done = subprocess.run(commands.module_command(__name__, platform), env=commands.environment(),
                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         reason = done.stderr.strip().splitlines()
         raise ConfigError(f"data_parallel_size: the devices of platform {platform} cannot be counted "
                           f"({reason[-1] if reason else f'exit status {done.returncode}'})")
-    found: dict[str, Any] = json.loads(lines[-1])
+    found = json.loads(lines[-1])
     if "error" in found:
         raise ConfigError(found["error"])
-    return found
+    return found["platform"], found["num_devices"]
+
+
+def main(arguments: list[str]) -> None:
+    """PLATFORM: print what `count_devices` returns, or the error, as one line of JSON."""
+    try:
+        platform = pick_platform(arguments[0])
+        print(json.dumps({"platform": platform.name, "num_devices": platform.devices.count()}))
+    except ConfigError as error:
+        print(json.dumps({"error": str(error)}))

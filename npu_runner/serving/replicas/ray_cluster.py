@@ -15,11 +15,10 @@ from typing import Any
 import ray
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms import find_platform, platforms
 from npu_runner.serving.replicas.options import AUTO
 
 _CONNECT_SECONDS = 5.0
-# What Ray calls the devices of a platform.
-_RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +69,15 @@ def cluster(address: str) -> Iterator[Mapping[str, float]]:
 
 def demand(resources: Mapping[str, float], platform: str, num_replicas: int | str, num_ranks: int) -> Demand:
     """What each of `num_replicas` of `num_ranks` devices takes; "auto": as many replicas as there are devices for."""
-    if platform == "auto":
-        platform = next((name for name in ("npu", "cuda") if resources.get(_RESOURCES[name])), "cpu")
-    resource = _RESOURCES[platform]
+    candidates = platforms() if platform == AUTO else [find_platform(platform)]
+    found = next((each for each in candidates if resources.get(each.ray_resource)), candidates[-1])
+    platform, resource = found.name, found.ray_resource
     there = int(resources.get(resource, 0))
     if not there:
         raise ConfigError(f"ray: the cluster has no resource {resource}, which platform {platform} takes; it has "
                           f"{_shown(resources)}. Start nodes that have it, or name another platform")
-    if platform == "cpu":
-        return _of_cores(there, num_replicas)
+    if found.visible_devices is None:
+        return _of_cores(platform, resource, there, num_replicas)
     if there < num_ranks:
         raise ConfigError(f"data_parallel_size {num_replicas}: one replica of tensor_parallel_size {num_ranks} takes "
                           f"{num_ranks} {resource}, the cluster has {there}; start nodes that have them")
@@ -91,12 +90,12 @@ def demand(resources: Mapping[str, float], platform: str, num_replicas: int | st
     return Demand(platform=platform, resource=resource, amount=num_ranks, num_cores=share, most=most)
 
 
-def _of_cores(there: int, num_replicas: int | str) -> Demand:
+def _of_cores(platform: str, resource: str, there: int, num_replicas: int | str) -> Demand:
     if num_replicas == AUTO:
-        raise ConfigError("data_parallel_size auto: takes all devices, and the cpu platform has cores only; give a "
-                          f"number of replicas, which share {there} cores")
+        raise ConfigError(f"data_parallel_size auto: takes all devices, and the {platform} platform has cores only; "
+                          f"give a number of replicas, which share {there} cores")
     share = max(1, there // int(num_replicas))
-    return Demand(platform="cpu", resource="CPU", amount=share, num_cores=share, most=int(num_replicas))
+    return Demand(platform=platform, resource=resource, amount=share, num_cores=share, most=int(num_replicas))
 
 
 def resources_now() -> Mapping[str, float]:

@@ -14,20 +14,21 @@ _LEAST_WORKER_BYTES = 64 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessingOptions:
-    """Settings of `LLM` beside RunnerConfig's. They have the names, the defaults and the meaning that they have in the
-    batch job. A value out of range is a ConfigError that names it."""
+    """Options of a job and settings of `LLM`, beside RunnerConfig's. A request is a row of the job, or a prompt of
+    `LLM`. A value out of range is a ConfigError that names it."""
 
     preprocessing_workers: int | None = None
-    """Processes that decode pictures and tokenize; None: half of the CPU cores, 16 at most. 0: none, everything is
-    prepared in the calling process, without the limits on memory and time."""
+    """Processes that decode images and videos and tokenize, for each replica. None: half of its CPU cores, 16 at most.
+    0, in LLM alone: none; the calling process prepares everything, without limits on memory and time."""
     preprocessing_timeout: float = 120.0
-    """Seconds after which preparing one request is given up; inf: never."""
+    """Seconds after which the preprocessing of one request is given up; inf: never."""
     max_media_bytes: int = LIMITS.max_media_bytes
-    """A picture or a film whose file or decoded data: URL is larger is refused with its request."""
+    """Most bytes of the file, or of the decoded data: URL, of one image or video; a request with a larger one fails."""
     max_prompt_media_bytes: int = LIMITS.max_prompt_media_bytes
-    """A request whose different pictures and films are larger together is refused."""
+    """Most bytes of all different images and videos of a request together; a request with more fails."""
     worker_memory_bytes: int = LIMITS.worker_memory_bytes
-    """Memory that preparing one request may take in its worker process, beside what the process has at its start."""
+    """Memory that the preprocessing of one request may take in its worker process, beside what the process has at its
+    start; a request that needs more fails."""
 
     def __post_init__(self) -> None:
         if self.preprocessing_workers is not None and self.preprocessing_workers < 0:
@@ -40,11 +41,9 @@ class PreprocessingOptions:
         if self.worker_memory_bytes < _LEAST_WORKER_BYTES:
             raise ConfigError(f"worker_memory_bytes: {self.worker_memory_bytes} is less than 64 MiB")
 
-    @property
-    def num_workers(self) -> int:
-        if self.preprocessing_workers is not None:
-            return self.preprocessing_workers
-        return default_num_workers(num_cpus())
+    def num_workers(self, num_cores: int) -> int:
+        """Workers beside a model that has so many cores."""
+        return default_num_workers(num_cores) if self.preprocessing_workers is None else self.preprocessing_workers
 
 
 def default_num_workers(num_cores: int) -> int:

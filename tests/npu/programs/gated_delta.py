@@ -29,7 +29,7 @@ FUSED = "aclnnRecurrentGatedDeltaRule"
 def server(dtype: torch.dtype) -> Server:
     torch.manual_seed(0)
     platform = pick_platform("npu")
-    device = platform.set_device(0)
+    device = platform.devices.set_device(0)
     return Server(platform.make_gated_delta(SHAPE, dtype), SHAPE, Weights.random(SHAPE), device, dtype)
 
 

@@ -110,8 +110,8 @@ def run(model: str, failure: str) -> dict[str, Any]:
 def gives_memory_to_the_next_one() -> bool:
     """Whether work on a side stream gets the memory of what is still to be read, where nothing runs before a wait."""
     platform = pick_platform("npu")
-    platform.set_device(0)
-    side = platform.side_stream()
+    platform.devices.set_device(0)
+    side = platform.memory.side_stream()
     assert side is not None, "the platform has streams"
     aside = side.run(lambda: torch.ones(1 << 16, device="npu"))
     place = aside.result.data_ptr()

@@ -86,8 +86,8 @@ def main() -> None:
     from npu_runner.platforms import pick_platform
 
     platform = pick_platform("npu")
-    platform.prepare_process(0, 1)
-    device, draw_from_softmax = platform.set_device(0), platform.make_ops().softmax_draw()
+    platform.devices.prepare_process(0, 1)
+    device, draw_from_softmax = platform.devices.set_device(0), platform.make_ops().softmax_draw()
     tokens = draw(device, draw_from_softmax)
     on_ai_cpu: dict[str, int] = {}
     launches: dict[str, int] = {}

@@ -19,7 +19,7 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.upload import upload_together
+from npu_runner.platforms.transfers import upload_together
 from tests.cann.programs.emulation import calls, reset_counters
 
 GRIDS = [(8, 12), (4, 4), (4, 4)]
@@ -55,7 +55,7 @@ class Weights:
 
 def tower_on(platform_name: str, depth: int, dtype: torch.dtype, activation: str) -> tuple[VisionTower, torch.device]:
     platform = pick_platform(platform_name)
-    device = platform.set_device(0)
+    device = platform.devices.set_device(0)
     attention = platform.make_attention("fused" if platform_name == "npu" else "auto", num_heads=2, num_kv_heads=2,
                                         head_dim=64, block_size=128, dtype=dtype)
     config = VisionConfig(

@@ -1,73 +1,75 @@
-"""The checks of `npu-runner doctor`, in the order in which one explains the next. Knows nothing of engines or models.
+"""The checks of `npu-runner doctor` on an Ascend host, in the order in which one explains the next.
 
-Nothing here imports torch: on a host where torch_npu is installed and CANN is missing that fails.
+Nothing here imports torch: where torch_npu is installed and CANN is missing that fails. Knows nothing of engines or
+models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
 
+from npu_runner.platforms.examination import RUNNER_NEEDS, Examination, Signs, check_packages
+from npu_runner.platforms.host import Check, Outcome, run_function
 from npu_runner.platforms.npu.preflight import devices, probes, software
-from npu_runner.platforms.npu.preflight.host import Check, Host, run_function
+from npu_runner.platforms.npu.preflight.errors import explain
 from npu_runner.platforms.npu.versions import cann_version, toolkit_folder
 
-
-@dataclass(frozen=True)
-class Survey:
-    """What a host has installed."""
-
-    host: Host
-    packages: software.Packages
-    libraries: software.Libraries
+_IF_SLOW = "give a longer --timeout; else a device hangs (npu-smi info), or one rank waits for another"
+_IF_UNKNOWN = "see the failed checks above; docs/running-on-ascend.md has a table of error codes"
 
 
-def survey(host: Host) -> Survey:
-    found = run_function(host, probes.packages)
-    packages = dict(found.reports[0]) if found.reports else {}
-    loaded = run_function(host, probes.libraries)
-    libraries = dict(loaded.reports)
-    if loaded.error is not None:  # the first library without an answer took the probe down
-        libraries |= {name: loaded.error for name in software.LIBRARIES if name not in libraries}
-    return Survey(host, packages, libraries)
+class NpuExamination(Examination):
+    checks_layers = True
+    if_wrong = "compare torch, torch_npu and CANN with the version table, and report it with this output"
+    needs = ("devices",)
 
+    @cached_property
+    def libraries(self) -> software.Libraries:
+        """Those of the vendor, to the loader's complaint."""
+        loaded = run_function(self.host, probes.libraries)
+        libraries = dict(loaded.reports)
+        if loaded.error is not None:  # the first library without an answer took the probe down
+            libraries |= {name: loaded.error for name in software.LIBRARIES if name not in libraries}
+        return libraries
 
-def signs_of_an_npu(found: Survey) -> list[str]:
-    """What makes this an Ascend host, or one that wants to be: empty where nothing does."""
-    host, torch_npu = found.host, found.packages.get("torch_npu")
-    folder = toolkit_folder(host.environment)
-    signs = {
-        f"torch_npu {torch_npu} is installed": torch_npu is not None,
-        "libascendcl.so loads": found.libraries.get("libascendcl.so", "") is None,
-        f"ASCEND_HOME_PATH is {folder}": folder is not None,
-        f"{host.device_files}/davinci* exist": bool(devices.device_nodes(host.device_files)),
-        f"{host.installation} exists": host.installation.is_dir(),
-    }
-    return [sign for sign, is_seen in signs.items() if is_seen]
+    def signs(self) -> Signs:
+        """What makes this an Ascend host, or one that wants to be."""
+        host, torch_npu = self.host, self.packages.get("torch_npu")
+        folder, ascend = toolkit_folder(host.environment), software.ascend_folder(host)
+        signs = {
+            f"torch_npu {torch_npu} is installed": torch_npu is not None,
+            "libascendcl.so loads": self.libraries.get("libascendcl.so", "") is None,
+            f"ASCEND_HOME_PATH is {folder}": folder is not None,
+            f"{host.device_files}/davinci* exist": bool(devices.device_nodes(host.device_files)),
+            f"{ascend} exists": ascend.is_dir(),
+        }
+        seen = "; ".join(sign for sign, is_seen in signs.items() if is_seen)
+        return Signs(bool(seen), seen or "no torch_npu, no CANN, no /dev/davinci*")
 
+    def examine(self, num_ranks: int = 1, *, is_eager: bool = False) -> Iterator[Check]:
+        host, packages = self.host, self.packages
+        yield software.check_toolkit(host, self.libraries)
+        yield software.check_driver(host)
+        yield software.check_pair(packages, cann_version(host.environment))
+        yield software.check_cann_version(host, packages)
+        yield check_packages(packages, tuple(dict.fromkeys((*RUNNER_NEEDS, *software.TORCHAIR_NEEDS))),
+                             "npu-runner and torchair import", f" (on an Ascend host: {software.IMAGE})")
+        yield software.check_libatb(host, self.libraries)
+        yield from devices.check_variables(host.environment, is_eager=is_eager, torch_npu=packages.get("torch_npu"))
+        yield devices.check_shared_memory(host.shared_memory, num_ranks)
+        yield devices.check_ports(host.environment, num_ranks)
+        if packages.get("torch_npu") is None:
+            yield Check("devices", "skipped", "torch_npu, which would see them, is not installed")
+            return
+        outcome = run_function(host, probes.devices)
+        yield devices.check_devices(host, outcome, num_ranks)
+        yield devices.check_memory(outcome)
+        yield devices.check_chip(outcome)
 
-def examine(found: Survey, num_ranks: int = 1, *, is_eager: bool = False) -> Iterator[Check]:
-    """Everything about an Ascend host but what is computed on it. is_eager: no graph is asked for."""
-    host, packages = found.host, found.packages
-    yield software.check_toolkit(host, found.libraries)
-    yield software.check_driver(host)
-    yield software.check_pair(packages, cann_version(host.environment))
-    yield software.check_cann_version(host, packages)
-    yield software.check_packages(packages, for_npu=True)
-    yield software.check_libatb(host, found.libraries)
-    yield from devices.check_variables(host.environment, is_eager=is_eager, torch_npu=packages.get("torch_npu"))
-    yield devices.check_shared_memory(host.shared_memory, num_ranks)
-    yield devices.check_ports(host.environment, num_ranks)
-    if packages.get("torch_npu") is None:
-        yield Check("devices", "skipped", "torch_npu, which would see them, is not installed")
-        return
-    outcome = run_function(host, probes.devices)
-    yield devices.check_devices(host, outcome, num_ranks)
-    yield devices.check_memory(outcome)
-    yield devices.check_chip(outcome)
+    def why_torch_fails(self, outcome: Outcome) -> str:
+        is_installed = self.packages.get("torch_npu") is not None
+        return f"torch loads torch_npu by itself: {software.import_remedy(outcome)}" if is_installed else ""
 
-
-def examine_without_npu(found: Survey) -> Iterator[Check]:
-    """What every platform needs."""
-    yield software.check_packages(found.packages, for_npu=False)
-    yield software.check_torch(run_function(found.host, probes.torch_itself), found.packages)
+    def explain(self, outcome: Outcome, otherwise: str = _IF_UNKNOWN) -> str:
+        return explain(outcome.output) or (_IF_SLOW if outcome.is_timeout else otherwise)

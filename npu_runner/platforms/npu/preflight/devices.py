@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from npu_runner.platforms.npu import allocator_settings as alloc
-from npu_runner.platforms.npu.host_settings import A2, A3
+from npu_runner.platforms.host import Check, Host, Outcome
+from npu_runner.platforms.npu import host_settings as alloc
 from npu_runner.platforms.npu.preflight.errors import explain
-from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome
 from npu_runner.platforms.npu.preflight.software import import_remedy
 from npu_runner.platforms.npu.versions import reads_torchs_alloc_conf
 
@@ -24,7 +23,7 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 _LEAST_DEVICE_BYTES = 512 * _MIB
 _HCCL_BASE_PORT, _HCCL_NUM_PORTS = 60000, 16
-_KNOWN_CHIPS = (A2, A3)
+_KNOWN_CHIPS = (alloc.A2, alloc.A3)
 _OTHER_CHIPS = ("Ascend310", "Ascend910A", "Ascend910ProA", "Ascend910PremiumA")
 
 Environment = Mapping[str, str]

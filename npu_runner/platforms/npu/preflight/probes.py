@@ -6,24 +6,6 @@ So each one imports what it needs, and appends its findings to a file as it goes
 from __future__ import annotations
 
 
-def packages(reports: str) -> None:
-    """Versions of distributions, None for a missing one. Imports nothing that it looks for."""
-    import importlib.metadata
-    import json
-
-    names = ["torch", "torch_npu", "packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy",
-             "huggingface_hub", "safetensors", "pillow", "pydantic", "tqdm", "jinja2", "tokenizers",
-             "llguidance"]
-    found: dict[str, str | None] = dict.fromkeys(names)
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    with open(reports, "a") as file:
-        file.write(json.dumps(found) + "\n")
-
-
 def libraries(reports: str) -> None:
     """Which libraries of the vendor load: their name, and the loader's message or None."""
     import ctypes
@@ -37,16 +19,6 @@ def libraries(reports: str) -> None:
             reason = str(error)
         with open(reports, "a") as file:
             file.write(json.dumps([name, reason]) + "\n")
-
-
-def torch_itself(reports: str) -> None:
-    """Torch as every user imports it: with the backends that load themselves."""
-    import json
-
-    import torch
-
-    with open(reports, "a") as file:
-        file.write(json.dumps(torch.__version__) + "\n")
 
 
 def devices(reports: str) -> None:

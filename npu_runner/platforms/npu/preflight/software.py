@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from npu_runner.platforms.npu.preflight.host import Check, Host, Outcome
+from npu_runner.platforms.examination import Packages
+from npu_runner.platforms.host import Check, Host, Outcome
 from npu_runner.platforms.npu.versions import (
     PAIRINGS,
     cann_version,
@@ -22,14 +23,10 @@ from npu_runner.platforms.npu.versions import (
 
 # torchair imports these; torch_npu does not declare all of them.
 TORCHAIR_NEEDS = ("packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy")
-RUNNER_NEEDS = ("torch", "numpy", "huggingface_hub", "safetensors", "pillow", "pydantic", "tqdm", "jinja2",
-                "tokenizers", "llguidance")
 LIBRARIES = ("libascendcl.so", "libhccl.so", "libatb.so")
 _OLDEST_DRIVER = (24,)
-_IMAGE = "use an image in which they belong together, and upgrade nothing in it (docs/ascend.md, Versions)"
+IMAGE = "use an image in which they belong together, and upgrade nothing in it (docs/ascend.md, Versions)"
 
-Packages = Mapping[str, str | None]
-"""Distribution to version; None where it is not installed."""
 Libraries = Mapping[str, str | None]
 """File name to the loader's complaint; None where it loads."""
 
@@ -66,14 +63,14 @@ def check_libatb(host: Host, libraries: Libraries) -> Check:
     complaint = libraries.get("libatb.so", "the probe found no answer")
     if complaint is None:
         return Check("libatb", "ok", "libatb.so loads")
-    script = host.installation / "nnal/atb/set_env.sh"
+    script = ascend_folder(host) / "nnal/atb/set_env.sh"
     remedy = f"source {script}" if script.is_file() else "install NNAL of CANN's version and source its atb/set_env.sh"
     return Check("libatb", "warning", f"libatb.so does not load ({complaint}); torch_npu then lacks ATB's operators, "
                  "of which npu-runner uses none", remedy)
 
 
 def check_driver(host: Host) -> Check:
-    folder = host.installation / "driver"
+    folder = ascend_folder(host) / "driver"
     version = driver_version(folder)
     if version is None:
         return Check("driver", "warning", f"no version in {folder / 'version.info'}",
@@ -85,33 +82,20 @@ def check_driver(host: Host) -> Check:
     return Check("driver", "ok", f"driver {version}")
 
 
-def check_packages(packages: Packages, *, for_npu: bool) -> Check:
-    needed = dict.fromkeys([*RUNNER_NEEDS, *(TORCHAIR_NEEDS if for_npu else ())])
-    missing = [name for name in needed if packages.get(name) is None]
-    if not missing:
-        return Check("Python packages", "ok", f"all {len(needed)} are installed")
-    what = "npu-runner and torchair" if for_npu else "npu-runner"
-    others = " ".join(name for name in missing if name != "torch")
-    remedies = [f"install torch (on an Ascend host: {_IMAGE})"] if "torch" in missing else []
-    # What is there stays as it is: pip stops rather than replace an image's numpy or torch.
-    remedies += [f"pip freeze | grep == >image.txt; pip install -c image.txt {others}"] if others else []
-    return Check("Python packages", "failed", f"{what} import {', '.join(missing)}: not installed", "; ".join(remedies))
-
-
 def check_pair(packages: Packages, cann: str | None = None) -> Check:
     """torch and torch_npu: the first three numbers are the same, or torch_npu's C++ does not fit."""
     name, torch, torch_npu = "torch and torch_npu", packages.get("torch"), packages.get("torch_npu")
     if torch_npu is None:
         wheel = wheel_for(_plain(torch), cann) if torch else None
         return Check(name, "failed", f"torch_npu is not installed (torch {torch})",
-                     f"pip install --no-deps torch_npu=={wheel}" if wheel else _IMAGE)
+                     f"pip install --no-deps torch_npu=={wheel}" if wheel else IMAGE)
     if torch is None:
-        return Check(name, "failed", f"torch is not installed (torch_npu {torch_npu})", _IMAGE)
+        return Check(name, "failed", f"torch is not installed (torch_npu {torch_npu})", IMAGE)
     found = f"torch {torch}, torch_npu {torch_npu}"
     if release(torch)[:3] != release(torch_npu)[:3]:
         wanted = ".".join(map(str, release(torch_npu)[:3]))
         return Check(name, "failed", f"{found}: torch_npu {torch_npu} is made for torch {wanted}",
-                     f"{_IMAGE}; something has probably replaced the image's torch")
+                     f"{IMAGE}; something has probably replaced the image's torch")
     too_old = old_wheel(torch_npu)
     if too_old is not None:
         wheel = wheel_for(_plain(torch), cann)
@@ -142,16 +126,7 @@ def check_cann_version(host: Host, packages: Packages) -> Check:
         return Check(name, "ok", f"CANN {cann}, as torch_npu {torch_npu} wants")
     # TorchNPU's release notes call every CANN from 9.0 on compatible; operators are only promised from its own on.
     return Check(name, "warning", f"CANN {cann}; torch_npu {torch_npu} was published for {' or '.join(wanted)}",
-                 f"install CANN {wanted[0]}, or {_IMAGE}")
-
-
-def check_torch(outcome: Outcome, packages: Packages) -> Check:
-    """Whether `import torch` works: with torch_npu installed and no CANN it does not, on any platform."""
-    if outcome.error is None:
-        return Check("import torch", "ok", f"torch {outcome.reports[0]}")
-    if packages.get("torch_npu") is None:
-        return Check("import torch", "failed", outcome.error, "install torch again, in an environment of its own")
-    return Check("import torch", "failed", f"{outcome.error} (torch loads torch_npu by itself)", import_remedy(outcome))
+                 f"install CANN {wanted[0]}, or {IMAGE}")
 
 
 def import_remedy(outcome: Outcome) -> str:
@@ -161,9 +136,9 @@ def import_remedy(outcome: Outcome) -> str:
         return "load the library that is named first: export LD_PRELOAD=<its full path>"
     if "Duplicated key" in text:
         return ("torch is built for CUDA, and torch_npu does not load beside that: install the CPU build of the same "
-                f"version (torch's own installation page has the command), or {_IMAGE}")
+                f"version (torch's own installation page has the command), or {IMAGE}")
     if "undefined symbol" in text:
-        return f"torch_npu does not fit torch or CANN: {_IMAGE}"
+        return f"torch_npu does not fit torch or CANN: {IMAGE}"
     if "cannot open shared object file" in text or "set_env.sh" in text:
         return ("source the toolkit's set_env.sh (scripts/run_ascend.sh does); where there is no NPU, uninstall "
                 "torch_npu or export TORCH_DEVICE_BACKEND_AUTOLOAD=0")
@@ -172,10 +147,15 @@ def import_remedy(outcome: Outcome) -> str:
 
 def source_set_env(host: Host) -> str:
     """The command with which this host gets CANN's variables."""
-    script = next((path for path in set_env_scripts(host.installation) if path.is_file()), None)
+    script = next((path for path in set_env_scripts(ascend_folder(host)) if path.is_file()), None)
     if script is not None:
         return f"source {script}"
-    return f"install CANN (no set_env.sh below {host.installation}) or source the set_env.sh of its folder"
+    return f"install CANN (no set_env.sh below {ascend_folder(host)}) or source the set_env.sh of its folder"
+
+
+def ascend_folder(host: Host) -> Path:
+    """Where driver and toolkit are installed by default."""
+    return host.software / "Ascend"
 
 
 def set_env_scripts(installation: Path) -> list[Path]:

@@ -1,0 +1,89 @@
+"""A role of a platform: attention over the paged cache, and a vision tower's. Knows no vendor and no model.
+
+T tokens of a step, B sequences of a step, N query heads, K kv heads, H head dim, W blocks per sequence, S block size,
+NB blocks of the cache.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.ops import HeadNorms, Ops
+from npu_runner.platforms.step_inputs import AttentionMetadata
+
+
+class AttentionBackend(ABC):
+    """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""
+
+    name: str
+    """What `attention_backend` calls it."""
+    pads_with_real_rows: bool = False
+    """Padded rows of a decode graph are to read what a real row reads: short ones would slow down a kernel that looks
+    at the shortest context. Each still writes to a slot of its own in the null block."""
+    windows: tuple[int | None, ...] = (None,)
+    """The sliding windows of the model's layers, each once; None: some layer sees all. Steps are planned for these."""
+
+    vision_patches: int | None = None
+    """Patches that a vision tower should take at once, if it is not one picture that has more; None: all of a step."""
+
+    @abstractmethod
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                     device: torch.device) -> Any:
+        """Host-side preparation of a prefill step, once for all layers."""
+
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
+        """Host-side preparation of an eager decode step, once for all layers; most kernels need none."""
+        return None
+
+    @abstractmethod
+    def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
+        """Store one step's keys and values."""
+
+    def norm_rotary_store(self, ops: Ops, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None,
+                          cos_TR: Tensor, sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor,
+                          slot_mapping_T: Tensor) -> Tensor:
+        """Norm of each head of q and k, if there is one, `Ops.rotary`, and `write_kv`; q as attention takes it.
+
+        Here operator by operator; a backend may have one kernel for all. May work in place on q and k.
+        """
+        if norms is not None:
+            q_TNH = ops.rms_norm(q_TNH, norms.q_weight_H, norms.eps)
+            k_TKH = ops.rms_norm(k_TKH, norms.k_weight_H, norms.eps)
+        q_TNH, k_TKH = ops.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
+        self.write_kv(k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T)
+        return q_TNH
+
+    @abstractmethod
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                window: int | None = None) -> Tensor:
+        """Causal attention of each sequence's new tokens over its whole context, (T, N, H).
+
+        `window`, one of `windows`: a token sees the last `window` tokens, itself included. What lies before counts for
+        nothing, whatever stands there: its blocks may be the null block in the table, or somebody else's in the cache.
+        """
+
+    @abstractmethod
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               window: int | None = None) -> Tensor:
+        """Attention of one new token per sequence over its context, (B, N, H). Must be capturable in a graph.
+
+        `window` as in `prefill`.
+        """
+
+    def plan_vision(self, lengths: Sequence[int], device: torch.device) -> Any:
+        """Preparation of `vision` for consecutive pictures of these numbers of rows, once for all layers."""
+        return list(lengths)
+
+    def vision_head_dim(self, head_dim: int) -> int:
+        """The even head dim, `head_dim` or more, that `vision` takes; towers fill their weights up to it with zeros."""
+        return head_dim
+
+    @abstractmethod
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
+        """Full attention within each picture, (T, N, H). `scale` is that of the model's own head dim."""

@@ -1,0 +1,122 @@
+"""A role of a platform: decode graphs, one for each batch size. Knows no vendor and no model.
+
+torch._dynamo takes about as long to import as torch itself: nothing loads it before something is compiled with it.
+
+B sequences of a step, W blocks per sequence.
+"""
+
+from __future__ import annotations
+
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DecodeForward = Callable[..., Tensor]
+"""(inputs: StepInputs, plan=None) -> logits (B, vocab).
+
+What is compiled is the bound method of an nn.Module that holds the model; compiled callables take no plan.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSettings:
+    """What a graph compiler is made for.
+
+    `identity` holds whatever of the runner's shapes a graph; `cache_dir` is where compiled graphs are kept from one
+    run to the next, None where they are not.
+    """
+
+    mode: str
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    cache_dir: Path | None = None
+
+
+class GraphCompiler(ABC):
+    """Turns the decode forward into one callable per bucket."""
+
+    waits_for_replay: bool = False
+    """What `before_replay` gives to a graph may still be read by its last replay: that is waited for first."""
+    records: bool = False
+    """`record` may be asked for what follows a decode step."""
+    context_lens_dtype: type[np.integer[Any]] = np.int32
+    """Of StepInputs.context_lens, as graphs read them."""
+
+    @abstractmethod
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        """A callable for exactly this batch size and its static buffers, compiled or captured on its first call.
+
+        That first call raises GraphResourceError when the device has no resources left for another graph; the caller
+        treats a want of memory alike.
+        """
+
+    def was_loaded(self, batch_size: int) -> bool:
+        """Whether the graph of this batch size came from an earlier run: its answers are then to be compared."""
+        return False
+
+    def discard(self, batch_size: int) -> None:
+        """Forget the kept graph of this batch size, because it gives other answers."""
+        return None
+
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
+                      block_tables_BW: Callable[[], np.ndarray]) -> None:
+        """Give a graph what it takes from the host each step, padding included; most have nothing to do.
+
+        Called before its first run, too. block_tables_BW: makes them, int32, for a graph that asks.
+        """
+        return None
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What launches `run`, which works on the device and waits for nothing, over the same memory in one launch.
+
+        `run` is run once or more. Asked for where `records` says so.
+        """
+        raise NotImplementedError(f"{type(self).__name__} records nothing but decode steps")
+
+    def release(self) -> None:
+        """Let go of every graph; none is called any more."""
+        return None
+
+
+class GraphResourceError(Exception):
+    """The device cannot hold one more graph; what was captured stays usable."""
+
+
+class InductorCompiler(GraphCompiler):
+    """`max-autotune` and `reduce-overhead` are torch.compile's own modes."""
+
+    def __init__(self, mode: str):
+        self.mode = mode
+
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        return torch.compile(own_code(forward), mode=self.mode, dynamic=False, fullgraph=True)
+
+
+def own_code(forward: DecodeForward, name: str | None = None) -> DecodeForward:
+    """The same function over a fresh code object, called `name` if one is given.
+
+    dynamo counts recompilations per code object and falls back to eager after 8 without a word: every bucket gets its
+    own. Code objects of different names are also unequal, which matters to those who look them up.
+    """
+    function = forward.__func__ if isinstance(forward, types.MethodType) else forward
+    assert isinstance(function, types.FunctionType), f"{forward!r} is not a Python function"
+    name = name or function.__name__
+    code, defaults = function.__code__.replace(co_name=name), function.__defaults__
+    fresh = types.FunctionType(code, function.__globals__, name, defaults, function.__closure__)
+    return types.MethodType(fresh, forward.__self__) if isinstance(forward, types.MethodType) else fresh
+
+
+def forget(code: types.CodeType) -> None:
+    """Drop what was compiled from a code object: it and what guards it keep each other alive, out of gc's sight.
+
+    torch._dynamo.reset would drop the graphs of every engine of this process.
+    """
+    from torch._dynamo.eval_frame import reset_code
+
+    reset_code(code)

@@ -1,0 +1,132 @@
+"""One vendor, as everybody above sees it: its facts, its roles, and what it makes for a model.
+
+Three roles are objects of their own, made when one is first asked for: `devices`, `communicators` and `memory`. The
+fourth, to make operators, attention and graphs, is the platform itself. This file imports no torch, and neither does a
+platform's before a role is asked for: the doctor and the process that shares out devices must do without.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from npu_runner.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from npu_runner.platforms.attention import AttentionBackend
+    from npu_runner.platforms.devices import Communicators, Devices, Roles
+    from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
+    from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
+    from npu_runner.platforms.memory import Memory
+    from npu_runner.platforms.ops import Ops
+
+
+@dataclass(frozen=True)
+class PlatformDefaults:
+    """Settings a platform chooses when the user does not."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    graph_mode: str
+    async_scheduling: bool
+    dtype: str | None = None
+    """None: the checkpoint's."""
+
+
+class Platform(ABC):
+    """One vendor. Its constructor takes nothing and touches no device."""
+
+    name: str
+    priority: int = 10
+    """`auto` takes the usable platform of the highest priority. Ours: 30 and 20 with devices, 0 without."""
+    defaults: PlatformDefaults
+    attention_backends: tuple[str, ...]
+    """What `attention_backend` may name beside auto."""
+    supported_block_sizes: tuple[int, ...] | None = None
+    """None: any."""
+    graph_modes: tuple[str, ...] = ("eager", "reduce-overhead", "max-autotune")
+    keeps_graphs: tuple[str, ...] = ()
+    """The graph modes whose compiled graphs can be kept from one run to the next."""
+    lost_error_remedy = "run again with each operation waited for"
+    """What shows the error of an operation that runs behind the host's back."""
+    ray_resource: str
+    """What Ray calls the devices of this platform."""
+    visible_devices: str | None = None
+    """The variable that lists the devices that a process sees. None: there are none to share out, but cores."""
+    examination: str = "npu_runner.platforms.examination:Examination"
+    """What `npu-runner doctor` looks at: the module and name of an `Examination`."""
+    remedy: str = ""
+    """What the doctor says is to be done where `why_unavailable` finds a reason."""
+
+    @abstractmethod
+    def why_unavailable(self) -> str | None:
+        """None when this host can run it, else the reason in a few words. May import torch."""
+
+    def share(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
+        """Variables for processes that are to see only these of the `num_devices` that this process sees."""
+        if self.visible_devices is None:
+            return {}
+        return {self.visible_devices: chosen_devices(os.environ.get(self.visible_devices), devices)}
+
+    def check_graph_mode(self, graph_mode: str) -> None:
+        """Raises ConfigError where this process cannot make graphs of that mode, which is one of `graph_modes`."""
+        return None
+
+    def describe(self) -> dict[str, str]:
+        """Names and versions that shape numbers, for manifests and reports."""
+        import torch
+
+        return {"platform": self.name, "torch": torch.__version__}
+
+    # -- roles -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def roles(self) -> Roles:
+        return self.make_roles()
+
+    @property
+    def devices(self) -> Devices:
+        return self.roles.devices
+
+    @property
+    def communicators(self) -> Communicators:
+        return self.roles.communicators
+
+    @property
+    def memory(self) -> Memory:
+        return self.roles.memory
+
+    @abstractmethod
+    def make_roles(self) -> Roles:
+        """Imports torch. Raises ConfigError where what is installed is too old."""
+
+    # -- parts of a model, on the current device -------------------------------------------------------------------
+
+    @abstractmethod
+    def make_ops(self) -> Ops: ...
+
+    @abstractmethod
+    def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+                       dtype: torch.dtype) -> AttentionBackend:
+        """The backend called `name` ("auto": the best here), for this rank's head counts."""
+
+    def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
+        """What computes Gated DeltaNet layers of this rank's shape. Raises ConfigError for one it cannot do."""
+        raise ConfigError(f"platform {self.name} has no Gated DeltaNet; run this model on another one")
+
+    @abstractmethod
+    def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
+        """A compiler for `settings.mode`, one of `graph_modes` other than eager, and the attention made last."""
+
+
+def chosen_devices(visible: str | None, devices: Sequence[int]) -> str:
+    """What a variable must list for a process to see these devices. `visible`: what it lists here; None: all."""
+    names = None if visible is None else [name.strip() for name in visible.split(",")]
+    return ",".join(str(device) if names is None else names[device] for device in devices)

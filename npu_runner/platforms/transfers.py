@@ -1,0 +1,176 @@
+"""Carries arrays to a device and tensors back to the host, without waiting. Knows no vendor, nor what they mean."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+HOST = torch.device("cpu")
+"""Where numpy's arrays lie, whatever the platform."""
+
+_POLL_SECONDS = 0.00002
+_MOST_POLLING_SECONDS = 1.0
+_DTYPES = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
+# Each of several arrays begins at a multiple of it, as memory of its own would.
+_ALIGNMENT_BYTES = 64
+
+Shape = tuple[tuple[int, ...], str]
+"""Of an array: extents, and the name of its dtype."""
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """`array` on the device, through pinned memory."""
+    host = torch.from_numpy(array)
+    if device.type == "cpu":
+        return host
+    pinned = torch.empty_like(host, pin_memory=True)
+    # Not pin_memory(): that copies with all threads, and waits for those whose cores a preprocessing worker has.
+    np.copyto(pinned.numpy(), array)
+    return pinned.to(device, non_blocking=True)
+
+
+def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """uint8, int32 and float32 arrays on the device, each in its shape and dtype, by a single copy."""
+
+    def fill(places: Sequence[np.ndarray]) -> None:
+        for place, array in zip(places, arrays, strict=True):
+            np.copyto(place, array)
+
+    return upload_filled([(array.shape, array.dtype.name) for array in arrays], fill, device)
+
+
+def upload_filled(shapes: Sequence[Shape], fill: Callable[[Sequence[np.ndarray]], None], device: torch.device, *,
+                  num_kept: int = 0) -> list[Tensor]:
+    """Arrays of these shapes on the device, by a single copy; `fill` writes them where the copy will read them.
+
+    The memory that it writes to is pinned, where there is such a thing, and kept for later calls. It is not handed out
+    again before the copy is done. On the device all share memory, but for the first `num_kept`: these are put aside
+    together, so that they may outlive the others.
+    """
+    starts, num_bytes = [], 0
+    for extents, dtype in shapes:
+        starts.append(num_bytes)
+        size = math.prod(extents) * _DTYPES[dtype].itemsize
+        num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    fill([view.numpy() for view in _views(host, starts, shapes)])
+    sent = host.to(device, non_blocking=True)
+    kept = sent[: starts[num_kept]].clone() if num_kept else sent
+    return [*_views(kept, starts[:num_kept], shapes[:num_kept]), *_views(sent, starts[num_kept:], shapes[num_kept:])]
+
+
+def _views(buffer: Tensor, starts: Sequence[int], shapes: Sequence[Shape]) -> list[Tensor]:
+    found = []
+    for start, (extents, name) in zip(starts, shapes, strict=True):
+        dtype = _DTYPES[name]
+        part = buffer[start : start + math.prod(extents) * dtype.itemsize]
+        found.append(part.view(dtype).view(extents))
+    return found
+
+
+class Download:
+    """A tensor on its way to host memory. `event` is recorded behind the copy; None where there is nothing to wait for.
+
+    Work that is handed to the device later is not waited for. `stream` is given where a device may lose work: with it
+    goes the event, and what the host then has is not what was asked for.
+    """
+
+    def __init__(self, host: Tensor, event: Any = None, stream: Any = None):
+        self._host = host
+        self._event = event
+        self._stream = stream
+
+    @classmethod
+    def start(cls, tensor: Tensor, event: Any, stream: Any = None) -> Download:
+        """Copy behind what the current stream has to do, through pinned memory; `event` is of that device."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event.record()
+        return cls(host, event, stream)
+
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> np.ndarray:
+        """The values, once they are there. Raises what the device's waiting raises."""
+        if self._stream is not None:
+            self._wait_with_an_eye_on_the_stream()
+        elif self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
+
+    def _wait_with_an_eye_on_the_stream(self) -> None:
+        """Not for ever: a stream that has nothing to do has lost the event, and one that takes long may be stuck, which
+        only waiting for it tells. Asking a stream raises what failed on it."""
+        deadline = time.monotonic() + _MOST_POLLING_SECONDS
+        while not self._event.query():
+            if self._stream.query() and not self._event.query():
+                return
+            if time.monotonic() > deadline:
+                self._stream.synchronize()
+                return
+            time.sleep(_POLL_SECONDS)
+        self._event.synchronize()  # for what it raises
+
+
+class SideResult(Generic[T]):
+    """What work on a side stream makes, on its way: `result` is for whoever has called `join`."""
+
+    def __init__(self, result: T, event: Any, device: Any):
+        self.result = result
+        self._event = event
+        self._device = device
+
+    def join(self, tensors: Iterable[Tensor]) -> T:
+        """`result`, once the current stream has been told to wait for it; the host does not.
+
+        `tensors`: all of it that the current stream will read. Their memory belongs to the side stream, which else took
+        it for its next work as soon as the host lets go of them.
+        """
+        stream = self._device.current_stream()
+        stream.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        return self.result
+
+
+class SideStream:
+    """`device`: torch's module of the vendor, which has streams and events by the names of torch.cuda."""
+
+    def __init__(self, device: Any):
+        self._device = device
+        self._stream = device.Stream()
+        self._read: deque[Any] = deque()
+
+    def run(self, work: Callable[[], T]) -> SideResult[T]:
+        """Hand out `work()` to the side stream: copies, kernels, and the memory that they take.
+
+        It waits for nothing that other streams have to do, so it may read only what the host sends and what has been
+        there for long, as weights have. The host waits first, until all but the last of what `mark_read` was told of
+        has been read: so there is memory of two at most, of one that is being read and one that is being made.
+        """
+        while len(self._read) > 1:
+            if not self._read[0].query():
+                self._read[0].synchronize()
+            self._read.popleft()
+        with self._device.stream(self._stream):
+            result = work()
+            event = self._device.Event()
+            event.record()
+        return SideResult(result, event, self._device)
+
+    def mark_read(self) -> None:
+        """The current stream has been given all that reads what was joined last, and the host has let go of that."""
+        event = self._device.Event()
+        event.record()
+        self._read.append(event)

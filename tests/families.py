@@ -1,0 +1,153 @@
+"""One entry a family: the tiny checkpoint that stands for it, and what comparisons change of it.
+
+What goes through all families is derived from FAMILIES: transformers as the oracle (tests/oracle/test_families.py), two
+ranks (tests/oracle/test_tensor_parallel.py), the npu platform (tests/npu/test_families.py), README's table of models
+(tests/core/test_models_table.py). Knows no engine and no platform.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+RANKS, GRAPHS, MODES = "two ranks", "captured graphs on npu", "the other graph modes on npu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    text: dict[str, Any] = field(default_factory=dict)
+    """What its text config has beside or instead of tiny_checkpoints.TEXT; None: nothing of that name."""
+    vision: dict[str, Any] | None = None
+    """What its tower's config has beside or instead of tiny_checkpoints.VISION; None: it sees no images."""
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Other configs that are compared with transformers, each under a few words that say what is different."""
+    ranks: dict[str, Any] = field(default_factory=dict)
+    """What two ranks change."""
+    npu: tuple[dict[str, Any], ...] = ({},)
+    """What the npu platform changes, for each comparison with the cpu platform."""
+    fast: tuple[str, ...] = (RANKS, GRAPHS)
+    """Comparisons that are in the fast set, which CI runs. The plain config and all variants always are. Families are
+    taken out where another one goes the same way."""
+
+    @property
+    def has_experts(self) -> bool:
+        return "num_experts" in self.text
+
+    @property
+    def has_states(self) -> bool:
+        return "linear_num_key_heads" in self.text
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE: dict[str, Any] = {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 256}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 24}
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "head_dim": 32,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
+}
+"""Gated DeltaNet in three of four layers."""
+_DELTA_MROPE = {**_DELTA, "rope_parameters": {**_DELTA["rope_parameters"], "mrope_section": [2, 1, 1]}}
+_ONE_OF_EACH: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_BIASED = {"attention_bias": True, "mlp_bias": True}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        ranks=_BIASED, npu=(_BIASED,), fast=(),
+        variants={
+            "tied": {"tie_word_embeddings": True},
+            "all biases": _BIASED,
+            "one kv head": {"num_key_value_heads": 1},
+            "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0}},
+            "dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "llama3 rope": {"rope_parameters": _LLAMA3},
+            "yarn rope": {"rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}},
+            "longrope": {"rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 1024,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.5], "long_factor": [2.0] * 8}},
+        }),
+    "mistral": Family(ranks={"sliding_window": 20}, npu=({"sliding_window": 20},), fast=()),
+    "olmo2": Family(
+        text={"head_dim": None},
+        variants={
+            "biased, tied": {"attention_bias": True, "tie_word_embeddings": True},
+            "one kv head, head dim of its own": {"num_key_value_heads": 1, "head_dim": 24},
+        },
+        ranks={"num_key_value_heads": 1, "num_hidden_layers": 2},  # both ranks hold the key head
+        npu=({"num_hidden_layers": 1},)),
+    "qwen2": Family(
+        text={"head_dim": None}, ranks={"num_key_value_heads": 1},  # fewer kv heads than ranks: both hold it
+        npu=({"num_key_value_heads": 1},), fast=(RANKS,),
+        variants={
+            "no grouping": {"num_key_value_heads": 4},
+            "tied, one kv head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        }),
+    "qwen2_5_vl": Family(
+        text={"head_dim": None, **_MROPE}, fast=(),
+        vision={"num_position_embeddings": None, "window_size": 64, "fullatt_block_indexes": [1, 3], "patch_size": 14},
+        variants={
+            "windows of 4 x 4, heads of 24": {"vision": {"window_size": 112, "hidden_size": 48}},
+            "no layer sees all": {"vision": {"fullatt_block_indexes": []}},
+            "tied, sections of unlike size": {"tie_word_embeddings": True, "num_key_value_heads": 1,
+                                              "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}},
+        }),
+    "qwen3": Family(
+        ranks={"vocab_size": 321},  # a vocabulary that does not divide
+        npu=({"vocab_size": 321, "head_dim": 64},), fast=(GRAPHS, MODES),
+        variants={
+            "4 queries a head": {"num_attention_heads": 8, "num_key_value_heads": 2},
+            "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
+            "wide heads": {"head_dim": 48, "num_attention_heads": 2, "num_key_value_heads": 2},
+        }),
+    "qwen3_moe": Family(
+        text={**_EXPERTS, "norm_topk_prob": True}, ranks={"mlp_only_layers": [1]}, fast=(),
+        npu=({"head_dim": 64}, {"head_dim": 64, "norm_topk_prob": False, "decoder_sparse_step": 2},
+             {"head_dim": 64, "num_experts": 1, "num_experts_per_tok": 1}),
+        variants={
+            "as the softmax has them": {"norm_topk_prob": False},
+            "one expert a token": {"num_experts_per_tok": 1},
+            "all experts": {"num_experts_per_tok": 8},
+            "many experts, few chosen": {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            "a dense layer between": {"mlp_only_layers": [1]},
+            "every other layer sparse": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
+            "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
+        }),
+    "qwen3_5": Family(text=_DELTA_MROPE, vision={}, fast=(GRAPHS,)),
+    "qwen3_5_text": Family(
+        text=_DELTA_MROPE, ranks=_ONE_OF_EACH, fast=(),
+        variants={
+            "tied, no grouping": {"tie_word_embeddings": True, "linear_num_value_heads": 2},
+            "biased, other sizes": {"attention_bias": True, "linear_key_head_dim": 24, "linear_value_head_dim": 8,
+                                    "linear_conv_kernel_dim": 3},
+            "every second layer": {"layer_types": ["full_attention", "linear_attention"] * 2},
+        }),
+    "qwen3_5_moe": Family(text={**_DELTA_MROPE, **_SHARED}, vision={}, ranks=_ONE_OF_EACH, fast=(RANKS,)),
+    "qwen3_5_moe_text": Family(text={**_DELTA_MROPE, **_SHARED}, ranks=_ONE_OF_EACH, fast=()),
+    "qwen3_next": Family(
+        text={**_DELTA, **_SHARED}, ranks={"linear_num_value_heads": 6}, fast=(),
+        variants={"three value heads a key head, dense layers": {
+            "linear_num_value_heads": 6, "mlp_only_layers": [1, 3], "norm_topk_prob": False}}),
+    "qwen3_vl": Family(
+        text=_MROPE, vision={"deepstack_visual_indexes": [1, 2]}, ranks={"tie_word_embeddings": True},
+        npu=({"tie_word_embeddings": True},), fast=(RANKS, GRAPHS, MODES),
+        variants={
+            "tied, one kv head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+            "tower of heads of 24, three levels": {
+                "vision": {"hidden_size": 48, "num_heads": 2, "depth": 5, "deepstack_visual_indexes": [0, 2, 4]}},
+        }),
+    "qwen3_vl_moe": Family(text={**_MROPE, **_EXPERTS}, vision={"deepstack_visual_indexes": [1, 2]}, fast=(GRAPHS,)),
+}
+
+
+def sees_images(model_type: str) -> bool:
+    return model_type in FAMILIES and FAMILIES[model_type].vision is not None
+
+
+def split_by(what: str) -> tuple[list[str], list[str]]:
+    """Families whose comparison of that kind is in the fast set, and the others."""
+    fast = [name for name, family in FAMILIES.items() if what in family.fast]
+    return fast, [name for name in FAMILIES if name not in fast]
