@@ -78,7 +78,7 @@ class LLM:
             {"model": str(model), **settings}, RunnerConfig, PreprocessingOptions, ReplicaOptions)
         self._turns = Turns()
         self._is_torn = False
-        """A call was interrupted, or is under way: what the service holds is nobody's any more."""
+        """A call was interrupted, or is under way: what the service holds has to be aborted."""
         # The last line: nothing that comes behind it may leave replicas running.
         self._service = make_service(config, self.options, several, self.max_engine_restarts)
 
@@ -291,7 +291,7 @@ class LLM:
                  return_errors: bool) -> Generator[tuple[int, RequestOutput]]:
         self._turns.take(call)
         if self._is_torn:
-            self._forget()  # again, if an interrupt came before it was done the first time
+            self._reset()  # again, if an interrupt came before it was done the first time
         self._is_torn = True
         try:
             first = self.num_requests
@@ -312,13 +312,13 @@ class LLM:
             raise
         except BaseException:
             if self._turns.is_current(call):
-                self._forget()
+                self._reset()
             raise
         self._is_torn = False
 
-    def _forget(self) -> None:
-        """Whatever is under way is nobody's. Nothing is repaired, all is made again."""
-        self._service.forget()
+    def _reset(self) -> None:
+        """Whatever is under way is aborted. Nothing is repaired, all is made again."""
+        self._service.reset()
         self._is_torn = False
 
 

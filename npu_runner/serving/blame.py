@@ -17,7 +17,7 @@ MAX_DEATHS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class GivenUp:
-    """A row that is given up: nobody else gets it."""
+    """A row that is given up: no replica gets it again."""
 
     index: int
     code: str

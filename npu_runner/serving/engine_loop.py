@@ -80,8 +80,8 @@ class Endpoint(ABC):
         """Requests to prepare, as the driver's `make_run` has made them."""
 
     @abstractmethod
-    def take_back(self, num_requests: int) -> list[int]:
-        """Forget as many requests, at most, that nobody has begun to prepare; returns their indices, the last first."""
+    def recall(self, num_requests: int) -> list[int]:
+        """Abort as many requests, at most, that are not being prepared yet; returns their indices, the last first."""
 
     @abstractmethod
     def next(self, timeout_seconds: float) -> Prepared | None:
@@ -147,8 +147,8 @@ class EngineLoop:
         """The indices of those that are under way."""
         return tuple(self._in_flight[name].number for name in request_ids if name in self._in_flight)
 
-    def give_back(self, num_rows: int, *, begun: bool = False) -> list[int]:
-        """Forget so many rows, at most, that are prepared or wait in the engine, and return their indices.
+    def recall(self, num_rows: int, *, begun: bool = False) -> list[int]:
+        """Abort so many rows, at most, that are prepared or wait in the engine, and return their indices.
 
         With `begun` those that it works on, too.
         """

@@ -151,11 +151,11 @@ class Replica(ABC):
     can_restart: bool
     """Whether another one may take its place when it has died."""
     is_inline = False
-    """It works in its caller's thread, in `poll`, and wakes nobody."""
+    """It works in its caller's thread, in `poll`, and never calls `wake`."""
     num_rows_ahead: int
     """Rows that it can prepare before it is ready. May grow once it is there, wherever that is."""
     waits_for: str | None = None
-    """What nobody has free for it, as people read it: it is not there, and nobody waits until it is."""
+    """What is not free for it, as people read it: it is not there, and the driver does not wait for it."""
 
     @abstractmethod
     def start(self, wake: Callable[[], None]) -> None:

@@ -79,7 +79,7 @@ def test_the_pool_runs_ahead_by_its_bounds_and_no_further(bound: dict[str, int])
         for _ in range(19):
             waited_for(pool)
         # 270,000 bytes each: three fill either bound; two more may be under way when it is reached.
-        num_left = len(pool.take_back(num_tasks))
+        num_left = len(pool.recall(num_tasks))
         assert num_tasks - 19 - (3 + 2) <= num_left <= num_tasks - 19
 
 
@@ -87,10 +87,10 @@ def test_tasks_that_no_worker_has_begun_can_be_had_back_the_last_ones_first() ->
     with WorkerPool(square, limits(num_workers=1, max_ready=1)) as pool:
         for task in range(10):
             pool.submit(task, num_bytes=100)
-        assert pool.take_back(3) == [9, 8, 7]
+        assert pool.recall(3) == [9, 8, 7]
         assert pool.pending_bytes == 700
         assert sorted(waited_for(pool).task for _ in range(7)) == list(range(7))
-        assert (pool.take_back(5), pool.pending_bytes) == ([], 0)
+        assert (pool.recall(5), pool.pending_bytes) == ([], 0)
         pool.submit(11)
         assert waited_for(pool).result[0] == 121, "it goes on"
 

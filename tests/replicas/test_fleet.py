@@ -268,11 +268,11 @@ def test_a_queue_gives_each_row_once_within_its_limit_and_suspects_by_themselves
     queue.drop([6])
     assert list(queue.take(50)) == [0, 1, 2, 3, 5, 7, 8, 9]
     assert (len(queue), list(queue.take(1))) == (0, [])
-    queue.put_back([2, 9, 1])
+    queue.requeue([2, 9, 1])
     assert queue.take(2) == [1, 2]
     assert queue.count_death([9, 2]) == []
     assert queue.count_death([9]) == [9]
-    queue.put_back([9])
+    queue.requeue([9])
     assert (queue.take(5), queue.take_suspect(), queue.take_suspect(), queue.has_suspects) == ([9], 9, 4, False)
     queue.allow(100)
     assert list(queue.take(100)) == list(range(10, 20))

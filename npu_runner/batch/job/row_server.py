@@ -156,8 +156,8 @@ class RowEndpoint(Endpoint):
         for row in run.rows():
             self.pool.submit(row)
 
-    def take_back(self, num_requests: int) -> list[int]:
-        return [row.number for row in self.pool.take_back(num_requests)]
+    def recall(self, num_requests: int) -> list[int]:
+        return [row.number for row in self.pool.recall(num_requests)]
 
     def next(self, timeout_seconds: float) -> Prepared | None:
         finished = self.pool.get(timeout_seconds)

@@ -90,7 +90,7 @@ class PromptEndpoint(Endpoint):
                 prompt = error
         self._here.append((place, prompt))
 
-    def take_back(self, num_requests: int) -> list[int]:
+    def recall(self, num_requests: int) -> list[int]:
         """What workers have of them is theirs until it is done, and is dropped then."""
         places = list(reversed(self._held))[:num_requests]
         return [self._held.pop(place)[0] for place in places]

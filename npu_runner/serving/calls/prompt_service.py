@@ -88,8 +88,8 @@ class PromptService(ABC):
                     yield number - first, self._unpack(data)
 
     @abstractmethod
-    def forget(self) -> None:
-        """Whatever is under way is nobody's any more. After an exception this comes before the next call."""
+    def reset(self) -> None:
+        """Abort whatever is under way. After an exception this comes before the next call."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
@@ -127,7 +127,7 @@ class PromptService(ABC):
     def _made_fleet(self, replicas: Sequence[MakeReplica], max_restarts: float) -> Fleet:
         self._rows = RowQueue(sys.maxsize)
         self._rows.allow(0)
-        self._rows.forget(self.num_requests)
+        self._rows.drop_before(self.num_requests)
         hooks = FleetHooks(make_run=self._run_of, say=logger.warning, isolate=_remember_nothing,
                            record_death=LoneDeaths().record_death)
         return Fleet(replicas, self._rows, hooks, max_restarts=max_restarts)
@@ -167,7 +167,7 @@ class LocalService(PromptService):
         """Process ids of the preprocessing workers."""
         return [] if self._server.pool is None else self._server.pool.worker_pids()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Nothing is repaired, all is made again but the engine, which is reset."""
         with self._lock:
             self._close_workers()
@@ -191,7 +191,7 @@ class LocalService(PromptService):
             self._server.pool.close()
 
     def _begin(self) -> None:
-        """With the engine that there is. Requests that are held are nobody's."""
+        """With the engine that there is. Requests that are held are aborted."""
         self._requests.clear()
         self._is_new = True
         self._fleet = self._made_fleet([self._make], self.max_restarts)
@@ -246,7 +246,7 @@ class ReplicaService(PromptService):
         # The folder that was looked at, whatever a hub id stands for a moment later.
         super().__init__(checkpoint, checkpoint.config.replace(model=str(checkpoint.path), revision=None))
         self._first = 0
-        """Requests before it are nobody's any more."""
+        """Requests before it are aborted."""
         self._answered: queue.SimpleQueue[list[tuple[int, Any]] | BaseException] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[ReplicaFacts | BaseException] = queue.SimpleQueue()
         self._is_closing = threading.Event()
@@ -262,7 +262,7 @@ class ReplicaService(PromptService):
             self.close()
             raise
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._first = self.num_requests
         self._fleet.wake()
 
@@ -338,7 +338,7 @@ class ReplicaService(PromptService):
     def _turn(self, fleet: Fleet) -> None:
         first = self._first
         if first > self._rows.first:
-            fleet.forget(first)
+            fleet.abort_before(first)
             for number in list(self._requests):
                 if number < first:
                     del self._requests[number]

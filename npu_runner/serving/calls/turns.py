@@ -50,7 +50,7 @@ class Call:
 
     @property
     def is_over(self) -> bool:
-        """Its results have ended, or nobody is left to read them."""
+        """Its results have ended, or the thread that read them has."""
         results = None if self._results is None else self._results()
         return results is None or results.gi_frame is None or not (results.gi_running or self.thread.is_alive())
 

@@ -57,7 +57,7 @@ class Fleet:
     """Replicas and the rows they share. Entered once; left, everything of all replicas is gone.
 
     `max_restarts`: how often another replica takes the place of one that died, for each place. `given_up`: rows that
-    nobody gets from the beginning.
+    are given up from the beginning.
     """
 
     def __init__(self, replicas: Sequence[MakeReplica], rows: RowQueue, hooks: FleetHooks, *, max_restarts: float = 0,
@@ -127,10 +127,10 @@ class Fleet:
         """Have `poll` return, or look again for rows to hand out. From any thread; not for a replica of this one."""
         self._woken.put(None)
 
-    def forget(self, first: int) -> None:
-        """Rows before `first` are nobody's any more: replicas are asked for those that they have, begun or not. Of what
-        comes all the same `poll` tells."""
-        self._rows.forget(first)
+    def abort_before(self, first: int) -> None:
+        """Rows before `first` are aborted: they are recalled from replicas, begun or not. `poll` still gives those that
+        finish before that."""
+        self._rows.drop_before(first)
         for state in self.states:
             state.is_reserved = state.lone is not None or (state.is_reserved and self._rows.has_suspects)
             if state.replica is not None and state.held:
@@ -233,7 +233,7 @@ class Fleet:
             state.is_asked, state.gave_nothing = False, not event.indices
             state.held.difference_update(event.indices)
             state.begun.difference_update(event.indices)
-            self._rows.put_back(event.indices)
+            self._rows.requeue(event.indices)
             self._free(state)
         elif isinstance(event, Progressed):
             state.latest = event.stats
@@ -264,7 +264,7 @@ class Fleet:
         held = state.retire()
         is_last = not self._places()
         held -= self._record_death(under_way, error, is_last=is_last)
-        self._rows.put_back(held)
+        self._rows.requeue(held)
         limit = "" if math.isinf(self._max_restarts) else f" of {self._max_restarts}"
         restarts = f"started again ({state.num_deaths}{limit})"
         what = restarts if state.num_deaths <= self._max_restarts else "not started again (max_replica_restarts)"

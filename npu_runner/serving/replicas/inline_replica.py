@@ -57,9 +57,9 @@ class InlineReplica(Replica):
         self.endpoint.submit(run)
 
     def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        found = self.endpoint.take_back(num_rows)
+        found = self.endpoint.recall(num_rows)
         if self._loop is not None and len(found) < num_rows:
-            found += self._loop.give_back(num_rows - len(found), begun=begun)
+            found += self._loop.recall(num_rows - len(found), begun=begun)
         # What is under way is told without them.
         self._events += [Returned(found), Progressed(self.stats())]
 

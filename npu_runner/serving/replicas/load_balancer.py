@@ -22,7 +22,7 @@ class LoadBalancer:
         self._make_run = make_run
 
     def hand_out(self) -> None:
-        """Rows that nobody has to whom they are of most use; suspects one by one; then what others have not begun."""
+        """Suspects one by one; free rows, each run to the least loaded replica; then what others have not begun."""
         if self._rows.has_suspects:
             self._run_suspects()
         while len(self._rows):

@@ -28,7 +28,7 @@ class RowQueue:
         """Rows from `limit` on have to wait."""
         self._limit = min(limit, self.num_rows)
 
-    def forget(self, first: int) -> None:
+    def drop_before(self, first: int) -> None:
         """Rows before `first` are handed out no more, whoever brings them back."""
         self.first = first
         self._next, self._limit = max(self._next, first), max(self._limit, first)
@@ -57,7 +57,7 @@ class RowQueue:
     def take_suspect(self) -> int:
         return self._alone.popleft()
 
-    def put_back(self, rows: Iterable[int]) -> None:
+    def requeue(self, rows: Iterable[int]) -> None:
         """Rows that were handed out and not done; suspects among them run alone."""
         for row in sorted((row for row in rows if row >= self.first), reverse=True):
             (self._alone if row in self._are_alone else self._again).appendleft(row)

@@ -134,7 +134,7 @@ class WorkerPool(Generic[Task]):
             self._thread.start()
         self._wake()
 
-    def take_back(self, num_tasks: int) -> list[Task]:
+    def recall(self, num_tasks: int) -> list[Task]:
         """As many of the tasks that no worker has begun, at most; the last ones first."""
         found: list[Task] = []
         with contextlib.suppress(IndexError):
