@@ -223,15 +223,10 @@ def report_pictures(results: dict[str, Any], title: str) -> list[str]:
 
 
 def device_name(platform: str) -> str:
-    import torch
+    from npu_runner.platforms import pick_platform
 
-    if platform == "cuda":
-        return str(torch.cuda.get_device_name())
-    if platform == "npu":
-        import torch_npu  # noqa: F401 - makes torch.npu
-
-        return str(torch.npu.get_device_name(0))
-    return f"{platform}, {len(os.sched_getaffinity(0))} cores"
+    described = pick_platform(platform).describe()
+    return described.get("device", f"{platform}, {len(os.sched_getaffinity(0))} cores")
 
 
 if __name__ == "__main__":

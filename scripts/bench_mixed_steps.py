@@ -29,6 +29,7 @@ from bench_device_shapes import make_text_model
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.core.batch import NO_NEW_BLOCKS, NO_TOKEN_IDS, SamplingEntry, ScheduledBatch
+from npu_runner.platforms import find_platform
 
 _REPEATS, _STEPS = 3, 4
 _JOIN_SHARE = 8  # as the scheduler gathers
@@ -69,8 +70,9 @@ def main() -> None:
 
 def measure(work: Work, platform: str) -> dict[str, Any]:
     """{"decode": ms, "prefill": {prompts: ms}, "mixed": {prompts: ms}}."""
-    graphs = {"enforce_eager": True} if platform == "cpu" else {"graph_batch_sizes": (work.num_seqs,)}
-    dtype = "float32" if platform == "cpu" else "bfloat16"
+    defaults = find_platform(platform).defaults
+    graphs = {"enforce_eager": True} if defaults.graph_mode == "eager" else {"graph_batch_sizes": (work.num_seqs,)}
+    dtype = defaults.dtype or "bfloat16"
     with (tempfile.TemporaryDirectory() as folder,
           LLM(make_text_model(Path(folder), work.model), load_format="dummy", platform=platform, dtype=dtype,
               max_model_len=4096, max_num_seqs=work.num_seqs,

@@ -37,9 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def platform_name(request: pytest.FixtureRequest) -> str:
     """The platform under test; tests that need it are skipped, with the reason, where it cannot be used."""
     from npu_runner.errors import ConfigError
-    from npu_runner.platforms import pick_platform
+    from npu_runner.platforms import check_name, pick_platform
 
     name = str(request.config.getoption("--platform"))
+    check_name(name)
     try:
         pick_platform(name)
     except ConfigError as reason:

@@ -15,7 +15,6 @@ import torch
 import triton
 from torch import Tensor
 
-from npu_runner.platforms.cuda import convolution_kernels
 from npu_runner.platforms.cuda import gated_delta_kernels as kernels
 from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaBackend, GatedDeltaShape, StateSave, check_saves
 from npu_runner.platforms.step_inputs import AttentionMetadata
@@ -93,17 +92,17 @@ class TritonGatedDelta(GatedDeltaBackend):
         strides = (x_TC.stride(0), conv_state.stride(0), num_channels)
         slots_B = metadata.state_slots_B
         if not metadata.is_prefill:
-            convolution_kernels.convolve_step[(triton.cdiv(num_channels, _CONVOLVE_STEP.size), num_tokens)](
+            kernels.convolve_step[(triton.cdiv(num_channels, _CONVOLVE_STEP.size), num_tokens)](
                 x_TC, weight_CW, conv_state, out_TC, slots_B, *strides, CHANNELS=_CONVOLVE_STEP.size, WIDTH=width,
                 num_warps=_CONVOLVE_STEP.num_warps,
             )
             return out_TC
         plan: ChunkPlan = metadata.state_plan
-        convolution_kernels.convolve_chunks[(len(plan.chunks), triton.cdiv(num_channels, _CONVOLVE_CHUNKS.size))](
+        kernels.convolve_chunks[(len(plan.chunks), triton.cdiv(num_channels, _CONVOLVE_CHUNKS.size))](
             x_TC, weight_CW, conv_state, out_TC, plan.chunks, slots_B, *strides, CHANNELS=_CONVOLVE_CHUNKS.size,
             WIDTH=width, num_warps=_CONVOLVE_CHUNKS.num_warps,
         )
-        convolution_kernels.keep_inputs[(len(plan.rows), triton.cdiv(num_channels, _KEEP_INPUTS.size))](
+        kernels.keep_inputs[(len(plan.rows), triton.cdiv(num_channels, _KEEP_INPUTS.size))](
             x_TC, conv_state, plan.rows, plan.saves, slots_B, *strides, CHANNELS=_KEEP_INPUTS.size, WIDTH=width,
             TAIL=triton.next_power_of_2(width - 1), num_warps=_KEEP_INPUTS.num_warps,
         )

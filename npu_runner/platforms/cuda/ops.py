@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import draw, experts, norms, products, token_masks
+from npu_runner.platforms.cuda import draw, experts, products, token_masks
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
 from npu_runner.platforms.ops import AllowedDraw, Ops
 
@@ -74,11 +74,11 @@ class TritonOps(Ops):
         return torch._addmm_activation(bias_O, x_TD, weight_OD.t(), use_gelu=True)
 
     def layer_norm(self, x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-        return norms.layer_norm(x, None, weight_D, bias_D, eps)[0]
+        return _layer_norm_rows(x, None, weight_D, bias_D, eps)[0]
 
     def add_layer_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor,
                        eps: float) -> tuple[Tensor, Tensor]:
-        return norms.layer_norm(x_TD, residual_TD, weight_D, bias_D, eps)
+        return _layer_norm_rows(x_TD, residual_TD, weight_D, bias_D, eps)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TND, gate_TND = (part if part.dim() == 3 else part[:, None] for part in (x, gate))
@@ -275,3 +275,42 @@ def _silu_and_mul(gate_up, out, stride, width, BLOCK: tl.constexpr,
     up = tl.load(gate_up + row * stride + width + columns, mask=mask, other=0.0)
     activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
     tl.store(out + row * width + columns, activated * up, mask=mask)
+
+
+# What differs from call to call: no variants for some values of it.
+_CHANGES = ["stride_x", "stride_r"]
+
+
+def _layer_norm_rows(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, bias_D: Tensor,
+                     eps: float) -> tuple[Tensor, Tensor]:
+    """See Ops.add_layer_norm; without a residual the sum is x itself. Rows of both are contiguous."""
+    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    total_TD = x_TD if residual_TD is None else torch.empty_like(out_TD)
+    num_rows, width = x_TD.shape
+    if num_rows:
+        other_TD = x_TD if residual_TD is None else residual_TD
+        _layer_norm[(num_rows,)](
+            x_TD, other_TD, weight_D, bias_D, out_TD, total_TD, x_TD.stride(0), other_TD.stride(0), eps,
+            ADDS=residual_TD is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width),
+            num_warps=4 if width <= 2048 else 8,
+        )
+    return out_TD, total_TD
+
+
+@triton.jit(do_not_specialize=_CHANGES)
+def _layer_norm(x, residual, weight, bias, out, total, stride_x, stride_r, eps, ADDS: tl.constexpr,
+                WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        values += tl.load(residual + row * stride_r + columns, mask=mask, other=0.0).to(tl.float32)
+        summed = values.to(total.dtype.element_ty)
+        tl.store(total + row * WIDTH + columns, summed, mask=mask)
+        values = summed.to(tl.float32)
+    centred = tl.where(mask, values - tl.sum(values) / WIDTH, 0.0)
+    normed = centred * tl.rsqrt(tl.sum(centred * centred) / WIDTH + eps)
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + columns, (normed * scale + shift).to(out.dtype.element_ty), mask=mask)

@@ -120,14 +120,11 @@ class NpuPlatform(Platform):
         return compiler if limit is None else LimitedGraphCompiler(compiler, limit)
 
     def _make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
-        from npu_runner.platforms.npu.graphs import AclGraphCompiler, GraphEngineCompiler
+        from npu_runner.platforms.npu.graphs import AclGraphCompiler, GraphEngineCompiler, RecordedGraphCompiler
 
-        if settings.mode == "reduce-overhead" and npu_settings().capture == "recorded":
-            from npu_runner.platforms.npu.recorded_graphs import RecordedGraphCompiler
-
-            return RecordedGraphCompiler(self._latest_attention())
         if settings.mode == "reduce-overhead":
-            return AclGraphCompiler(self._latest_attention())
+            compiler = RecordedGraphCompiler if npu_settings().capture == "recorded" else AclGraphCompiler
+            return compiler(self._latest_attention())
         if settings.cache_dir is None:
             return GraphEngineCompiler()
         from npu_runner.platforms.npu.graph_cache import CachedGraphEngineCompiler
