@@ -139,7 +139,6 @@ class _Measuring:
     """Of one definition, by what is known of others."""
 
     def __init__(self, known: Mapping[str, _Measures], name: str, inside: Mapping[int, Text | None]):
-        self._known = known
         self._name = name
         self._of_kind: Mapping[str, Callable[[Node], _Measures]] = {
             "all": self._sequence, "any": self._any, "both": self._both,

@@ -76,7 +76,6 @@ class MemoryProfile:
     """Bytes on this rank's device, measured by `profile_run`. Figures a platform cannot measure are 0."""
 
     total_bytes: int = 0
-    free_before_bytes: int = 0
     weights_bytes: int = 0
     activation_peak_bytes: int = 0
     staging_bytes: int = 0

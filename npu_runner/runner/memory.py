@@ -134,7 +134,6 @@ class MemoryMeter:
         other = info.total_bytes - before.free_bytes
         return MemoryProfile(
             total_bytes=info.total_bytes,
-            free_before_bytes=before.free_bytes,
             weights_bytes=info.allocated_bytes - before.allocated_bytes - cache_bytes,
             activation_peak_bytes=info.peak_allocated_bytes - info.allocated_bytes,
             staging_bytes=staging_bytes,

@@ -97,9 +97,10 @@ def _slot_mapping(batch: ScheduledBatch, block_size: int, tables_SW: np.ndarray)
     return (blocks_T * block_size + places_T % block_size).astype(np.int32)
 
 
-def plan_layout(arrays: Mapping[str, np.ndarray], start: int = 0) -> tuple[Layout, int]:
-    """Where each of `arrays` lies, the first at element `start`, and where they end."""
+def plan_layout(arrays: Mapping[str, np.ndarray]) -> tuple[Layout, int]:
+    """Where each of `arrays` lies, one behind the other, and where they end."""
     layout: Layout = {}
+    start = 0
     for name, array in arrays.items():
         dtype = _DTYPES.get(array.dtype, torch.int32)
         layout[name] = (start, array.shape, dtype)

@@ -37,8 +37,6 @@ from npu_runner.errors import ConfigError, JobError, OutputLostError
 _NO_KEY = b""
 # A process that is gone may have left a child that is not another program yet and holds what it held.
 _LEAVING_SECONDS = 5.0
-_SYNC_ROWS = 64
-_SYNC_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -287,7 +285,7 @@ class RowsFile:
     def open(self) -> AnswerWriter:
         descriptor = _open(self.path)
         sync_folder(self.path.parent)
-        return AnswerWriter(descriptor, self.name, path=self.path, sync_rows=_SYNC_ROWS, sync_seconds=_SYNC_SECONDS)
+        return AnswerWriter(descriptor, self.name, path=self.path)
 
     def put_in_order(self, scan: OutputScan, found: np.ndarray) -> None:
         """`found`: for every row of the input its number in the file now (`scan`), -1 where it is not there."""
