@@ -17,9 +17,10 @@ from npu_runner import LLM
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import NpuRunnerError
 from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
-from tests.faults.interrupts import PICTURE_SETTINGS, PROMPTS, Answers, answers, answers_to_pictures, processes_left
+from tests.faults.interrupts import DRAWN, PICTURE_SETTINGS, PROMPTS, Answers, answers_to_pictures, processes_left
 from tests.faults.lines import Injected, Line, lines_of, raising_at
 
+FEW = DRAWN.replace(max_tokens=4)
 SETTINGS = {**PICTURE_SETTINGS, "preprocessing_workers": 1}
 _HANGS_SECONDS = 120
 Call = Callable[[Any], Any]
@@ -72,11 +73,24 @@ def assert_recovers_from_every_line(target: Any, calls: tuple[Call, ...], expect
     assert num_raised > len(places) * 0.9, "the exceptions do not come through"
 
 
+def listed(llm: LLM) -> Answers:
+    return [[output.token_ids] for output in llm.generate(PROMPTS, FEW)]
+
+
+def streamed(llm: LLM) -> Answers:
+    found = dict(llm.generate(iter(PROMPTS), FEW, stream_results=True))
+    return [[found[index].token_ids] for index in range(len(found))]
+
+
+CALLS: tuple[Call, ...] = (listed, streamed, answers_to_pictures)
+"""A line is interrupted in the first of them that runs it."""
+
+
 @pytest.fixture(scope="module")
 def expected() -> dict[Call, Any]:
     """What a fresh LLM answers to each call."""
     found: dict[Call, Any] = {}
-    for call in (answers, answers_to_pictures):
+    for call in CALLS:
         with LLM(SHAPES_VL, **SETTINGS) as llm:
             found[call] = call(llm)
     return found
@@ -84,19 +98,19 @@ def expected() -> dict[Call, Any]:
 
 def test_an_exception_at_some_lines_of_a_call(expected: dict[Call, Any]) -> None:
     with LLM(SHAPES_VL, **SETTINGS) as llm:
-        assert_recovers_from_every_line(llm, (answers,), expected, every=4)
+        assert_recovers_from_every_line(llm, (streamed,), expected, every=6)
         assert llm.stats().kv_blocks_used == 0
 
 
 @pytest.mark.slow
-@pytest.mark.full("some hundred calls are interrupted, and workers start again; a quarter of one replica's lines stay")
+@pytest.mark.full("some hundred calls are interrupted, and workers start again; a sixth of one replica's lines stay")
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_an_exception_at_every_line_of_a_call(num_replicas: int, async_scheduling: bool,
                                               expected: dict[Call, Any]) -> None:
     settings = {**SETTINGS, "data_parallel_size": num_replicas, "async_scheduling": async_scheduling}
     with LLM(SHAPES_VL, **settings) as llm:
-        assert_recovers_from_every_line(llm, (answers, answers_to_pictures), expected)
+        assert_recovers_from_every_line(llm, CALLS, expected)
 
 
 def predicted(predictor: LLMPredictor) -> Answers:
