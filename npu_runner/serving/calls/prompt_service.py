@@ -6,12 +6,15 @@ nothing of conversations, nor of what a caller does with answers.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import os
 import queue
 import sys
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -47,6 +50,7 @@ logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.2
 # Requests hold the caller's pictures: no further one is read while those that wait are larger together.
 MAX_AHEAD_BYTES = 1 << 29
+_EXIT_SECONDS = 30.0
 
 
 class PromptService(ABC):
@@ -160,6 +164,7 @@ class LocalService(PromptService):
         """Another one after a restart."""
         # One step at a time, whoever closes it meanwhile. Reading requests is no part of a step, and may take for ever.
         self._lock = threading.RLock()
+        _local_services.add(self)
         self._begin()
 
     @property
@@ -185,6 +190,10 @@ class LocalService(PromptService):
                 self._close_workers()
             finally:
                 self.engine.close()
+
+    def stop_steps(self, timeout_seconds: float) -> None:
+        """Wait at most so long for the step under way; no other thread begins a further one."""
+        self._lock.acquire(timeout=timeout_seconds)
 
     def _close_workers(self) -> None:
         if self._server.pool is not None:
@@ -232,6 +241,20 @@ class LocalService(PromptService):
                 return self._poll(self._fleet, timeout_seconds) or self._poll(self._fleet, timeout_seconds)
             except ReplicaDeadError as error:
                 raise EngineDeadError(str(error), request_ids=error.request_ids, blame=error.blame) from error
+
+
+_local_services: weakref.WeakSet[LocalService] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_steps() -> None:
+    """Python exits. A daemon thread that is inside torch then is ended there, which aborts the process."""
+    for service in list(_local_services):
+        service.stop_steps(_EXIT_SECONDS)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_local_services.clear)  # no other thread is in a fork
 
 
 class ReplicaService(PromptService):
