@@ -39,7 +39,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 "videos": [bytes, ...]}, vLLM's {"prompt" or "prompt_token_ids", "multi_modal_data": {"image": ..., "video": ...}}, each
 with "mm_processor_kwargs" if it likes, or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
-"""OpenAI-style messages; picture parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; film
+"""OpenAI-style messages; image parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; video
 parts {"type": "video", "video": bytes} or vLLM's video_url."""
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI's functions: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -62,7 +62,7 @@ class LLM:
             for result in llm.chat(conversations, SamplingParams(temperature=0)):
                 print(result.text)
 
-    Pictures and long texts are prepared in worker processes, ahead of the model. These start with the first of them and
+    Images and long texts are prepared in worker processes, ahead of the model. These start with the first of them and
     end with `close`. With `data_parallel_size` there are several of it, each in a process of its own with devices and
     workers of its own; answers are those of one, to rounding.
 
@@ -152,7 +152,7 @@ class LLM:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
         An image_url or video_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is
-        downloaded. `mm_processor_kwargs` say how films are sampled: {"fps": 1}, {"num_frames": 8}, {"max_frames": 9}.
+        downloaded. `mm_processor_kwargs` say how videos are sampled: {"fps": 1}, {"num_frames": 8}, {"max_frames": 9}.
         `chat_template_kwargs` go into the template, as {"enable_thinking": False}, and so does OpenAI's
         `reasoning_effort`; a name that it does not read is a RequestError. What a model thinks first is a result's
         `reasoning_content`, its `text` is what comes behind. `tools` are OpenAI's, for all conversations; calls stay in
@@ -165,7 +165,7 @@ class LLM:
         not read to its end.
 
         Raises RequestError naming the index of a conversation that cannot be served, and drops the others' answers. In
-        a list, what shows without reading a picture or counting tokens is refused before anything runs. With
+        a list, what shows without reading an image or counting tokens is refused before anything runs. With
         `return_errors` such a conversation is a result with finish_reason `error`, `error` and `error_code` instead, as
         one always is that makes the model fail.
         """

@@ -94,10 +94,11 @@ class LLMPredictor:
         if is_chat:
             outputs = self._llm.chat(items, params, return_errors=True, **self._chat_options)
         else:
-            outputs = self._llm.generate([self._with_film_settings(item) for item in items], params, return_errors=True)
+            outputs = self._llm.generate([self._with_video_settings(item) for item in items], params,
+                                         return_errors=True)
         return dict(zip(asked, outputs, strict=True))
 
-    def _with_film_settings(self, prompt: Any) -> Any:
+    def _with_video_settings(self, prompt: Any) -> Any:
         """A raw prompt, with the pipeline's `mm_processor_kwargs` where it has none of its own."""
         kwargs = self._chat_options["mm_processor_kwargs"]
         if kwargs is None:
@@ -121,7 +122,7 @@ def _rows(batch: Batch) -> list[tuple[Any, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """What Arrow has made arrays of, as lists again, all the way down. Bytes and pictures stay as they are."""
+    """What Arrow has made arrays of, as lists again, all the way down. Bytes and images stay as they are."""
     if isinstance(value, np.ndarray):
         return [_plain(item) for item in value.tolist()]
     if isinstance(value, np.generic):

@@ -36,7 +36,7 @@ def versions(*packages: str) -> dict[str, str]:
 def measure_head_start(config: RunnerConfig, requests: Path) -> float:
     """Seconds that as many rows take, one after the other, as our job can have prepared before its model is loaded.
 
-    Pictures lie in the folder of `requests`.
+    Images lie in the folder of `requests`.
     """
     from npu_runner.batch.files.input_file import InputFile
     from npu_runner.batch.job.row_server import CheckpointSide

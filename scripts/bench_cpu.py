@@ -1,9 +1,9 @@
-"""shapes-vl over drawn pictures on the CPU: our batch job against transformers' generate, one by one and batched.
+"""shapes-vl over drawn images on the CPU: our batch job against transformers' generate, one by one and batched.
 
 Two sets of questions: `mixed`, every kind as the demo asks them, whose answers are short (the vision tower and prefill
-dominate), and `describe`, whose answers are sentences (decoding dominates). By name only: `text`, no picture at all.
+dominate), and `describe`, whose answers are sentences (decoding dominates). By name only: `text`, no image at all.
 
-Every engine runs in a process of its own over the same picture files, on the same cores, and must give the same
+Every engine runs in a process of its own over the same image files, on the same cores, and must give the same
 answers. Time counts from the first row to the last, preprocessing included, start-up apart. Our job prepares its first
 rows while its model loads: what those rows take one after the other is measured by itself and added to our time. Prints
 a table, then one JSON line.
@@ -87,7 +87,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def write_requests(folder: Path, questions: str, count: int) -> None:
-    """Pictures as files, and one OpenAI batch row for each example."""
+    """Images as files, and one OpenAI batch row for each example."""
     from shapes.drawing import DEMO_SEEDS, Example, draw_example, text_question
 
     if questions == "text":
@@ -102,10 +102,10 @@ def write_requests(folder: Path, questions: str, count: int) -> None:
             for number, image in enumerate(example.images):
                 paths.append(folder / f"{index}-{number}.png")
                 image.save(paths[-1])
-            pictures = [{"type": "image_url", "image_url": {"url": str(path)}} for path in paths]
+            images = [{"type": "image_url", "image_url": {"url": str(path)}} for path in paths]
             question: list[dict[str, Any]] = [{"type": "text", "text": example.question}]
             messages: list[dict[str, Any]] = [{"role": "system", "content": example.system}] if example.system else []
-            content = question + pictures if example.question_first else pictures + question
+            content = question + images if example.question_first else images + question
             messages.append({"role": "user", "content": content})
             body = {"model": "shapes-vl", "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
             row = {"custom_id": str(index), "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -179,7 +179,7 @@ def batches(rows: list[Any], size: int) -> Iterator[list[Any]]:
 
 
 def transformers_inputs(batch: list[Any], tokenizer: Any, processor: Any, image_token_id: int) -> dict[str, Any]:
-    """Chat template, pictures, expanded placeholders and left padding, as transformers' own processor does it."""
+    """Chat template, images, expanded placeholders and left padding, as transformers' own processor does it."""
     from PIL import Image
 
     texts, images = [], []

@@ -193,13 +193,13 @@ def _prefill_choices() -> Iterator[Tile]:
 
 
 def tower(is_sweep: bool, other: Other) -> Iterator[Case]:
-    """14 pictures of 896 x 672 as Qwen3-VL sees them, mixed ones, and windows of Qwen2.5-VL's size."""
+    """14 images of 896 x 672 as Qwen3-VL sees them, mixed ones, and windows of Qwen2.5-VL's size."""
     from npu_runner.platforms.cuda import attention
 
-    pictures = {"14 x 2352": [2352] * 14, "mixed": [2352, 300, 4096, 1024, 700, 64, 9000, 2352, 5000, 1200],
-                "512 x 64": [64] * 512}
+    images = {"14 x 2352": [2352] * 14, "mixed": [2352, 300, 4096, 1024, 700, 64, 9000, 2352, 5000, 1200],
+              "512 x 64": [64] * 512}
     for (head_dim, num_heads), (kind, lengths) in itertools.product({64: 16, 72: 16, 80: 16, 128: 16}.items(),
-                                                                  pictures.items()):
+                                                                  images.items()):
         if kind == "512 x 64" and head_dim != 80:
             continue
         heads = Heads(num_heads, num_heads, head_dim)

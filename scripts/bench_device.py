@@ -9,10 +9,10 @@ Made for one device: --platform cuda, or npu on an Ascend host (vLLM is then vll
     them, and the share of the memory bandwidth (the bytes of weights and KV cache that a step must read, over the read
     bandwidth measured in the same run by the best of several kernels); peers: generate with a static cache, compiled,
     and what more tokens cost vLLM.
-(c) pictures: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer,
+(c) images: the Qwen3-VL-4B shape, 256 JPEG files of 896 x 672 with 32 tokens of text each, 128 tokens of answer,
     through the batch job, files to answers, with the time for what it prepares while the model loads; peer: vLLM's
     LLM.chat over the same files.
-(d) mixed: (c) with pictures of 597 to 1,193 by 448 to 895, nearly each of a size of its own.
+(d) mixed: (c) with images of 597 to 1,193 by 448 to 895, nearly each of a size of its own.
 (e) moe: (a), (b) and (c) with the shape of Qwen3.6-35B-A3B: Gated DeltaNet and 256 experts. Of the experts only the
     bytes of those count that a step chose.
 (f) hybrid: (a), (b) and (c) with a 9B qwen3_5 shape: Gated DeltaNet and dense layers.
@@ -41,7 +41,7 @@ from bench_device_idle import describe_idle, has_profiler, not_profiled
 from bench_device_work import SIZES, Sizes
 
 FAMILIES = {"moe": "(e)", "hybrid": "(f)"}
-TITLES = {"text": "(a) text", "decode": "(b) decode", "pictures": "(c) pictures", "mixed": "(d) mixed pictures",
+TITLES = {"text": "(a) text", "decode": "(b) decode", "pictures": "(c) images", "mixed": "(d) mixed images",
           **{f"{family}-{kind}": f"{letter} {family} {kind}" for family, letter in FAMILIES.items()
              for kind in ("text", "decode", "pictures")}}
 OURS, PROFILED, TRANSFORMERS, VLLM = "npu_runner", "profiled", "transformers", "vllm"
@@ -97,13 +97,13 @@ def sides(part: str, arguments: argparse.Namespace) -> list[str]:
     """Those that are asked for and can be measured."""
     found = [OURS, PROFILED]
     if not arguments.no_peer:
-        found += [] if is_pictures(part) else [TRANSFORMERS]
+        found += [] if is_images(part) else [TRANSFORMERS]
         found += [VLLM] if vllm.is_installed(arguments.platform) else []
     return [side for side in found if side in (arguments.side or found)]
 
 
 def measure_side(part: str, side: str, arguments: argparse.Namespace) -> Any:
-    if side == OURS and is_pictures(part):  # a job each
+    if side == OURS and is_images(part):  # a job each
         return [run_child(part, side) for _ in range(arguments.repeats)]
     if side == PROFILED and not has_profiler(arguments.platform):
         return not_profiled(arguments.platform)
@@ -117,8 +117,8 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
     settings = {"platform": arguments.platform, "dtype": arguments.dtype}
     peer_repeats = arguments.peer_repeats or arguments.repeats
     if side == VLLM:
-        if is_pictures(part):
-            return vllm.measure_pictures(sizes, settings, peer_repeats, is_mixed=part == "mixed")
+        if is_images(part):
+            return vllm.measure_images(sizes, settings, peer_repeats, is_mixed=part == "mixed")
         return {"text": vllm.measure_text, "decode": vllm.measure_decode}[part](sizes, settings, peer_repeats)
     if side == TRANSFORMERS:
         import bench_device_peers as peers
@@ -132,8 +132,8 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
 
     settings |= {name: getattr(arguments, name) for name in ("graph_mode", "graph_batch_sizes", "attention_backend",
                                                              "async_scheduling")}
-    if is_pictures(part):
-        return ours.measure_pictures(sizes, settings, is_mixed=part == "mixed", is_profiled=side == PROFILED)
+    if is_images(part):
+        return ours.measure_images(sizes, settings, is_mixed=part == "mixed", is_profiled=side == PROFILED)
     measure_ours = {"text": ours.measure_text, "decode": ours.measure_decode}[part]
     return measure_ours(sizes, settings, arguments.repeats, is_profiled=side == PROFILED)
 
@@ -152,14 +152,14 @@ def run_child(part: str, side: str) -> dict[str, Any]:
     return {"failed": f"ended with status {done.returncode}"}
 
 
-def is_pictures(part: str) -> bool:
+def is_images(part: str) -> bool:
     return part.endswith(("pictures", "mixed"))
 
 
 def report(part: str, results: dict[str, Any]) -> list[str]:
     if OURS not in results:
         return [f"{TITLES[part]}, {side}: {json.dumps(result)}" for side, result in results.items()]
-    reports = {"text": report_text, "decode": report_decode, "pictures": report_pictures, "mixed": report_pictures}
+    reports = {"text": report_text, "decode": report_decode, "pictures": report_images, "mixed": report_images}
     return reports[part.rpartition("-")[2]]({PROFILED: _NOT_ASKED_FOR, **results}, TITLES[part])
 
 
@@ -211,10 +211,10 @@ def _milliseconds(peer: dict[str, Any], size: str) -> str:
     return f"{statistics.median(peer['batches'][size]['milliseconds']):.3f}" if "batches" in peer else peer["failed"]
 
 
-def report_pictures(results: dict[str, Any], title: str) -> list[str]:
+def report_images(results: dict[str, Any], title: str) -> list[str]:
     rates, tokens = ([run[name] for run in results[OURS]]
                      for name in ("pictures_per_second", "output_tokens_per_second"))
-    lines = [f"{title}: {statistics.median(rates):.2f} pictures/s ({min(rates):.2f}-{max(rates):.2f}), "
+    lines = [f"{title}: {statistics.median(rates):.2f} images/s ({min(rates):.2f}-{max(rates):.2f}), "
              f"{statistics.median(tokens):.0f} output tokens/s, "
              f"device idle: {describe_idle(results[PROFILED])}"]
     if VLLM in results:

@@ -15,7 +15,7 @@ from bench_device_bandwidth import measure_read_bandwidth
 from bench_device_bytes import RouterRecord, bytes_per_step
 from bench_device_idle import device_profile
 from bench_device_shapes import make_text_model, make_vision_model
-from bench_device_work import Sizes, decode_prompts, longest_side, text_requests, write_pictures
+from bench_device_work import Sizes, decode_prompts, longest_side, text_requests, write_images
 
 from npu_runner import LLM, RunnerConfig, SamplingParams
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -79,9 +79,9 @@ def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int, *, is_p
     return {"batches": batches, "graphs": graphs, "read_bytes_per_second": bandwidth, "read_by": reader}
 
 
-def measure_pictures(sizes: Sizes, settings: dict[str, Any], *, is_mixed: bool,
-                     is_profiled: bool) -> dict[str, Any]:
-    """(c), (d): the batch job over picture files; profiled, the share of the time that the device does nothing.
+def measure_images(sizes: Sizes, settings: dict[str, Any], *, is_mixed: bool,
+                   is_profiled: bool) -> dict[str, Any]:
+    """(c), (d): the batch job over image files; profiled, the share of the time that the device does nothing.
 
     What the workers prepare while the model loads is added to the time, as if the device had waited for it.
     """
@@ -90,7 +90,7 @@ def measure_pictures(sizes: Sizes, settings: dict[str, Any], *, is_mixed: bool,
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        requests = write_pictures(folder, sizes, is_mixed=is_mixed)
+        requests = write_images(folder, sizes, is_mixed=is_mixed)
         path = make_vision_model(folder, sizes.vision_model, longest_side(sizes, is_mixed=is_mixed))
         config = RunnerConfig.from_keywords(path, load_format="dummy", max_model_len=2048, **settings)
         options = BatchOptions(input=str(requests), output=str(folder / "answers.jsonl"), allowed_media_dir=folder,

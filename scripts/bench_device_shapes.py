@@ -1,7 +1,7 @@
 """Checkpoint folders without weights: real shapes for `load_format="dummy"` and for transformers' from_config.
 
 Shapes are those of the published config.json files. The tokenizer and chat template are shapes-vl's, because nothing
-here depends on what the tokens mean; only its picture tokens are put in place of the models' own.
+here depends on what the tokens mean; only its image tokens are put in place of the models' own.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def make_text_model(folder: Path, name: str) -> Path:
 
 
 def make_vision_model(folder: Path, name: str, side: int) -> Path:
-    """Likewise; pictures of up to side x side pixels are not scaled."""
+    """Likewise; images of up to side x side pixels are not scaled."""
     ours = json.loads((SHAPES_VL / "config.json").read_text())
     tokens = {key: ours[key] for key in ("image_token_id", "video_token_id", "vision_start_token_id",
                                          "vision_end_token_id")}

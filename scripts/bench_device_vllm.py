@@ -1,6 +1,6 @@
 """vLLM's side of bench_device, with vllm-ascend on an NPU: each function is one measurement, in a process of its own.
 
-With its own defaults: the same shapes with random weights, the same prompts, lengths and pictures.
+With its own defaults: the same shapes with random weights, the same prompts, lengths and images.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_device_shapes import make_text_model, make_vision_model
-from bench_device_work import Sizes, decode_prompts, longest_side, text_requests, write_pictures
+from bench_device_work import Sizes, decode_prompts, longest_side, text_requests, write_images
 
 _MAX_MODEL_LEN = 4096
 _PACKAGES = {"cuda": ("vllm",), "npu": ("vllm", "vllm_ascend")}
@@ -68,14 +68,14 @@ def measure_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict
     return {"batches": batches, "note": _version()}
 
 
-def measure_pictures(sizes: Sizes, settings: dict[str, Any], repeats: int, *, is_mixed: bool) -> dict[str, Any]:
+def measure_images(sizes: Sizes, settings: dict[str, Any], repeats: int, *, is_mixed: bool) -> dict[str, Any]:
     """(c), (d): LLM.chat over the files, which it reads and prepares within the call."""
     from vllm import SamplingParams
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = [json.loads(line)["body"] for line in
-                write_pictures(folder, sizes, is_mixed=is_mixed).read_text().splitlines()]
+                write_images(folder, sizes, is_mixed=is_mixed).read_text().splitlines()]
         model = make_vision_model(folder, sizes.vision_model, longest_side(sizes, is_mixed=is_mixed))
         llm = _make(model, settings, allowed_local_media_path=str(folder), limit_mm_per_prompt={"image": 1, "video": 0})
         for body in rows:

@@ -1,4 +1,4 @@
-"""The work that both sides of bench_device do: the same prompts, lengths and pictures for everybody."""
+"""The work that both sides of bench_device do: the same prompts, lengths and images for everybody."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sizes:
     decode_steps: int
     vision_model: str
     num_pictures: int
-    picture: tuple[int, int]
+    image: tuple[int, int]
     """Width and height in pixels."""
     question_tokens: int
     answer_tokens: int
@@ -78,15 +78,15 @@ def decode_prompts(batch_size: int, num_tokens: int, vocab_size: int) -> list[li
 
 
 def longest_side(sizes: Sizes, *, is_mixed: bool) -> int:
-    """Pixels that no side of a picture has more than."""
-    longest = max(sizes.picture)
+    """Pixels that no side of an image has more than."""
+    longest = max(sizes.image)
     return longest * 4 // 3 if is_mixed else longest
 
 
-def write_pictures(folder: Path, sizes: Sizes, *, is_mixed: bool = False) -> Path:
+def write_images(folder: Path, sizes: Sizes, *, is_mixed: bool = False) -> Path:
     """Distinct JPEG files, and the JSONL file that asks about each of them; returns the latter.
 
-    Mixed ones have sides of two thirds to four thirds of `sizes.picture`: nearly each has a size of its own.
+    Mixed ones have sides of two thirds to four thirds of `sizes.image`: nearly each has a size of its own.
     """
     from PIL import Image
 
@@ -96,7 +96,7 @@ def write_pictures(folder: Path, sizes: Sizes, *, is_mixed: bool = False) -> Pat
             # Smooth shapes with some noise: noise alone would make files of a megabyte.
             draw = np.random.default_rng(index)
             width, height = (int(draw.integers(side * 2 // 3, side * 4 // 3)) if is_mixed else side
-                             for side in sizes.picture)
+                             for side in sizes.image)
             coarse = Image.fromarray(draw.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((width, height))
             noise = draw.integers(-8, 9, (height, width, 3))
             pixels = np.clip(np.asarray(coarse, dtype=np.int16) + noise, 0, 255).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Peak memory of opening one picture, in bytes a source pixel, by format and mode. Each in a process of its own.
+"""Peak memory of opening one image, in bytes a source pixel, by format and mode. Each in a process of its own.
 
     python scripts/bench_image_memory.py [--side 4000]
 """
@@ -30,7 +30,7 @@ def _turned() -> Image.Exif:
     return exif
 
 
-def _picture(side: int) -> Image.Image:
+def _image(side: int) -> Image.Image:
     image = Image.new("RGB", (side, side), "white")
     draw = ImageDraw.Draw(image)
     for step in range(0, side, 37):
@@ -90,7 +90,7 @@ def main() -> None:
     if arguments.make:
         if arguments.make == "HEIC":
             importlib.import_module("pillow_heif").register_heif_opener()
-        sys.stdout.buffer.write(CASES[arguments.make](_picture(arguments.side)))
+        sys.stdout.buffer.write(CASES[arguments.make](_image(arguments.side)))
     elif arguments.measure:
         _measure(arguments.measure, arguments.side)
     else:

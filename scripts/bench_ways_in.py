@@ -1,6 +1,6 @@
 """The same rows through the batch job, through LLM.chat and through Ray Data: what a way in costs beside the others.
 
-shapes-vl on the CPU over the picture files of bench_cpu.py; every way in a process of its own, in turn, with the same
+shapes-vl on the CPU over the image files of bench_cpu.py; every way in a process of its own, in turn, with the same
 answers. Time counts from when the model stands ready to the last answer, preparing included. The job prepares rows
 while its model loads: what those take is measured by itself and added to its time (bench_cpu.py). LLM.chat and Ray
 Data's actor have answered one row before, so that their workers run. Prints a table, then one JSON line.

@@ -127,8 +127,8 @@ def measure_decode(settings: dict[str, Any], size: Size) -> dict[str, Any]:
             "tokens": hashlib.sha256(tokens.encode()).hexdigest()[:12]}
 
 
-def measure_pictures(settings: dict[str, Any], size: Size) -> dict[str, Any]:
-    """Rows a second of a batch job of pictures, with everything that prepares them."""
+def measure_images(settings: dict[str, Any], size: Size) -> dict[str, Any]:
+    """Rows a second of a batch job of images, with everything that prepares them."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if name != "load_format"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -155,7 +155,7 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "no output"
 
 
-WORKLOADS = {"decode": measure_decode, "pictures": measure_pictures}
+WORKLOADS = {"decode": measure_decode, "pictures": measure_images}
 
 
 def run_side(comparison: Comparison, side: str, common: Settings, size: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Environment if needed, then the batch job on freshly drawn pictures with the embedded model, on the CPU.
+# Environment if needed, then the batch job on freshly drawn images with the embedded model, on the CPU.
 # usage: demo.sh [rows] [embedded model]
 set -euo pipefail
 cd "$(dirname "$0")/.."

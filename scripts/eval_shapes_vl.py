@@ -1,4 +1,4 @@
-"""Asks shapes-vl about fresh pictures and counts exact answers, by kind of question.
+"""Asks shapes-vl about fresh images and counts exact answers, by kind of question.
 
 `hf` is transformers' greedy generate in float32, one question at a time; `runner` is this project; `both` also
 compares the two token for token. Ends with one line of JSON; exit status 1 when tokens differ.
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("hf", "runner", "both"), default="hf")
     parser.add_argument("--model", type=Path, default=SHAPES_VL)
-    parser.add_argument("--num-pictures", type=int, default=1000, help="questions, each about pictures of its own")
+    parser.add_argument("--num-pictures", type=int, default=1000, help="questions, each about images of its own")
     parser.add_argument("--json", action="store_true", help="ask for JSON objects instead (without a grammar)")
     parser.add_argument("--processes", type=int, default=1, help="processes that share transformers' part")
     parser.add_argument("--first-seed", type=int, default=EVAL_SEEDS[0])
@@ -97,7 +97,7 @@ def hf_generate(model_path: Path, examples: Iterable[Example]) -> Iterator[Answe
 
 
 def expand_images(token_ids: Sequence[int], grids_thw: Any, image_token_id: int) -> list[int]:
-    """One placeholder in, as many as the picture has merged patches out."""
+    """One placeholder in, as many as the image has merged patches out."""
     counts = iter((grids_thw.prod(-1) // 4).tolist())
     return [copy for token in token_ids for copy in [token] * (next(counts) if token == image_token_id else 1)]
 

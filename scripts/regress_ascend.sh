@@ -3,7 +3,7 @@
 # waiting for the last replay (the first measurement: docs/ascend.md says why), the tests of the npu platform, a small
 # batch job, and what else can be done in two ways, measured both ways (scripts/compare_ascend.py).
 # Writes a folder and, beside it, a .tar.gz that you can attach to an issue. It holds versions, variables and results, no
-# checkpoint and no pictures of yours.
+# checkpoint and no images of yours.
 # usage: regress_ascend.sh [--out FOLDER] [--rows N] [--quick] [--bench] [-- PYTEST ARGUMENTS]
 #   --quick   minutes instead of hours: the doctor does not generate, the job runs eagerly, two sides, twice, of a tiny model
 #   --bench   also scripts/bench_device.py on this NPU, with vllm-ascend beside it where that is installed; with --quick
@@ -79,7 +79,7 @@ fi
 step doctor doctor.txt "$python" -m npu_runner "${doctor[@]}"
 step replay replay.txt "$python" scripts/compare_ascend.py --only replay "${replay[@]}"
 step tests tests.txt "$python" -m pytest --junitxml "$out/tests.xml" "${tests[@]}"
-step pictures pictures.txt "$python" scripts/demo_requests.py "$out/job" --num-rows "$rows"
+step images images.txt "$python" scripts/demo_requests.py "$out/job" --num-rows "$rows"
 step batch batch.txt "$python" -m npu_runner batch --platform npu "${job[@]}" \
     --input "$out/job/requests.jsonl" --output "$out/answers.jsonl" --overwrite \
     --allowed-media-dir "$out/job/pictures" --summary "$out/summary.json"

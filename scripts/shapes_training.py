@@ -53,7 +53,7 @@ def parse_arguments(family: Family) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--warmup-steps", type=int, default=500)
     parser.add_argument("--weight-decay", type=float, default=0.02)
-    parser.add_argument("--easy-steps", type=int, default=0, help="first steps with at most two things in a picture")
+    parser.add_argument("--easy-steps", type=int, default=0, help="first steps with at most two things in an image")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=14, help="processes that draw")
     parser.add_argument("--validate-every", type=int, default=500)

@@ -1,8 +1,8 @@
 """Turns drawings into training batches. Knows the checkpoint's token and pixel format, but no model and no optimizer.
 
-A sample asks several questions about the same pictures at once. They share one prefix (system turn, pictures) and
+A sample asks several questions about the same images at once. They share one prefix (system turn, images) and
 branch off after it: a branch sees the prefix and itself, never another branch, so each question is learned as if it
-stood alone while the pictures are looked at only once. Some prefixes hold a first question and its answer as well.
+stood alone while the images are looked at only once. Some prefixes hold a first question and its answer as well.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch.utils.data import Dataset
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-PART_TEXT_ONLY, PART_WITH_SEVERAL_PICTURES = 0.02, 0.4
+PART_TEXT_ONLY, PART_WITH_SEVERAL_IMAGES = 0.02, 0.4
 PART_QUESTION_FIRST, PART_SECOND_TURN, PART_WITH_SYSTEM = 0.25, 0.1, 0.3
-PART_IN_JSON = 0.6  # of the samples with one picture: one of their questions
+PART_IN_JSON = 0.6  # of the samples with one image: one of their questions
 PADDING_BRANCH = -1
 LENGTH_MULTIPLE = 64
 MAX_BRANCHES = 8
@@ -100,7 +100,7 @@ def build_sample(seed: int, tokenizer: Tokenizer, max_things: int) -> Sample:
         for _ in range(4):
             sample.add_branch("<|im_start|>user\n", text_question(rng))
         return sample
-    if rng.random() < PART_WITH_SEVERAL_PICTURES:
+    if rng.random() < PART_WITH_SEVERAL_IMAGES:
         scenes = draw_group(rng)
         asked = group_questions(scenes, rng) + group_questions(scenes, rng)
     else:

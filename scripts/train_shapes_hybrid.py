@@ -2,7 +2,7 @@
 
 Only transformers' own Qwen3_5ForConditionalGeneration is trained here (shapes_training.py), its recurrence computed by
 branched_delta_net.py. It begins with the tower and the embeddings of shapes-vl, which has the same tokenizer and the
-same pictures, and learns those on. Needs one GPU for some minutes; a few steps on a CPU show that it works.
+same images, and learns those on. Needs one GPU for some minutes; a few steps on a CPU show that it works.
 
     python scripts/train_shapes_hybrid.py --output npu_runner/assets/shapes-hybrid --steps 6000
 """

@@ -20,12 +20,12 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.request.prompt_inputs import ImageInput
 
-# P patches, X values of a patch, M picture tokens, D hidden size of the decoder
+# P patches, X values of a patch, M image tokens, D hidden size of the decoder
 
 
 @dataclass(frozen=True)
 class VisionEmbeddings:
-    """One picture as the decoder sees it: main (M, D), and one (M, D) per deepstack level."""
+    """One image as the decoder sees it: main (M, D), and one (M, D) per deepstack level."""
 
     main_MD: Tensor
     deepstack: list[Tensor]
@@ -36,7 +36,7 @@ class VisionEmbeddings:
 
 
 class TowerInputs(NamedTuple):
-    """What the tower takes together: pictures by their indices, their patches (P, X), and what it knows by their sizes
+    """What the tower takes together: images by their indices, their patches (P, X), and what it knows by their sizes
     alone."""
 
     indices: list[int]
@@ -45,7 +45,7 @@ class TowerInputs(NamedTuple):
 
 
 class StagedImages(list[ImageInput]):
-    """Pictures of which all that the tower takes is on the device, or on its way to it: what `stage_images` makes for
+    """Images of which all that the tower takes is on the device, or on its way to it: what `stage_images` makes for
     `encode_images`. `groups`: by their indices in this list."""
 
     def __init__(self, images: Sequence[ImageInput], groups: Sequence[TowerInputs]):
@@ -64,7 +64,7 @@ class StagedImages(list[ImageInput]):
 
 
 class LoadStrategy(ABC):
-    """One family's home: how its config is read, its network built and loaded, its prompts and pictures prepared.
+    """One family's home: how its config is read, its network built and loaded, its prompts and images prepared.
 
     One instance belongs to one checkpoint folder.
     """
@@ -73,7 +73,7 @@ class LoadStrategy(ABC):
     """Of our own strategies; one of another package has its entry point's name instead."""
     is_multimodal: ClassVar[bool] = False
     takes_videos: ClassVar[bool] = False
-    """Its pictures may be frames of films, in pairs: ImageInput says how."""
+    """Its images may be frames of videos, in pairs: ImageInput says how."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -96,7 +96,7 @@ class LoadStrategy(ABC):
         return dataclasses.replace(self.read_config(), pooling=self.pooling(config))
 
     def processor(self, config: RunnerConfig) -> ChatProcessor:
-        """Chat messages and pictures to prompts; picklable, for worker processes."""
+        """Chat messages and images to prompts; picklable, for worker processes."""
         settings = ProcessorSettings(
             **flat_values(config.prompts),
             takes_videos=self.takes_videos,

@@ -1,4 +1,4 @@
-"""Qwen3-VL: pictures go through the tower as bytes and come back as main and deepstack embeddings.
+"""Qwen3-VL: images go through the tower as bytes and come back as main and deepstack embeddings.
 
 Knows nothing of caches, schedulers or prompts.
 """
@@ -27,7 +27,7 @@ from npu_runner.strategies.base import StagedImages, TowerInputs, VisionEmbeddin
 from npu_runner.strategies.causal_lm import CausalLMStrategy
 from npu_runner.strategies.qwen3 import HEAD_DIM, qwen3_layers
 
-# P patches; X values of a patch; M picture tokens; D hidden size
+# P patches; X values of a patch; M image tokens; D hidden size
 
 
 _DEEPSTACK_LAYERS = (8, 16, 24)
@@ -50,7 +50,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
 
     @cached_property
     def frame_settings(self) -> ImageSettings:
-        """As `image_settings`, of the frames of films."""
+        """As `image_settings`, of the frames of videos."""
         return read_video_settings(self.path, require_json(self.path, "config.json")).frame
 
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
@@ -83,13 +83,13 @@ class Qwen3VLStrategy(CausalLMStrategy):
         sizes = [_num_patches(image) for image in images]
         groups = [group for order in _by_depth(images) for group in _groups(order, sizes, most)]
         for taken in [groups] if most is None else [[group] for group in groups]:
-            pictures = [[images[i] for i in group] for group in taken]
-            places = [tower.places(_grids(together)) for together in pictures]
-            cut = cut_patches(pictures, places, self._settings_of, weight.device, weight.dtype)
+            batches = [[images[i] for i in group] for group in taken]
+            places = [tower.places(_grids(together)) for together in batches]
+            cut = cut_patches(batches, places, self._settings_of, weight.device, weight.dtype)
             yield from (TowerInputs(group, *arrived) for group, arrived in zip(taken, cut, strict=True))
 
     def _settings_of(self, image: ImageInput) -> ImageSettings:
-        """Of a picture; of frames of films, which have the colours of each."""
+        """Of an image; of frames of videos, which have the colours of each."""
         return self.image_settings if image.pixels_HWC.shape[2] == 3 else self.frame_settings
 
     @staticmethod
@@ -97,7 +97,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
         main_MD, levels = tower(inputs.patches_PX, _grids(images), inputs.places)
         sizes = [image.num_tokens for image in images]
         parts = zip(main_MD.split(sizes), *(level.split(sizes) for level in levels), strict=True)
-        # Copies: a cached picture must not keep the whole call's output alive.
+        # Copies: a cached image must not keep the whole call's output alive.
         return [VisionEmbeddings(main.clone(), [level.clone() for level in deepstack]) for main, *deepstack in parts]
 
 
@@ -107,7 +107,7 @@ def _grids(images: Sequence[ImageInput]) -> list[tuple[int, int]]:
 
 
 def _by_depth(images: Sequence[ImageInput]) -> list[list[int]]:
-    """Pictures, and frames of films, which have longer patches: what can go through the tower together. Those of one
+    """Images, and frames of videos, which have longer patches: what can go through the tower together. Those of one
     size lie together, so that attention runs over them as one batch."""
     by_colours: dict[int, list[int]] = {}
     for index in sorted(range(len(images)), key=lambda i: images[i].grid_thw):

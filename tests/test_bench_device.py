@@ -49,9 +49,9 @@ def test_every_part_of_ours_at_tiny_sizes() -> None:
     for part in ("moe-text", "hybrid-text"):
         assert len(results[part]["npu_runner"]["output_tokens_per_second"]) == 1
     for part in ("pictures", "mixed", "moe-pictures", "hybrid-pictures"):
-        (pictures,) = results[part]["npu_runner"]
-        assert pictures["output_tokens_per_second"] > 0
-        assert pictures["seconds"]["head_start"] > 0
+        (images,) = results[part]["npu_runner"]
+        assert images["output_tokens_per_second"] > 0
+        assert images["seconds"]["head_start"] > 0
 
 
 def test_idle_share_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +65,10 @@ def test_idle_share_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch
 
 def test_questions_have_the_tokens_that_they_are_said_to_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from bench_device_work import SIZES, write_pictures
+    from bench_device_work import SIZES, write_images
 
-    sizes = dataclasses.replace(SIZES["real"], num_pictures=3, picture=(32, 32))
-    rows = write_pictures(tmp_path, sizes).read_text().splitlines()
+    sizes = dataclasses.replace(SIZES["real"], num_pictures=3, image=(32, 32))
+    rows = write_images(tmp_path, sizes).read_text().splitlines()
     tokenizer = Tokenizer.from_file(str(SHAPES_VL / "tokenizer.json"))
     for row in rows:
         text = json.loads(row)["body"]["messages"][0]["content"][1]["text"]

@@ -88,7 +88,7 @@ def test_nobody_shares_seeds() -> None:
     assert all(first.stop <= second.start for first, second in itertools.pairwise(ranges))
 
 
-def test_pictures_vary_as_promised() -> None:
+def test_images_vary_as_promised() -> None:
     sides = [side for scene in SCENES for side in scene.image.size]
     assert 64 <= min(sides) < 100
     assert 280 < max(sides) <= 320
@@ -154,7 +154,7 @@ def test_color_and_shape_questions_point_at_one_thing() -> None:
         assert [thing.split()[1] for thing in things if thing.startswith(colour)] == [answer]
 
 
-def test_answers_in_json_fit_their_schema_and_say_what_is_in_the_picture() -> None:
+def test_answers_in_json_fit_their_schema_and_say_what_is_in_the_image() -> None:
     for index, scene in enumerate(SCENES):
         asked = json_question(scene, random.Random(index))
         found = json.loads(asked.answer)
@@ -199,7 +199,7 @@ def test_groups_are_alike_about_half_of_the_time() -> None:
     assert 0.3 < alike / len(pairs) < 0.65
 
 
-def test_examples_cover_every_kind_and_put_each_picture_in_the_conversation() -> None:
+def test_examples_cover_every_kind_and_put_each_image_in_the_conversation() -> None:
     examples = [draw_example(seed) for seed in TEST_SEEDS[:200]]
     assert len(Counter(example.kind for example in examples)) == 12
     assert {len(example.images) for example in examples} == {1, 2, 3, 4}

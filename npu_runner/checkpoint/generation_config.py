@@ -1,7 +1,7 @@
 """Reads a checkpoint's generation_config.json: the sampling where a request says nothing, and the tokens that end it.
 
 Knows the fields of transformers' GenerationConfig; nothing of models. `max_length` is left out on purpose: what stands
-there is as a rule transformers' own default of 20, prompt and answer together, and meant by nobody.
+there is usually transformers' own default of 20, prompt and answer together, and not intended.
 """
 
 from __future__ import annotations

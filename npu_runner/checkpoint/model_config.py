@@ -40,7 +40,7 @@ class VisionConfig:
     out_hidden_size: int
     rope_theta: float
     num_position_embeddings: int = 0
-    """Places of the learned grid that is resampled to a picture's; 0: there is none."""
+    """Places of the learned grid that is resampled to an image's; 0: there is none."""
     deepstack_layers: tuple[int, ...] = ()
     window_size: int | None = None
     """Pixels of a side of the windows that attention stays within, but for `full_attention_layers`."""
@@ -107,7 +107,7 @@ class PoolingConfig:
     dimensions: tuple[int, ...] | None = None
     """The lengths that a vector may be cut to; None: any."""
     default_prompt: str | None = None
-    """What sentence-transformers would put before every text unasked, by its name; nobody does so here."""
+    """Name of the text that sentence-transformers puts before every text by default; it is not added here."""
 
     def describe(self) -> str:
         return "last token, normalised" if self.is_normalised else "last token, not normalised"

@@ -24,7 +24,7 @@ def answer_question(
 ) -> str:
     """Load the model and answer. `seen`: ("image" or "video", its file), in the order in which they are shown.
 
-    Raises ConfigError for a file that cannot be read, RequestError for a picture, a film or a question that cannot be
+    Raises ConfigError for a file that cannot be read, RequestError for an image, a video or a question that cannot be
     served, and GenerationError where the model gives no whole answer. What it thinks first goes to standard error.
     """
     asked: dict[str, Any] = {"temperature": temperature, **({} if max_tokens is None else {"max_tokens": max_tokens})}

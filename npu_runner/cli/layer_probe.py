@@ -1,6 +1,6 @@
 """One random layer, computed on a device and on the CPU from the same weights. Knows nothing of checks and reports.
 
-B sequences, T tokens of all of them, D hidden size, S block size, P patches of all pictures, X values of a patch.
+B sequences, T tokens of all of them, D hidden size, S block size, P patches of all images, X values of a patch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SEED = 20
 _BLOCK_SIZE = 128
 # One sequence that fills a block and begins the next, one within a block, one as short as can be.
 _PROMPT_LENS = (150, 70, 1)
-_GRIDS = ((6, 10), (2, 4))  # patches of two pictures
+_GRIDS = ((6, 10), (2, 4))  # patches of two images
 # Heads and blocks are those of real models; what only makes products longer is smaller, so that this takes seconds.
 _HIDDEN_SIZE, _MLP_WIDTH, _HEAD_DIM = 512, 1536, 128
 _HEADS = {"decoder layer, 32/8 heads of 128": (32, 8), "decoder layer, 16/8 heads of 128": (16, 8)}
@@ -204,7 +204,7 @@ def _step(context: LayerContext, tables_BW: np.ndarray, done_lens: Sequence[int]
 
 
 def _see(config: VisionConfig, model: nn.Module, side: _Side, dtype: torch.dtype) -> Tensor:
-    """What two pictures become, (P / merge^2, D)."""
+    """What two images become, (P / merge^2, D)."""
     num_patches = sum(height * width for height, width in _GRIDS)
     generator = torch.Generator().manual_seed(_SEED + 1)
     patches_PX = torch.randn(num_patches, config.in_channels * config.patch_size**2, generator=generator).to(dtype)

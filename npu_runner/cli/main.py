@@ -95,7 +95,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "generate",
-        help="answer one question, with pictures and films or without",
+        help="answer one question, with images and videos or without",
         description="Answers one question and prints the answer. Exit status 1: the model gave none; standard error "
         "says why.",
         allow_abbrev=False,
@@ -103,7 +103,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     question = parser.add_argument_group("question")
     question.add_argument("question", help="what to ask")
     # One list of both kinds: they are shown in the order in which they are named.
-    for kind, what in (("image", "a picture"), ("video", "a film (pip install 'npu-runner[video]')")):
+    for kind, what in (("image", "an image"), ("video", "a video (pip install 'npu-runner[video]')")):
         question.add_argument(f"--{kind}", dest="seen", action="append", default=[], metavar="FILE",
                               type=functools.partial(_of_kind, kind), help=f"{what}; may be repeated")
     question.add_argument("--system", metavar="TEXT", help="instructions that come before the question")
@@ -121,7 +121,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "doctor",
         help="is this host ready? what is to be done?",
-        description="Looks at drivers, versions, devices and variables, then answers questions about drawn pictures. "
+        description="Looks at drivers, versions, devices and variables, then answers questions about drawn images. "
         "Exit status 1: something failed; its remedy is printed.",
         allow_abbrev=False,
     )

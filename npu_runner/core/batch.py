@@ -37,14 +37,14 @@ class SamplingEntry:
 
 @dataclass(frozen=True)
 class ImageSlice:
-    """Rows [first_row, first_row + num_rows) of a picture's embeddings go to tokens from `token_row` on."""
+    """Rows [first_row, first_row + num_rows) of an image's embeddings go to tokens from `token_row` on."""
 
     content_hash: bytes
     first_row: int
     num_rows: int
     token_row: int
     is_last: bool
-    """No later chunk of this sequence needs the picture."""
+    """No later chunk of this sequence needs the image."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ScheduledBatch:
     new_sampling: list[SamplingEntry] = field(default_factory=list)
     freed_slots: list[int] = field(default_factory=list)
     images: list[ImageInput] = field(default_factory=list)
-    """Distinct pictures that this step's tokens touch."""
+    """Distinct images that this step's tokens touch."""
     image_slices: list[ImageSlice] = field(default_factory=list)
     prompt_scores: list[PromptScore] = field(default_factory=list)
     state_loads: list[tuple[int, int]] = field(default_factory=list)
@@ -130,7 +130,7 @@ class RunningTable:
         self.reset()
 
     def reset(self) -> None:
-        """Nobody holds a row, and the next step tells the sampler so of each: what it was told last may be lost."""
+        """All rows are free. The next step tells the sampler so for each: its last update may be lost."""
         num_slots = len(self._num_blocks)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._freed = list(range(num_slots))
@@ -176,7 +176,7 @@ class RunningTable:
             slot, blocks = seq.slot, seq.block_table
             assert slot is not None, f"sequence {seq.seq_id} is in a step and holds no slot"
             first, first_null = int(self._num_blocks[slot]), int(self._num_null_blocks[slot])
-            # Blocks that were given up are somebody else's: nobody may find them here.
+            # Freed blocks may have another owner: they must not be found here.
             news += [(slot, column, 0) for column in range(first_null, min(first, seq.num_null_blocks))]
             news += zip(repeat(slot), range(first, len(blocks)), blocks[first:], strict=False)
             self._num_blocks[slot], self._num_null_blocks[slot] = len(blocks), seq.num_null_blocks
@@ -291,7 +291,7 @@ def _state_load(seq: Sequence) -> tuple[int, int]:
 
 
 def probe_batch(*, uses_mrope: bool) -> ScheduledBatch:
-    """A step of one token that is nobody's, in slot 0 and the null block: does the device still answer?
+    """A step of one token that belongs to no request, in slot 0 and the null block: does the device still answer?
 
     Nothing may run. The next step has to free the slot.
     """

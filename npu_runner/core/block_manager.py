@@ -1,13 +1,13 @@
 """Owns the KV blocks: who holds which, which are free, which hold a prefix worth keeping. Knows no scheduling policy.
 
 Block 0 is the null block that padded rows write to; it is never handed out. A full block is keyed by a chain hash over
-its tokens, the pictures that overlap it and the key of the block before it, so two prompts share a block only if
+its tokens, the images that overlap it and the key of the block before it, so two prompts share a block only if
 everything up to its end agrees. Freed blocks keep their content until they are needed, oldest first. Where the model
 has state beside the KV cache, a prefix can be used up to the last of its snapshots only. Where every layer slides,
 blocks behind the window are freed while their sequence runs (sliding.py).
 
 The device works in order. So what a step under way writes can be found by the steps after it, and what a step under way
-reads may be freed for them; only when a step is abandoned is there anything to take back.
+reads may be freed for them; only when a step is rolled back is there anything to take back.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, cached ones included."""
+        """Free blocks, cached ones included."""
         return len(self._free)
 
     @property
@@ -185,7 +185,7 @@ class BlockManager:
             self.snapshots.complete()
 
     def rollback_steps(self) -> None:
-        """The steps under way did not run to their end: nobody may find what they were to write."""
+        """The steps under way did not run to their end: what they were to write must not be found."""
         if self.snapshots is not None:
             self.snapshots.rollback()
         for block in chain(self._offered, *self._under_way):
@@ -217,8 +217,8 @@ class BlockManager:
         return True
 
     def withdraw(self, seq: Sequence, num_tokens: int = 0) -> None:
-        """No prompt finds any more what is known of `seq` behind its first `num_tokens` tokens, whoever computed it;
-        what `seq` has not offered yet never is."""
+        """Removes the blocks of `seq` behind its first `num_tokens` tokens from the prefix cache, whichever sequence
+        computed them. Blocks not offered yet never will be."""
         for key in seq.block_hashes[num_tokens // self.block_size :]:
             block = self._block_of_hash.get(key)
             if block is not None:
@@ -226,7 +226,7 @@ class BlockManager:
         seq.num_committed_blocks = len(seq.block_table)
 
     def _withdraw(self, block: int) -> None:
-        """Nobody finds what `block` holds any more."""
+        """Removes `block` from the prefix cache."""
         stale = self._hash_of_block.pop(block, None)
         if stale is not None:
             del self._block_of_hash[stale]
@@ -239,7 +239,7 @@ class BlockManager:
         num_full = min(seq.num_computed_tokens + num_tokens, seq.num_known_tokens) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_committed_blocks:
             return
-        # What was given up behind the window before its tokens had arrived is somebody else's.
+        # Blocks freed behind the window before their tokens had arrived may have another owner.
         for index in range(max(seq.num_committed_blocks, seq.num_null_blocks), num_full):
             block = seq.block_table[index]
             key = self._hash(seq, index)

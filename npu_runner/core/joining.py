@@ -95,8 +95,8 @@ def chunk_length(seq: Sequence, budget: int, seen_images: dict[bytes, int], *, m
                  alignment: int | None) -> int:
     """Tokens of `seq`'s next chunk: `budget` at most; 0 where it has to wait for the next step.
 
-    `seen_images`: the step's distinct pictures so far, with their tokens; this chunk's are added.
-    `alignment`: the next chunk has to begin at a multiple of it, which the first pictures of a step may not prevent.
+    `seen_images`: the step's distinct images so far, with their tokens; this chunk's are added.
+    `alignment`: the next chunk has to begin at a multiple of it, which the first images of a step may not prevent.
     """
     left = seq.num_uncomputed_tokens
     are_first_images = not seen_images
@@ -108,7 +108,7 @@ def chunk_length(seq: Sequence, budget: int, seen_images: dict[bytes, int], *, m
 
 
 def _cut_at_image_budget(seq: Sequence, num: int, seen: dict[bytes, int], max_image_tokens: int) -> int:
-    """Shorten the chunk so that the step's distinct pictures stay within max_image_tokens (one always may)."""
+    """Shorten the chunk so that the step's distinct images stay within max_image_tokens (one always may)."""
     start = seq.num_computed_tokens
     for span in seq.prompt.spans:
         if span.start + span.num_tokens <= start:

@@ -33,7 +33,7 @@ from npu_runner.request.outputs import FinishReason
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """`max_image_tokens`: pictures that one prefill step may send through the vision tower, in merged tokens.
+    """`max_image_tokens`: images that one prefill step may send through the vision tower, in merged tokens.
     `state_alignment`: None for a model without state beside the KV cache.
     """
 
@@ -203,7 +203,7 @@ class Scheduler:
     def complete(self) -> list[Sequence | None]:
         """Book the oldest step under way, which has run; returns its sequences in batch order.
 
-        None where nobody waits any more for what the step brings.
+        None for a sequence that has ended or restarted.
         """
         self.block_manager.complete_step()
         return self.under_way.complete()
@@ -253,7 +253,7 @@ class Scheduler:
         """Give up every step under way; returns the sequences of the oldest in batch order, but those that have ended.
 
         Every sequence that had begun, in a step or not, gives back its blocks and its slot and starts again with the
-        tokens it has: what the steps have left in the cache and in the sampler is nobody's.
+        tokens it has: what the steps have left in the cache and in the sampler is discarded.
         """
         steps = self.under_way.rollback()
         self.block_manager.rollback_steps()
@@ -378,8 +378,8 @@ class Scheduler:
     def _choose_decode(self) -> list[Sequence] | None:
         """Every running sequence that has, or can be given, a block for its next token.
 
-        None where somebody would have to be preempted while steps are under way: one of them may bring an end, and
-        what is recomputed begins with all tokens.
+        None if a sequence would have to be preempted while steps are under way: one of them may bring an end, and
+        recomputation starts from all tokens.
         """
         for seq in sorted(self._table.without_room(self.running), key=lambda seq: seq.arrival):
             while seq.slot is not None and not self.block_manager.allocate(seq, seq.num_tokens):

@@ -40,7 +40,8 @@ class Sequence:
     is_apart: bool = False
     """It takes nothing from the prefix cache: with that it brought what is no number."""
     max_num_tokens: int | None = None
-    """Of prompt and output: no step is made for a sequence that will have so many. None: whoever ends it says so."""
+    """Of prompt and output: a sequence that will have that many is in no further step. None: its end is given from
+    outside."""
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     block_table: list[int] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Sequence:
     num_tokens: int = field(init=False)
     """Of prompt and output, those that steps under way will bring included."""
     num_expected: int = 0
-    """Tokens that steps under way will bring; nobody on the host knows them yet."""
+    """Tokens that steps under way will bring; the host does not know them yet."""
     epoch: int = 0
     """What a step brings counts only in the epoch that the step was planned in."""
     num_prompt_tokens: int = field(init=False)

@@ -38,7 +38,7 @@ def take_those_behind(seq: Sequence, window: int, block_size: int) -> list[int]:
 def longest_usable(blocks: list[int], window: int, block_size: int) -> list[int]:
     """The longest prefix of `blocks`, 0 for one that is not there, which has all that the token behind it sees.
 
-    Before that stands the null block: nobody will look.
+    Before that stands the null block, which is not read.
     """
     num_usable = num_in_a_row = 0
     for count, block in enumerate(blocks, 1):

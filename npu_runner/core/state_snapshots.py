@@ -2,7 +2,7 @@
 
 A layer with a recurrent state can go on from a cached prefix only where the state at its end was kept. The state pool
 has slots beside those of running sequences for that. A snapshot is known by the key of the block that ends at its
-position, which stands for all tokens and pictures before it. The least recently used one goes when a slot is needed,
+position, which stands for all tokens and images before it. The least recently used one goes when a slot is needed,
 except those that the step which is being put together reads or writes.
 """
 
@@ -35,7 +35,7 @@ class StateSnapshots:
     """Slots [first_slot, first_slot + num_snapshots) of the state pool, by prefix.
 
     What a step writes can be found as soon as that step is under way: the device works in order, so every step handed
-    over later may read it. Should the step be abandoned, it is taken back.
+    over later may read it. Should the step be rolled back, it is taken back.
     """
 
     def __init__(self, num_snapshots: int, first_slot: int, alignment: int):
@@ -82,7 +82,7 @@ class StateSnapshots:
         return bool(self._saving)
 
     def free(self, key: bytes) -> None:
-        """The last block before the snapshot is gone from the cache, so nobody can find the way to it."""
+        """The last block before the snapshot has left the cache, so the snapshot cannot be found."""
         slot = self._slot_of_key.pop(key, None)
         if slot is not None:
             self._free.append(slot)

@@ -20,7 +20,7 @@ class StepsUnderWay:
         self._steps.append((sequences, [seq.epoch for seq in sequences]))
 
     def complete(self) -> list[Sequence | None]:
-        """The oldest step has run: its sequences in batch order, None where nobody waits for what it brings."""
+        """The oldest step has run: its sequences in batch order, None for one that has ended or restarted."""
         sequences, epochs = self._steps.popleft()
         return [seq if seq.epoch == epoch else None for seq, epoch in zip(sequences, epochs, strict=True)]
 

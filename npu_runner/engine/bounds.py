@@ -61,7 +61,7 @@ def check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len:
     if length >= max_model_len:
         raise RequestError(
             f"the prompt has {length} tokens, the model takes {max_model_len} with at least one generated; "
-            f"shorten it, send smaller pictures or raise max_model_len", code="prompt_too_long",
+            f"shorten it, send smaller images or raise max_model_len", code="prompt_too_long",
         )
     if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= model_config.vocab_size:
         raise RequestError(f"a token id is outside 0 to {model_config.vocab_size - 1}", code="invalid_token_id")

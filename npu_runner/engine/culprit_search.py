@@ -47,7 +47,7 @@ class CulpritSearch:
         halves. Raises EngineDeadError where not even a step of nobody's gets through."""
         if not self.is_on:  # what follows is the same again, until the cause is found
             logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
-        self._executor.abandon()
+        self._executor.rollback()
         failed = self._scheduler.rollback()
         self._probe(batch, error)
         if not failed:

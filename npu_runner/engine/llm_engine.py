@@ -406,7 +406,7 @@ class LLMEngine:
     def _start_again(self) -> None:
         """Every unfinished sequence begins anew with the tokens it has. Nothing is repaired, all is made again: an
         interrupt may come between any two lines."""
-        self._executor.abandon()
+        self._executor.rollback()
         self._under_way.clear()
         self._search.reset()
         self._rows.reset()

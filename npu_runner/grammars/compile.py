@@ -1,6 +1,6 @@
 """Turns structured_outputs into the grammar that a matcher takes, or into the error that they deserve.
 
-Runs where prompts are prepared. llguidance is imported for whoever asks for such an answer, and not before. It is
+Runs where prompts are prepared. llguidance is imported when a request needs it, and not before. It is
 treated as hostile: our own bounds stand before it, and it is called with a stack of a stated size.
 
 It says what is wrong with a schema and not where. So parts are emptied, half of them at a time: where the complaint
@@ -31,7 +31,7 @@ from npu_runner.request.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-# Indents are far below it, and whoever can add white space for ever does.
+# Indents are far below it, and a model that can add white space forever does.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,40}"
 _OWN_OPTIONS = "x-guidance"
 # Text that a rule forces is sampled as any other: its mask costs no more, a control token's text is characters.
@@ -213,7 +213,7 @@ def _checked_schema(params: StructuredOutputsParams) -> tuple[str, int]:
 
 
 def _checked_lark(params: StructuredOutputsParams, lark: str) -> tuple[str, int]:
-    # The last word counts, and whoever writes a grammar may have had his before.
+    # The last statement counts, and the grammar may have one of its own before.
     grammar = f"{_NO_FORCING}{lark}\n{_NO_FORCING}"
     try:
         text = check_lark(lark)

@@ -10,7 +10,7 @@ _MOST_WRITTEN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`text` is None where it is longer than anybody would write it out: then its length alone is known."""
+    """`text` is None if it is too long to write out: then only its length is known."""
 
     num_bytes: int
     text: str | None

@@ -35,7 +35,7 @@ Rule = tuple[int, str]
 
 
 def expected_bytes(grammar: str) -> int:
-    """What a matcher is expected to take at most before anybody has followed it."""
+    """The memory that a matcher is expected to take at most before its first use."""
     return _LEAST_BYTES + _BYTES_A_CHARACTER * len(grammar)
 
 
@@ -71,8 +71,8 @@ class PreparedMatcher:
 
 
 class Matchers:
-    """For one tokenizer and model. `num_words`: of 32 bits, what one row's mask takes. `max_bytes`: of matchers
-    that are kept; those that somebody follows are not put out."""
+    """For one tokenizer and model. `num_words`: of 32 bits, what one row's mask takes. `max_bytes`: of cached matchers;
+    those in use are not evicted."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int],
                  max_bytes: int = LIMITS.max_matcher_bytes):
@@ -87,14 +87,14 @@ class Matchers:
         self._kept: OrderedDict[str, PreparedMatcher] = OrderedDict()
         self.kept_bytes = 0
         self._not_counted: list[PreparedMatcher] = []
-        """Nobody knows yet what building them took."""
+        """Their memory has not been measured yet."""
         self._asked: dict[int, PreparedMatcher] = {}
 
     def begin(self) -> None:
         """Begin to build what all matchers share, a table of the model's tokens. Does not wait.
 
-        Better while nobody waits for an answer: llguidance holds the interpreter's lock while it does so, a second or
-        more where there are 150,000 tokens. Grammars themselves are built beside everything else.
+        Better while no request waits: llguidance holds the GIL meanwhile, a second or more for 150,000 tokens. Grammars
+        themselves are built beside everything else.
         """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammars")
@@ -103,7 +103,7 @@ class Matchers:
                 self._tokens = self._threads.submit(self._make_tokens)
 
     def prepare(self, grammar: str) -> PreparedMatcher:
-        """Begin to build the matcher of `grammar`; whoever follows it takes a copy. Does not wait."""
+        """Begin to build the matcher of `grammar`; each user copies it. Does not wait."""
         self.begin()
         assert self._threads is not None, "begin has made them"
         assert self._tokens is not None, "begin has made them"

@@ -1,7 +1,7 @@
 """What a rule holds in all, added up, and how far its definitions lead into each other.
 
 The grammar library's time and memory grow with the first, or with its square, and its stack with the second. Knows
-neither schemas nor grammars: whoever reads them adds what is found. Nothing here recurses: a chain of definitions may
+neither schemas nor grammars: their readers add what they find. Nothing here recurses: a chain of definitions may
 be as long as a request makes it.
 """
 

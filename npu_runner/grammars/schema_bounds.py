@@ -339,7 +339,7 @@ def _check_numbers(place: str, value: Any) -> None:
 
 
 def _one_of(branches: list[_Measures]) -> _Measures:
-    """The multiple of a branch holds in it alone, but whoever meets it meets one of them: the largest counts."""
+    """The multiple of a branch holds in it alone, and an answer follows one branch: the largest counts."""
     return _Measures(
         sum(one.alternatives for one in branches), sum(one.properties for one in branches),
         max(one.expressions for one in branches), max(one.multiple for one in branches),

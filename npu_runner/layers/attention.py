@@ -82,7 +82,7 @@ def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
         layer.k_cache, layer.v_cache = keys[index], values[index]
 
 
-def settle_windows(model: nn.Module, max_model_len: int) -> list[int | None]:
+def resolve_windows(model: nn.Module, max_model_len: int) -> list[int | None]:
     """The sliding window of each layer, in the cache's order; the layers' backend will plan for these.
 
     A window that no sequence of `max_model_len` tokens outgrows is none.

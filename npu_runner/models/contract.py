@@ -8,7 +8,7 @@ from torch import Tensor
 
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
-# T tokens in the step, M picture tokens, B rows that want logits, D hidden size, V vocabulary
+# T tokens in the step, M image tokens, B rows that want logits, D hidden size, V vocabulary
 
 
 @runtime_checkable
@@ -21,7 +21,7 @@ class LanguageModel(Protocol):
 
     def __call__(self, x_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
                  deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:
-        """Final hidden states (T, D) of embedded tokens; `deepstack` comes with pictures only (models/decoder.py)."""
+        """Final hidden states (T, D) of embedded tokens; `deepstack` comes with images only (models/decoder.py)."""
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
         """(B, V)."""

@@ -30,7 +30,7 @@ class AttentionBackend(ABC):
     """The sliding windows of the model's layers, each once; None: some layer sees all. Steps are planned for these."""
 
     vision_patches: int | None = None
-    """Patches that a vision tower should take at once, if it is not one picture that has more; None: all of a step."""
+    """Patches that a vision tower should take at once, if it is not one image that has more; None: all of a step."""
 
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
@@ -77,7 +77,7 @@ class AttentionBackend(ABC):
         """
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> Any:
-        """Preparation of `vision` for consecutive pictures of these numbers of rows, once for all layers."""
+        """Preparation of `vision` for consecutive images of these numbers of rows, once for all layers."""
         return list(lengths)
 
     def vision_head_dim(self, head_dim: int) -> int:
@@ -86,4 +86,4 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
-        """Full attention within each picture, (T, N, H). `scale` is that of the model's own head dim."""
+        """Full attention within each image, (T, N, H). `scale` is that of the model's own head dim."""

@@ -1,6 +1,6 @@
 """Sends Python objects between two processes over a socket; large arrays travel in anonymous shared memory.
 
-A 3 MiB picture costs the receiver 0.8 ms this way and 5.3 ms through the socket. The memory has no name (memfd), so
+A 3 MiB image costs the receiver 0.8 ms this way and 5.3 ms through the socket. The memory has no name (memfd), so
 nothing is left behind when either side is killed. Knows nothing of what it carries.
 """
 

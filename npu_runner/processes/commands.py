@@ -1,7 +1,7 @@
 """How this package starts Python again: nothing of the working directory is imported. Knows nothing of what runs there.
 
 `python -m` puts the working directory first in sys.path, and an empty entry of PYTHONPATH means it too. Whoever may put
-a file there, say among pictures, would run code.
+a file there, say among images, would run code.
 """
 
 from __future__ import annotations

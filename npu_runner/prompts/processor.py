@@ -1,4 +1,4 @@
-"""From chat messages or a raw prompt to token ids, pictures and positions. Knows nothing of torch, models or devices.
+"""From chat messages or a raw prompt to token ids, images and positions. Knows nothing of torch, models or devices.
 
 It reads the checkpoint's own files with tokenizers, jinja2, numpy and Pillow: importing transformers would cost every
 worker process seconds. Its results equal those of transformers' processors, which the tests take as their oracle.
@@ -24,7 +24,6 @@ from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
-from npu_runner.prompts.film_prompts import read_film_prompts
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import image_input
 from npu_runner.prompts.media.mrope import asks_for_mrope
@@ -42,6 +41,7 @@ from npu_runner.prompts.text.text_length import TextLength
 from npu_runner.prompts.text.tokenizer import read_special_tokens, read_tokenizer
 from npu_runner.prompts.text.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.prompts.text.tools import parse_tools, strings_in
+from npu_runner.prompts.video_prompts import read_video_prompts
 from npu_runner.prompts.vision_prompts import Seen, VisionPrompts, not_cut, read_image_token, read_vision_tokens
 from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
 from npu_runner.request.pooling_params import PoolingParams
@@ -102,25 +102,26 @@ class ChatProcessor:
     def _kwargs_of_settings(self) -> dict[str, Any]:
         try:
             return self._chat.checked_kwargs(self.settings.chat_template_kwargs or {})
-        except RequestError as error:  # nobody's request: a setting
+        except RequestError as error:  # not a request: a setting
             raise ConfigError(error.message) from error
 
     def _vision_prompts(self, folder: Path, config: Mapping[str, Any]) -> VisionPrompts:
-        """Raises ConfigError for settings of films that the model does not take."""
+        """Raises ConfigError for settings of videos that the model does not take."""
         settings = self.settings
-        films, no_films = None, "its family has none here"
+        videos, no_videos = None, "its family has none here"
         if settings.takes_videos:
             try:
-                films = read_film_prompts(folder, config, self.tokenizer, fps=settings.video_fps,
-                                          max_frames=settings.video_max_frames)
-            except ModelError as error:  # pictures and text are served all the same
-                no_films = str(error)
-        for name, value in settings.of_films().items():
-            if films is None and value is not None:
-                raise ConfigError(f"{name} {value}: this model takes no films: {no_films}")
+                videos = read_video_prompts(folder, config, self.tokenizer, fps=settings.video_fps,
+                                            max_frames=settings.video_max_frames)
+            except ModelError as error:  # images and text are served all the same
+                no_videos = str(error)
+        for name, value in settings.of_videos().items():
+            if videos is None and value is not None:
+                raise ConfigError(f"{name} {value}: this model takes no videos: {no_videos}")
         return VisionPrompts(
             image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
-            video_token_id=config.get("video_token_id"), settings=self.image_settings, films=films, no_films=no_films,
+            video_token_id=config.get("video_token_id"), settings=self.image_settings, videos=videos,
+            no_videos=no_videos,
             text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope,
         )  # fmt: skip
 
@@ -135,7 +136,7 @@ class ChatProcessor:
     def parser_of_calls(self) -> str | None:
         """The name of what reads calls out of an answer; None: they are to stay text.
 
-        Raises RequestError where nobody has said so and no parser is known.
+        Raises RequestError if it is not set and no parser is known.
         """
         if self._tool_call_parser is None and self.settings.tool_call_parser == "auto":
             raise RequestError(
@@ -167,11 +168,11 @@ class ChatProcessor:
         and {"type": "image", "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as
         ordinary characters. `chat_template_kwargs`: what the template reads beside them, over the settings' own.
         With `continue_final_message` it ends where the last message, the assistant's, does; with
-        `add_generation_prompt` False behind it, whoever speaks next. `truncate_prompt_tokens`: keep the last so many
-        tokens, as `most_prompt_tokens` says. `mm_processor_kwargs`: how films are sampled, by `fps`, `num_frames` or
+        `add_generation_prompt` False after it, without the next role. `truncate_prompt_tokens`: keep the last so many
+        tokens, as `most_prompt_tokens` says. `mm_processor_kwargs`: how videos are sampled, by `fps`, `num_frames` or
         `max_frames`.
         """
-        films = self._vision.films_as(mm_processor_kwargs)
+        videos = self._vision.videos_as(mm_processor_kwargs)
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
         conversation = parse_messages(messages, has_vision=self.has_vision, needs_text=self.pooling is None,
                                       max_images=self.settings.max_images_per_prompt)
@@ -184,7 +185,7 @@ class ChatProcessor:
             add_generation_prompt=add_generation_prompt is not False,
         )
         seen = self._vision.in_order(token_ids, conversation.seen)
-        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, films)
+        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, videos)
         if self.reasoning_tokens is None:
             return prompt
         return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))
@@ -194,19 +195,19 @@ class ChatProcessor:
         videos: Sequence[Video | bytes] = (), *, truncate_prompt_tokens: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptInputs:
-        """A raw prompt, as text or token ids, with one image token where each picture stands, and one video token where
-        each film, encoded bytes, does.
+        """A raw prompt, as text or token ids, with one image token where each image stands, and one video token where
+        each video, encoded bytes, does.
 
         Control tokens in it are control tokens, and no chat template is applied. `mm_processor_kwargs`: as for a
         conversation.
         """
-        films = self._vision.films_as(mm_processor_kwargs)
+        asked = self._vision.videos_as(mm_processor_kwargs)
         located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
         places = (f"videos[{number}]" for number in range(len(videos)))
         located += [(Video.of(video, where), where) for video, where in zip(videos, places, strict=True)]
         self._check_seen(located)
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
-        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, films)
+        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, asked)
 
     def _check_seen(self, located: Sequence[tuple[Seen, str]]) -> None:
         if located and not self.has_vision:
@@ -214,7 +215,7 @@ class ChatProcessor:
             raise RequestError(f"this model reads text only; remove the {where}", "model_has_no_vision", where)
         if len(located) > self.settings.max_images_per_prompt:
             raise RequestError(
-                f"{len(located)} pictures and films, at most {self.settings.max_images_per_prompt} are allowed "
+                f"{len(located)} images and videos, at most {self.settings.max_images_per_prompt} are allowed "
                 "(max_images_per_prompt)", "too_many_images", located[-1][1].partition("[")[0],
             )  # fmt: skip
 
@@ -329,14 +330,14 @@ class ChatProcessor:
             raise RequestError(message, "invalid_pooling_parameter", "dimensions")
 
     def largest_image(self, max_tokens: int) -> ImageInput:
-        """Made-up grey with the most tokens, up to `max_tokens`, that any picture or pair of frames can get, for memory
-        profiling; where there are films, with the colours of theirs."""
+        """Made-up grey with the most tokens, up to `max_tokens`, that any image or pair of frames can get, for memory
+        profiling; where there are videos, with the colours of theirs."""
         settings = self.image_settings
         if settings is None:
-            raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no pictures")
+            raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no images")
         sizes, num_frames = [settings.largest_size(max_tokens)], 1
-        if self._vision.films is not None:
-            sizes.append(self._vision.films.settings.largest_frame(max_tokens))
+        if self._vision.videos is not None:
+            sizes.append(self._vision.videos.settings.largest_frame(max_tokens))
             num_frames = settings.temporal_patch_size
         height, width = max(sizes, key=lambda size: size[0] * size[1])
         return image_input(np.full((height, width, 3 * num_frames), 127, dtype=np.uint8), settings)
@@ -360,7 +361,7 @@ class ChatProcessor:
             **({"decoders": decoders} if (decoders := self._decoders()) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"reasoning_tokens": self.reasoning_tokens.to_json()} if self.reasoning_tokens else {}),
-            **{name: value for name, value in self.settings.of_films().items() if value is not None},
+            **{name: value for name, value in self.settings.of_videos().items() if value is not None},
             # What auto comes to follows from the template.
             **({"tool_call_parser": setting} if (setting := self.settings.tool_call_parser) != "auto" else {}),
         }
@@ -368,7 +369,7 @@ class ChatProcessor:
     def _decoders(self) -> dict[str, str]:
         """Versions of the packages that are installed to decode what not everybody sends: another one may give other
         pixels. FFmpeg and libheif come with their wheels."""
-        packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.films is not None)
+        packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.videos is not None)
         return {name: version for name, version in package_versions(packages).items() if version is not None}
 
     def _raw_token_ids(self, prompt: str | Sequence[int], *, is_cut: bool) -> list[int]:

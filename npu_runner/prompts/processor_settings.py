@@ -21,5 +21,5 @@ class ProcessorSettings(PromptConfig):
     pooling: PoolingConfig | None = None
     """Prompts are for vectors, made so."""
 
-    def of_films(self) -> dict[str, float | int | None]:
+    def of_videos(self) -> dict[str, float | int | None]:
         return {"video_fps": self.video_fps, "video_max_frames": self.video_max_frames}

@@ -1,4 +1,4 @@
-"""The shapes in which a raw prompt may come, ours and vLLM's, made one. Knows no tokens and opens no picture."""
+"""The shapes in which a raw prompt may come, ours and vLLM's, made one. Knows no tokens and opens no image."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIELDS = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data",
 
 @dataclass(frozen=True, kw_only=True)
 class RawPrompt:
-    """Text or token ids, and what stands in the placeholders: pictures and films, each kind in their order."""
+    """Text or token ids, and what stands in the placeholders: images and videos, each kind in their order."""
 
     prompt: str | Sequence[int]
     images: Sequence[Any] = ()
@@ -40,9 +40,9 @@ def raw_prompt(item: Any) -> RawPrompt:
     kwargs = checked_kwargs(given.get("mm_processor_kwargs", {}))
     prompt = plain_ids(_one_of(given, "prompt_token_ids", "prompt"))
     images, where_images, videos, where_videos = _media(given)
-    films = [Video.of(video, where_videos) for video in _several(videos, where_videos, "the encoded bytes of films")]
-    pictures = _several(images, where_images, "PIL images or encoded bytes")
-    return RawPrompt(prompt=prompt, images=pictures, videos=films, mm_processor_kwargs=kwargs)
+    encoded = [Video.of(video, where_videos) for video in _several(videos, where_videos, "the encoded bytes of videos")]
+    checked_images = _several(images, where_images, "PIL images or encoded bytes")
+    return RawPrompt(prompt=prompt, images=checked_images, videos=encoded, mm_processor_kwargs=kwargs)
 
 
 def plain_ids(prompt: Any) -> Any:
@@ -72,7 +72,7 @@ def _one_of(given: Mapping[str, Any], first: str, second: str) -> Any:
 
 
 def _media(given: Mapping[str, Any]) -> tuple[Any, str, Any, str]:
-    """Pictures and where they stood, films and where they stood."""
+    """Images and where they stood, videos and where they stood."""
     if "multi_modal_data" not in given:
         return given.get("images", ()), "images", given.get("videos", ()), "videos"
     name, data = "multi_modal_data", given["multi_modal_data"]

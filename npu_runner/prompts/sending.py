@@ -1,4 +1,4 @@
-"""Makes a caller's pictures fit to travel to a worker process. Decodes only what has to be.
+"""Makes a caller's images fit to travel to a worker process. Decodes only what has to be.
 
 Encoded bytes travel as they are, and so does the file of a PIL image that was opened and not read yet: the worker
 decodes them. A PIL image whose pixels the caller has already is made upright RGB here and travels as these pixels.
@@ -33,7 +33,7 @@ class _Pixels:
 def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool) -> Conversation:
     """The conversation, its addresses not read yet, all text in it plain strings.
 
-    Raises RequestError for whatever can be seen without reading an address or decoding a picture.
+    Raises RequestError for whatever can be seen without reading an address or decoding an image.
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
     conversation = parse_messages(
@@ -44,29 +44,29 @@ def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool) 
     return conversation
 
 
-def sendable_pictures(pictures: Sequence[tuple[Any, str]], max_source_pixels: int) -> list[tuple[Any, str]]:
-    """What travels in the place of each (picture, where it stood); of the same picture it is the same object.
+def sendable_images(images: Sequence[tuple[Any, str]], max_source_pixels: int) -> list[tuple[Any, str]]:
+    """What travels in the place of each (image, where it stood); of the same image it is the same object.
 
-    Raises RequestError for a picture that is decoded here and cannot be.
+    Raises RequestError for an image that is decoded here and cannot be.
     """
     known: dict[int, Any] = {}
-    for picture, where in pictures:
-        if id(picture) not in known:
-            known[id(picture)] = _sendable(picture, where, max_source_pixels)
-    return [(known[id(picture)], where) for picture, where in pictures]
+    for image, where in images:
+        if id(image) not in known:
+            known[id(image)] = _sendable(image, where, max_source_pixels)
+    return [(known[id(image)], where) for image, where in images]
 
 
-def num_bytes(pictures: Sequence[tuple[Any, str]]) -> int:
-    """What sendable pictures take until they are prepared, about."""
-    return sum({id(picture): _size(picture) for picture, _ in pictures}.values())
+def num_bytes(images: Sequence[tuple[Any, str]]) -> int:
+    """What sendable images take until they are prepared, about."""
+    return sum({id(image): _size(image) for image, _ in images}.values())
 
 
-def _size(picture: Any) -> int:
-    if isinstance(picture, Video):
-        picture = picture.source
-    if isinstance(picture, _Pixels):
-        return int(picture.pixels_HWC.nbytes)
-    return len(picture.url) if isinstance(picture, Media) else len(picture)
+def _size(image: Any) -> int:
+    if isinstance(image, Video):
+        image = image.source
+    if isinstance(image, _Pixels):
+        return int(image.pixels_HWC.nbytes)
+    return len(image.url) if isinstance(image, Media) else len(image)
 
 
 def _sendable(image: Any, where: str, max_source_pixels: int) -> Any:
@@ -84,8 +84,8 @@ def _sendable(image: Any, where: str, max_source_pixels: int) -> Any:
 
 
 def unread_file(image: Image.Image) -> bytes | None:
-    """The file of a picture that nobody has decoded yet; None where there is none, or where its bytes would be decoded
-    to something else than the picture (a later frame, a smaller draft, an orientation that was changed)."""
+    """The file of an image that is not decoded yet; None if there is none, or if its bytes would decode to something
+    else than the image (a later frame, a smaller draft, an orientation that was changed)."""
     file = getattr(image, "fp", None)
     if not isinstance(image, ImageFile.ImageFile) or not image.tile or file is None:
         return None
@@ -104,6 +104,6 @@ def _is_as(again: Image.Image, image: ImageFile.ImageFile) -> bool:
     assert isinstance(again, ImageFile.ImageFile), "Image.open opens files"
     same = again.size == image.size and again.mode == image.mode and again.tile == image.tile
     same = same and again.info.get("transparency") == image.info.get("transparency")
-    # Where nobody has asked for EXIF yet nobody has changed it; to ask would decode a PNG.
+    # EXIF that was never read was never changed; reading it would decode a PNG.
     is_untouched = getattr(image, "_exif", None) is None
     return same and (is_untouched or exif_orientation(again) == exif_orientation(image))

@@ -1,4 +1,4 @@
-"""Puts a prompt's pictures and films in the place of their placeholders. Knows no chat template and no text."""
+"""Puts a prompt's images and videos in the place of their placeholders. Knows no chat template and no text."""
 
 from __future__ import annotations
 
@@ -10,81 +10,81 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from npu_runner.errors import ModelError, RequestError
-from npu_runner.prompts.film_prompts import FilmPrompts, Shown
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.media import Media
 from npu_runner.prompts.media.mrope import mrope_positions
 from npu_runner.prompts.media.videos import Video, no_videos
 from npu_runner.prompts.text.text_length import TextLength
+from npu_runner.prompts.video_prompts import Shown, VideoPrompts
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 
 Seen = bytes | Image.Image | Media | Video
-"""A picture or a film."""
+"""An image or a video."""
 
 
 class VisionPrompts:
-    """Token ids, pictures and films to what the engine takes, for one checkpoint.
+    """Token ids, images and videos to what the engine takes, for one checkpoint.
 
-    `image_token`: id and text of the placeholder, `settings`: None where the model reads text only. `films`: None where
-    it sees none, which `no_films` gives the reason for.
+    `image_token`: id and text of the placeholder, `settings`: None where the model reads text only. `videos`: None
+    where it sees none, which `no_videos` gives the reason for.
     """
 
     def __init__(
         self, *, image_token: tuple[int, str] | None, video_token_id: int | None, settings: ImageSettings | None,
-        films: FilmPrompts | None, no_films: str, text_length: TextLength, max_source_pixels: int, uses_mrope: bool,
+        videos: VideoPrompts | None, no_videos: str, text_length: TextLength, max_source_pixels: int, uses_mrope: bool,
     ):  # fmt: skip
         self.image_token_id: int | None = image_token[0] if image_token else None
         self.image_token: str | None = image_token[1] if image_token else None
         self.video_token_id = video_token_id
         self.settings = settings
-        self.films = films
-        self._no_films = no_films
+        self.videos = videos
+        self._no_videos = no_videos
         self._text_length = text_length
         self._max_source_pixels = max_source_pixels
         self._uses_mrope = uses_mrope
 
     def in_order(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]]) -> list[tuple[Seen, str]]:
-        """Pictures and films, each with where it stood, in the order of their placeholders.
+        """Images and videos, each with where it stood, in the order of their placeholders.
 
-        Raises RequestError where placeholders are not as many, and for a film where the model sees none.
+        Raises RequestError where placeholders are not as many, and for a video where the model sees none.
         """
-        pictures = [located for located in seen if not isinstance(located[0], Video)]
-        films = [located for located in seen if isinstance(located[0], Video)]
-        if films and self.films is None:
-            raise no_videos(self._no_films, films[0][1])
-        if self.films is None and self.video_token_id in token_ids:
+        images = [located for located in seen if not isinstance(located[0], Video)]
+        videos = [located for located in seen if isinstance(located[0], Video)]
+        if videos and self.videos is None:
+            raise no_videos(self._no_videos, videos[0][1])
+        if self.videos is None and self.video_token_id in token_ids:
             raise RequestError("the prompt has a video placeholder; videos are not supported", "unsupported_part")
-        _check_count(token_ids, self.image_token_id, self.image_token, "image", len(pictures))
-        if self.films is not None:
-            _check_count(token_ids, *self.films.video_token, "video", len(films))
-        waiting = {self.image_token_id: iter(pictures), self.video_token_id: iter(films)}
+        _check_count(token_ids, self.image_token_id, self.image_token, "image", len(images))
+        if self.videos is not None:
+            _check_count(token_ids, *self.videos.video_token, "video", len(videos))
+        waiting = {self.image_token_id: iter(images), self.video_token_id: iter(videos)}
         return [next(waiting[token]) for token in token_ids if token in waiting] if seen else []
 
-    def films_as(self, kwargs: Mapping[str, Any] | None) -> FilmPrompts | None:
-        """How a request wants its films, which says so in its `mm_processor_kwargs`. Raises RequestError."""
+    def videos_as(self, kwargs: Mapping[str, Any] | None) -> VideoPrompts | None:
+        """How a request wants its videos, which says so in its `mm_processor_kwargs`. Raises RequestError."""
         if not kwargs:
-            return self.films
-        if self.films is None:
+            return self.videos
+        if self.videos is None:
             name = "mm_processor_kwargs"
-            message = f"{name}: it is about films, and this model takes none: {self._no_films}; leave it out"
+            message = f"{name}: it is about videos, and this model takes none: {self._no_videos}; leave it out"
             raise RequestError(message, "model_has_no_video", name)
-        return replace(self.films, settings=self.films.settings.asked(kwargs))
+        return replace(self.videos, settings=self.videos.settings.asked(kwargs))
 
     def prompt(
         self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None,
-        films: FilmPrompts | None = None,
+        videos: VideoPrompts | None = None,
     ) -> PromptInputs:  # fmt: skip
-        """`seen`: as `in_order` gives them, `films`: as `films_as` does. `most_tokens`: keep the last; None: all."""
+        """`seen`: as `in_order` gives them, `videos`: as `videos_as` does. `most_tokens`: keep the last; None: all."""
         if most_tokens is not None and not seen:
             token_ids = token_ids[-most_tokens:]
-        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), films or self.films))
+        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), videos or self.videos))
         if most_tokens is not None and len(prompt.token_ids) > most_tokens:
-            raise not_cut(len(prompt.token_ids), most_tokens, "has pictures, and half of one is none")
+            raise not_cut(len(prompt.token_ids), most_tokens, "has images, and half of one is none")
         return prompt
 
     def _prepare(
-        self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, films: FilmPrompts | None
+        self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, videos: VideoPrompts | None
     ) -> list[list[Shown]]:
         """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
         known: dict[tuple[bool, int], list[Shown]] = {}
@@ -93,12 +93,12 @@ class VisionPrompts:
         keys = [(isinstance(item, Video), id(item.source if isinstance(item, Video) else item)) for item, _ in seen]
         for key, (item, where) in zip(keys, seen, strict=True):
             if key not in known:
-                known[key] = self._show(item, where, num_tokens - 1, films)
+                known[key] = self._show(item, where, num_tokens - 1, videos)
             num_tokens += sum(shown.num_tokens for shown in known[key]) - 1
             self._text_length.check_tokens(num_tokens)
         return [known[key] for key in keys]
 
-    def _show(self, item: Seen, where: str, num_tokens_before: int, films: FilmPrompts | None) -> list[Shown]:
+    def _show(self, item: Seen, where: str, num_tokens_before: int, videos: VideoPrompts | None) -> list[Shown]:
         source = item.source if isinstance(item, Video) else item
         is_low = isinstance(source, Media) and source.detail == "low"
         if isinstance(source, Media):
@@ -106,14 +106,14 @@ class VisionPrompts:
         try:
             if not isinstance(item, Video):
                 return [Shown(self._prepare_image(source, is_low=is_low))]
-            assert films is not None, "films were refused before"
-            assert isinstance(source, bytes), "a film is encoded bytes"
-            return films.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
+            assert videos is not None, "videos were refused before"
+            assert isinstance(source, bytes), "a video is encoded bytes"
+            return videos.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
         except RequestError as error:
             raise RequestError(f"{where}: {error.message}", error.code, where) from error
 
     def _prepare_image(self, image: bytes | Image.Image, *, is_low: bool) -> ImageInput:
-        assert self.settings is not None, "a prompt for a model that reads text only has no pictures"
+        assert self.settings is not None, "a prompt for a model that reads text only has no images"
         return prepare_image(image, self.settings, max_source_pixels=self._max_source_pixels, is_low=is_low)
 
     def _assemble(self, token_ids: list[int], seen: list[list[Shown]]) -> PromptInputs:
@@ -135,7 +135,7 @@ def not_cut(num_tokens: int, most: int, why: str) -> RequestError:
 
 
 def read_image_token(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, str]:
-    """Id and text of the placeholder of pictures. Raises ModelError where there is none."""
+    """Id and text of the placeholder of images. Raises ModelError where there is none."""
     token_id = config.get("image_token_id")
     token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
     if token is None:

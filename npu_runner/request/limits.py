@@ -37,21 +37,21 @@ class Limits:
     max_parts: int = 4096
     """Parts of all messages together."""
     max_images_per_prompt: int = 64
-    """Pictures of a prompt; a picture that comes twice counts twice, and is read once."""
+    """Images of a prompt; an image that comes twice counts twice, and is read once."""
     max_media_bytes: int = 64 * MIB
-    """Bytes of one picture's file or decoded data: URL."""
+    """Bytes of one image's file or decoded data: URL."""
     max_prompt_media_bytes: int = 512 * MIB
-    """Bytes of all different pictures of a prompt together."""
+    """Bytes of all different images of a prompt together."""
     max_path_chars: int = 4096
     """Characters of an address that is no data: URL."""
     max_source_pixels: int = 178_956_970  # what Pillow calls a decompression bomb
-    """Pixels that a picture's file declares."""
+    """Pixels that an image's file declares."""
     max_video_seconds: int = 14_400
-    """Seconds that a film's file declares."""
+    """Seconds that a video's file declares."""
     max_video_frames: int = 1_000_000
-    """Frames that a film's file declares, or has: they are counted before any is decoded."""
+    """Frames that a video's file declares, or has: they are counted before any is decoded."""
     max_video_pixels: int = 35_389_440  # 8192 x 4320, the most that H.264 has a level for
-    """Pixels of one frame of a film."""
+    """Pixels of one frame of a video."""
     max_stop_strings: int = 64
     """Entries of `stop`."""
     max_stop_chars: int = 1024

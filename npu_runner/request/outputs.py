@@ -135,7 +135,7 @@ class CompletionOutput:
     error_code: str | None = None
     """A short machine-readable name of it, where there is one."""
     reasoning_content: str | None = None
-    """What the model thought first; None: it did not, or nobody split it off (`reasoning_parser`)."""
+    """The model's reasoning; None: there is none, or it was not split off (`reasoning_parser`)."""
     num_reasoning_tokens: int = 0
     """Tokens of it, without the tags around it."""
     embedding: np.ndarray | None = None

@@ -23,7 +23,7 @@ class PoolingParams:
     dimensions: int | None = None
     """Keep the first so many numbers of the vector, cut before it is normalised (arXiv 2205.13147); None: all."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a longer prompt; -1: as many as the model takes. A prompt with pictures is not
+    """Keep the last so many tokens of a longer prompt; -1: as many as the model takes. A prompt with images is not
     cut but refused."""
 
     def __post_init__(self) -> None:

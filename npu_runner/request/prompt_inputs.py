@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-# H, W pixels of the resized picture; T prompt tokens
+# H, W pixels of the resized image; T prompt tokens
 
 Thinking = Literal["open", "closed", "unsaid"]
 """Where a prompt ends: inside the reasoning, behind it, or saying nothing of it."""
@@ -29,10 +29,10 @@ class ReasoningTokens:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """One picture, decoded and resized, still in bytes: the device rescales and normalises it.
+    """One image, decoded and resized, still in bytes: the device rescales and normalises it.
 
-    `pixels_HWC`: uint8 (H, W, 3), H and W multiples of patch_size * merge_size. Frames of a film that go through the
-    tower together are a picture, too, with the colours of each behind those of the one before: (H, W, 6) for two.
+    `pixels_HWC`: uint8 (H, W, 3), H and W multiples of patch_size * merge_size. Frames of a video that go through the
+    tower together are an image, too, with the colours of each behind those of the one before: (H, W, 6) for two.
     `content_hash`: 16 bytes over pixels, size and processor settings; equal hash means equal embeddings.
     """
 
@@ -54,7 +54,7 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class PromptInputs:
-    """A tokenized prompt with its pictures.
+    """A tokenized prompt with its images.
 
     `positions_3T`: int32 (3, T) temporal, height and width positions of M-RoPE models; None: 0..T-1.
     `position_delta`: position of token i after the prompt is i + position_delta.

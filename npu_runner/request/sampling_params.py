@@ -63,7 +63,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text. An end token is in it only with include_stop_str_in_output as well."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a longer prompt; -1: as many as leave room for max_tokens. A prompt with pictures
+    """Keep the last so many tokens of a longer prompt; -1: as many as leave room for max_tokens. A prompt with images
     is not cut but refused."""
     logprobs: int | None = None
     """None: no log probabilities. k: those of each sampled token and of the k most probable ones (0 to 20)."""

@@ -79,7 +79,7 @@ class MemoryProfile:
     weights_bytes: int = 0
     activation_peak_bytes: int = 0
     staging_bytes: int = 0
-    """What the pictures of a next step take while this one runs, in memory that no step uses."""
+    """What the images of a next step take while this one runs, in memory that no step uses."""
     outside_bytes: int = 0
     """Taken since the start beside the allocator: communicators, kernels, streams."""
     other_bytes: int = 0
@@ -102,7 +102,7 @@ class RunnerInfo:
     block_size: int
     max_model_len: int
     max_model_len_is_given: bool
-    """False where nobody asked for it: then it is what memory and the checkpoint allow, and may be another elsewhere.
+    """False if it was not set: then it is what memory and the checkpoint allow, and may differ on another host.
     Given back as `max_model_len`, a later run has the same."""
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -73,7 +73,7 @@ class BlockTables:
         return TableNews(len(places_N), np.concatenate([places_N.view(np.int32), blocks_N, gathered_B]))
 
     def _rows_that_read(self, slots_B: np.ndarray, slots_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of `slots_B`, those that were gathered, and which of `slots_N` each of them has; nobody else is told."""
+        """Rows of `slots_B`, those that were gathered, and which of `slots_N` each of them has."""
         if not self._has_one_row_each:
             rows, which = np.nonzero(slots_B[:, None] == slots_N)
             return rows, which

@@ -32,7 +32,7 @@ class PhaseClock:
         self._phase = phase
 
     def add(self, phase: str, seconds: float) -> None:
-        """Of a phase that somebody else measured, before the first."""
+        """Of a phase that was measured elsewhere, before the first."""
         self.seconds[phase] = seconds
 
     def end(self) -> None:

@@ -165,8 +165,8 @@ def _source_fingerprint(model: nn.Module) -> str:
 def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
     """Whether the bucket's graph gives the logits of an eager step for made-up tokens; both write the same keys.
 
-    Only while cache and states are nobody's: blocks 1 and up are written, one for each sequence as far as they go. The
-    last tokens and the block tables are written, too.
+    Only while no sequence uses cache and states: blocks 1 and up are written, one for each sequence as far as they go.
+    The last tokens and the block tables are written, too.
     """
     steps = parts.steps
     num_rows = min(bucket.batch_size, parts.num_blocks - 1)

@@ -16,22 +16,22 @@ _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_pena
                          logprobs=MAX_TOP_LOGPROBS)
 
 
-# Large pictures cost time; where nobody measures memory, a small one takes the same path.
+# Large images cost time; where memory is not measured, a small one takes the same path.
 _UNMEASURED_IMAGE_TOKENS = 64
 
 
-def dummy_images(largest: ImageInput, num_tokens: int, picture_of: Callable[[int], ImageInput], *,
+def dummy_images(largest: ImageInput, num_tokens: int, image_of: Callable[[int], ImageInput], *,
                  is_measured: bool) -> list[ImageInput]:
-    """As many pictures of the largest size as fit into `num_tokens`, at least one; none is taken for another.
+    """As many images of the largest size as fit into `num_tokens`, at least one; none is taken for another.
 
-    `picture_of(most)`: the picture of up to `most` tokens that fills the rest. `is_measured`: it is about memory, else
+    `image_of(most)`: the image of up to `most` tokens that fills the rest. `is_measured`: it is about memory, else
     about what is gone through.
     """
     if not is_measured:
-        return [picture_of(min(largest.num_tokens, _UNMEASURED_IMAGE_TOKENS))]
+        return [image_of(min(largest.num_tokens, _UNMEASURED_IMAGE_TOKENS))]
     count = max(1, num_tokens // largest.num_tokens)
     left = num_tokens - count * largest.num_tokens
-    images = [largest] * count + ([picture_of(left)] if left > 0 else [])
+    images = [largest] * count + ([image_of(left)] if left > 0 else [])
     return [replace(image, content_hash=index.to_bytes(16, "little")) for index, image in enumerate(images)]
 
 

@@ -50,7 +50,7 @@ def plan_kv_cache(
 
     `reserved_bytes` is what the vision cache may take, `states` what stands beside the KV cache, `windows` the layers'
     sliding windows. Raises OutOfMemoryError, with the ledger and the setting that would help, when not even one
-    sequence of `max_model_len` fits (a length nobody asked for is cut instead).
+    sequence of `max_model_len` fits (a default length is cut instead).
     """
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes
@@ -119,7 +119,7 @@ def memory_ledger(profile: MemoryProfile, is_measured: bool, reserved_bytes: int
     if is_measured:
         rows += [("activations, worst step", profile.activation_peak_bytes)]
         if profile.staging_bytes:
-            rows += [("pictures of the next step", profile.staging_bytes)]
+            rows += [("images of the next step", profile.staging_bytes)]
         rows += [("outside the allocator", profile.outside_bytes), ("in use by others", profile.other_bytes),
                  ("headroom", HEADROOM_BYTES)]
     rows += [("vision cache, at most", reserved_bytes)]

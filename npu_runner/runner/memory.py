@@ -68,7 +68,7 @@ class MemoryGuard:
             if why_once is not None:
                 self._release()
                 raise OutOfMemoryError(self._message(f"in a {what()}, {why_once}", error)) from error
-            logger.warning("device memory ran out in a %s; trying again without cached pictures", what())
+            logger.warning("device memory ran out in a %s; trying again without cached images", what())
         # Outside of the handler: the exception holds on to the failed step's tensors.
         self.num_retries += 1
         self._memory.synchronize()  # steps before this one may be under way, with memory of theirs
@@ -93,7 +93,7 @@ def weights_bytes(model: nn.Module) -> int:
 
 
 class MemoryMeter:
-    """Made before anything is loaded: whatever is taken then belongs to somebody else."""
+    """Made before anything is loaded: memory used by then belongs to other processes."""
 
     def __init__(self, memory: Memory):
         self._memory = memory
@@ -122,7 +122,7 @@ class MemoryMeter:
         """All that has been taken beside a KV cache of `cache_bytes`.
 
         `weights_bytes`, by their shapes, is for platforms that measure nothing. `staging_bytes`: what `peak_of` found
-        for the pictures of a next step.
+        for the images of a next step.
         """
         self._memory.synchronize()
         info = self._memory.info()

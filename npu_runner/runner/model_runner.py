@@ -20,7 +20,7 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.grammars.matchers import Matchers, Rule
-from npu_runner.layers.attention import bind_kv_cache, make_kv_cache, settle_windows
+from npu_runner.layers.attention import bind_kv_cache, make_kv_cache, resolve_windows
 from npu_runner.layers.gated_delta import gated_delta_shape, unbind_states
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weights_loader import fill_with_random_weights
@@ -32,9 +32,9 @@ from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
+from npu_runner.runner.images import ImageEncoder, VisionCache
 from npu_runner.runner.kv_cache import KVCacheShape, cache_window, fit_states, plan_kv_cache
 from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
-from npu_runner.runner.pictures import Pictures, VisionCache
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import resolve_settings
 from npu_runner.runner.states import StatePool, StateShape
@@ -52,7 +52,7 @@ _ROWS_AHEAD, _TOKENS_A_ROW_AHEAD = 4, 8
 class ModelRunner(ModelRunnerBase):
     """Ready to serve once constructed. `tp` is this rank's place in an initialised process group.
 
-    `progress(phase)` is told what the rank is doing, for whoever watches over it. `wants_grammars` is asked while it
+    `progress(phase)` reports what the rank is doing. `wants_grammars` is asked while it
     loads: once a request that will come brings a grammar, what all grammars share is made beside that.
     """
 
@@ -80,7 +80,7 @@ class ModelRunner(ModelRunnerBase):
                                   checkpoint.end_token_ids)
         if self.config.prepare_structured_outputs and self.tp.rank == 0 and self.model_config.pooling is None:
             self._matchers.begin()
-        # A prompt is shorter than max_model_len, and a picture is never longer than its prompt.
+        # A prompt is shorter than max_model_len, and an image is never longer than its prompt.
         most_tokens = max(1, self.max_model_len - 1)
         self.largest_image = checkpoint.processor.largest_image(most_tokens) if self.strategy.is_multimodal else None
         self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.cache.vision_cache_bytes)
@@ -145,7 +145,7 @@ class ModelRunner(ModelRunnerBase):
             with CheckpointReader(self.checkpoint.path) as reader:
                 self.strategy.load_weights(self.model, reader, self.model_config)
         self.model.requires_grad_(False).eval()
-        self.windows = settle_windows(self.model, self.settings.max_model_len)
+        self.windows = resolve_windows(self.model, self.settings.max_model_len)
         self.states: StatePool | None = None
         self.steps = self._make_steps()
 
@@ -175,13 +175,13 @@ class ModelRunner(ModelRunnerBase):
                                    cache_bytes=self.k_cache.nbytes + self.v_cache.nbytes + states_bytes)
 
     def _profile_staging(self, num_tokens: int, batch_size: int) -> int:
-        """Bytes of the pictures of a next step: the allocator gives a side stream memory that steps never get."""
+        """Bytes of the images of a next step: the allocator gives a side stream memory that steps never get."""
         if self._side_stream is None or self.largest_image is None:
             return 0
-        pictures = self._make_pictures(VisionCache(0))
+        encoder = self._make_image_encoder(VisionCache(0))
         images = self._images_of_dummy_run(num_tokens, batch_size)
         with torch.inference_mode():
-            return self._meter.peak_of(lambda: pictures.stage(images))
+            return self._meter.peak_of(lambda: encoder.stage(images))
 
     def allocate_states(self, profile: MemoryProfile) -> None:
         """Size the pool of states by the ledger, which may lower max_num_seqs, and bind it to the layers.
@@ -265,29 +265,29 @@ class ModelRunner(ModelRunnerBase):
     def _images_of_dummy_run(self, num_tokens: int, batch_size: int) -> list[ImageInput]:
         if self.largest_image is None:
             return []
-        # Where a chunk begins or ends within a picture, that goes through the tower whole.
+        # Where a chunk begins or ends within an image, that goes through the tower whole.
         most = min(self.settings.max_num_batched_tokens, num_tokens + (batch_size + 1) * self.largest_image.num_tokens)
         return dummy_images(self.largest_image, most, self.checkpoint.processor.largest_image,
                             is_measured=self.platform.memory.info() is not None)
 
     @contextmanager
     def _serving_state_aside(self, batch_size: int) -> Iterator[None]:
-        """What serving has counted and kept is nobody's inside, and is back afterwards.
+        """Serving's counters and cached values are put aside inside, and restored afterwards.
 
         Made-up steps take the slots of sequences that may run, and make the sampler count tokens: memory that many a
         job never needs.
         """
         steps = self.steps
-        kept = steps.sampler, steps.pictures, steps.clock
+        kept = steps.sampler, steps.image_encoder, steps.clock
         tokens_S = steps.last_tokens_S.clone()
         steps.sampler, steps.clock = self._make_sampler(), PhaseClock()
-        steps.pictures = self._make_pictures(VisionCache(self.config.cache.vision_cache_bytes))
+        steps.image_encoder = self._make_image_encoder(VisionCache(self.config.cache.vision_cache_bytes))
         try:
             states_aside = self.states.aside(batch_size) if self.states and self._is_ready else nullcontext()
             with steps.tables.aside(), states_aside:
                 yield
         finally:
-            steps.sampler, steps.pictures, steps.clock = kept
+            steps.sampler, steps.image_encoder, steps.clock = kept
             steps.last_tokens_S.copy_(tokens_S)
 
     def info(self) -> RunnerInfo:
@@ -379,15 +379,15 @@ class ModelRunner(ModelRunnerBase):
         shared: dict[str, Any] = {
             "tp": self.tp, "block_size": self.settings.block_size, "max_num_seqs": self.settings.max_num_seqs,
             "max_model_len": self.max_model_len, "guard": self.guard, "gated_delta": self.gated_delta,
-            "pictures": self._make_pictures(self.vision_cache), "states": self.states,
+            "images": self._make_image_encoder(self.vision_cache), "states": self.states,
         }
         if self.model_config.pooling is not None:
             return PoolingStepRunner(*placed, pooling=self.model_config.pooling,
                                      hidden_size=self.model_config.hidden_size, **shared)
         return StepRunner(*placed, sampler=self._make_sampler(), **shared)
 
-    def _make_pictures(self, cache: VisionCache[VisionEmbeddings]) -> Pictures:
-        return Pictures(self.strategy, self.model, cache, self.max_image_tokens, self._side_stream)
+    def _make_image_encoder(self, cache: VisionCache[VisionEmbeddings]) -> ImageEncoder:
+        return ImageEncoder(self.strategy, self.model, cache, self.max_image_tokens, self._side_stream)
 
     def _most_padding(self, max_num_seqs: int) -> int:
         is_eager = self.settings.graph_mode == "eager"

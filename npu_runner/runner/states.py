@@ -23,7 +23,7 @@ from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.transfers import HOST
 
 UNMEASURED_STATE_BYTES = GIB
-"""Where memory is not measured, and nobody asked for a max_num_seqs."""
+"""Where memory is not measured and max_num_seqs is not set."""
 # One slot in so many is for snapshots at least, where there are few.
 _SNAPSHOT_SHARE = 8
 
@@ -45,7 +45,7 @@ class StateShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """Slots of each kind. `lowered_from`: the max_num_seqs that nobody asked for and that did not fit."""
+    """Slots of each kind. `lowered_from`: the default max_num_seqs that did not fit."""
 
     max_num_seqs: int
     num_padding: int
@@ -129,7 +129,7 @@ class StatePool:
                 tensor[:, target].copy_(tensor[:, source])
 
     def zero(self) -> None:
-        """All slots are nobody's again."""
+        """Frees all slots."""
         self.conv_states.zero_()
         self.states.zero_()
 

@@ -1,8 +1,8 @@
-"""One step of a model that stands ready: prepare, launch, sample, collect. Knows nothing of how it came to stand there.
+"""One step of a model that is ready: prepare, launch, sample, collect. Knows nothing of how it was loaded.
 
 `launch` hands the forward to the device, `sample` the sampler: two launches, so that what the sampler needs of the step
 before may come between them. Only `collect` waits. The sampler's tokens stay on the device, in a table by slot: the
-next step reads them there and may be under way before anybody on the host knows them.
+next step reads them there and may be under way before the host knows them.
 
 B sequences in the step, T tokens in the step, S slots, padding's included, V vocabulary.
 """
@@ -29,8 +29,8 @@ from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
 from npu_runner.runner.clocks import PhaseClock
+from npu_runner.runner.images import ImageEncoder, StepImages
 from npu_runner.runner.memory import MemoryGuard
-from npu_runner.runner.pictures import Pictures, StepPictures
 from npu_runner.runner.prompt_logprobs import PromptScores, score_prompts
 from npu_runner.runner.states import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
@@ -57,7 +57,7 @@ class PreparedStep:
     """A step whose arrays are on their way to the device. `bucket` is the graph that runs it, None for an eager step.
 
     `number` must come back with its tokens; `plan` is what the attention backend made for an eager step, `state_plan`
-    what the Gated DeltaNet backend made for a prefill, `pictures` what a prefill shows.
+    what the Gated DeltaNet backend made for a prefill, `images` what a prefill shows.
     """
 
     batch: ScheduledBatch
@@ -67,7 +67,7 @@ class PreparedStep:
     bucket: Bucket | None
     plan: Any
     state_plan: Any = None
-    pictures: StepPictures | None = None
+    images: StepImages | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class StepRunner:
     """
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, platform: Platform, device: torch.device, *,
-                 tp: TensorParallel, block_size: int, max_num_seqs: int, max_model_len: int, pictures: Pictures,
+                 tp: TensorParallel, block_size: int, max_num_seqs: int, max_model_len: int, images: ImageEncoder,
                  sampler: Sampler | None, guard: MemoryGuard, gated_delta: GatedDeltaBackend | None = None,
                  states: StatePool | None = None):
         self.model = model
@@ -138,7 +138,7 @@ class StepRunner:
         self.tp = tp
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
-        self.pictures = pictures
+        self.image_encoder = images
         self.sampler = sampler
         self.guard = guard
         self.gated_delta = gated_delta
@@ -218,9 +218,10 @@ class StepRunner:
     def prepare(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> PreparedStep:
         """Send the step's arrays to the device, in one copy, and let the attention plan.
 
-        Pictures first: those of a prefill are sent and cut while the step before runs, whoever else waits for it.
+        Images first: those of a prefill are uploaded and cut while the step before runs, before anything waits for that
+        one.
         """
-        pictures = self.pictures.stage(batch.images) if batch.image_slices else None
+        images = self.image_encoder.stage(batch.images) if batch.image_slices else None
         self.tables.learn(batch.new_blocks_N3)
         arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW)
         bucket = self.buckets.find(batch.batch_size) if self.buckets and not batch.is_prefill else None
@@ -242,7 +243,7 @@ class StepRunner:
         plan = self.attention.plan_prefill(query_lens, context_lens, tables_BW, self.device)
         saves = [StateSave(row=row, offset=offset, slot=slot) for row, offset, slot in batch.state_saves]
         state_plan = self.gated_delta and self.gated_delta.plan_prefill(query_lens, context_lens, saves, self.device)
-        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan, pictures)
+        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan, images)
 
     def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Put a decode step's arrays into the bucket's static buffers, padded; returns what those hold, and the slots
@@ -333,8 +334,8 @@ class StepRunner:
             self.states.load(batch.state_loads)
         x_TD = self.model.embed(inputs.tokens)
         deepstack = None
-        if step.pictures is not None:
-            x_TD, deepstack = self.pictures.show(batch, step.pictures, x_TD, step.tensors["image_rows"])
+        if step.images is not None:
+            x_TD, deepstack = self.image_encoder.show(batch, step.images, x_TD, step.tensors["image_rows"])
         metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
         scores = None

@@ -32,7 +32,7 @@ Layout = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
 
 def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number: int, block_size: int,
                 tables_SW: np.ndarray) -> dict[str, np.ndarray]:
-    """All arrays of a step: those of StepInputs by its names, then what samples and shows pictures.
+    """All arrays of a step: those of StepInputs by its names, then what samples and shows images.
 
     Block tables are on the device but for what is new (block_tables.py); `tables_SW` are they on the host, by slot. A
     decode step's `tokens` are there, too. `of_rows`: what the rows that sample bring, a value each: the sampler's draws
@@ -72,7 +72,7 @@ def padding(name: str, rows: np.ndarray, block_size: int, max_num_seqs: int) -> 
 
 
 def _image_rows(batch: ScheduledBatch) -> np.ndarray:
-    """(T,) int32: which of the pictures' rows each token shows, counted over all slices; behind the last where none."""
+    """(T,) int32: which of the images' rows each token shows, counted over all slices; behind the last where none."""
     if not batch.image_slices:
         return np.zeros(0, dtype=np.int32)
     num_rows = [image_slice.num_rows for image_slice in batch.image_slices]

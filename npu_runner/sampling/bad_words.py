@@ -1,8 +1,8 @@
 """Finds which tokens would complete a bad word. Knows token ids alone, and runs on the host.
 
 The words of a request lie in a tree by their tokens before the last one, the last of those first: looking up costs what
-agrees with the end of the text, however many words there are. Its nodes are made when somebody comes by, so that making
-the tree costs a few microseconds a word.
+agrees with the end of the text, however many words there are. Its nodes are made on first use, so that the tree costs a
+few microseconds a word.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class SamplerOutput:
 
     token_ids_B: Tensor
     next_input_ids_B: Tensor
-    """int32 on the device, the same with some valid token where there is none: a step that goes on from here may be
-    under way before anybody on the host has seen that."""
+    """int32 on the device, the same with some valid token where there is none: the next step may be under way before
+    the host has seen that."""
     logprobs: LogprobsTensors | None
     """None when no row asked."""
     logprob_rows: np.ndarray
@@ -216,8 +216,8 @@ class Sampler:
     def _tell_tokens(self) -> None:
         """Tell rows with bad words, and those that are constrained, what was chosen, as far as it is there.
 
-        Waits for the step before, while the forward of this one is under way, only where somebody cannot go on without
-        knowing: not for a thinking budget that cannot be spent yet.
+        Waits for the step before, while the forward of this one is under way, only if a row needs that token: not for a
+        thinking budget that cannot be spent yet.
         """
         must_wait = any(listener.must_know(len(self._untold)) for _, listeners in self._untold
                         for _, listener in listeners)
@@ -290,8 +290,8 @@ class Sampler:
 
     def _draw_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
                       words_CW: Tensor | None) -> Tensor | None:
-        """A draw for every row as the platform does it, for those that draw so, whatever their neighbours ask for; None
-        where it leaves that to `_draw`, or nobody does."""
+        """A draw for every row as the platform does it, for those that draw so, whatever other rows ask for; None where
+        it leaves that to `_draw`, or no row does."""
         wants = any(group.is_plain for group in plan.groups) or self._draws_all_at_once(plan)
         if self._draw_from_softmax is None or not wants:
             return None

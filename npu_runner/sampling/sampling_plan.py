@@ -1,4 +1,5 @@
-"""Which rows of a step need what, so that nobody pays for his neighbours. Knows slots and features, not logits.
+"""Which rows of a step need which feature, so that a row costs other rows nothing. Knows slots and features, not
+logits.
 
 All of it is decided on the host; the device gets row numbers.
 

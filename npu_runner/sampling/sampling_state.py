@@ -73,7 +73,7 @@ class SamplingState:
         self._watches: dict[int, Watch] = {}
         self._last_watches: tuple[bytes, list[tuple[int, Watch]]] | None = None
         self._newcomers: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        # A made-up step may draw before anybody has registered, and what is recorded reads it where it is.
+        # A dummy step may draw before a row is registered, and a recorded draw reads it in place.
         self._device_fields_FS = torch.zeros(self._fields_FS.shape, dtype=torch.float32, device=device)
         self._last_rules: tuple[SamplingParams, LogitRules] | None = None
         self._last_plan: tuple[bytes, StepPlan] | None = None
@@ -124,7 +124,7 @@ class SamplingState:
     def uniforms(self, host_slots: np.ndarray) -> np.ndarray:
         """float32 (B,) in [0, 1): a hash of each sequence's seed and the number of tokens it has generated."""
         if (self._draws_S[host_slots] == GREEDY).all():
-            return np.zeros(len(host_slots), dtype=np.float32)  # nobody reads them
+            return np.zeros(len(host_slots), dtype=np.float32)  # they are not read
         steps_B = self._num_generated_S[host_slots].view(np.uint64)
         bits_B = _mixed(self._mixed_seeds_S[host_slots] + steps_B)
         return ((bits_B >> np.uint64(40)) * 2.0**-24).astype(np.float32)

@@ -51,7 +51,7 @@ class TokenConstraint:
             self.observe(token)
 
     def observe(self, token: int) -> None:
-        """The next token, in order. Less than 0: there is none, and nobody waits for more."""
+        """The next token, in order. Less than 0: there is none, and no more follow."""
         if token < 0:
             self._phase = _Phase.OVER
         elif self._phase is _Phase.START and self._tokens is not None and token == self._tokens.start_id:
@@ -61,7 +61,7 @@ class TokenConstraint:
             if token == self._tokens.end_id:
                 self._phase = _Phase.ANSWER
         elif self._has_grammar and self._phase is not _Phase.OVER:
-            # An end token is the grammar's last: a step that was under way by then is nobody's.
+            # After EOS the grammar is off; the token of the step already launched is dropped.
             self._phase = _Phase.OVER if token in self._eos_token_ids else _Phase.ANSWER
             self._unfollowed.append(token)
 

@@ -1,4 +1,4 @@
-"""Fresh pictures with questions and known answers, one per seed: for training, evaluation, the demo, tests and benches.
+"""Fresh images with questions and known answers, one per seed: for training, evaluation, the demo, tests and benches.
 
 Imports no torch. Which seeds belong to whom is decided here, so that nothing is measured on what it was trained on.
 """
@@ -54,12 +54,12 @@ TEST_SEEDS = range(3_000_000, 4_000_000)
 TRAIN_SEEDS = range(1_000_000_000, 2_000_000_000)
 """For training, and for nothing else."""
 
-_PART_WITH_SEVERAL_PICTURES = 0.3
+_PART_WITH_SEVERAL_IMAGES = 0.3
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question about one to four pictures. `question_first`: the text stands before the pictures; `schema`: what
+    """One question about one to four images. `question_first`: the text stands before the images; `schema`: what
     an answer in JSON has to fit."""
 
     images: tuple[Image.Image, ...]
@@ -79,9 +79,9 @@ class Example:
 
 
 def draw_example(seed: int) -> Example:
-    """The picture or pictures, question and answer of this seed; kinds of question come up evenly within each group."""
+    """The image or images, question and answer of this seed; kinds of question come up evenly within each group."""
     rng = random.Random(seed)
-    if rng.random() < _PART_WITH_SEVERAL_PICTURES:
+    if rng.random() < _PART_WITH_SEVERAL_IMAGES:
         scenes: Sequence[Scene] = draw_group(rng)
         choices = group_questions(scenes, rng)
     else:
@@ -99,7 +99,7 @@ def draw_example(seed: int) -> Example:
 
 
 def draw_json_example(seed: int) -> Example:
-    """The picture of this seed with a question that is answered by a JSON object."""
+    """The image of this seed with a question that is answered by a JSON object."""
     rng = random.Random(seed)
     scene = draw_scene(rng)
     question = json_question(scene, rng)

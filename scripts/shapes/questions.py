@@ -41,7 +41,7 @@ class Question:
 
 
 def questions(scene: Scene, rng: random.Random) -> list[Question]:
-    """One question of every kind that this picture allows, in a fixed order of kinds."""
+    """One question of every kind that this image allows, in a fixed order of kinds."""
     asked = (ask(scene, rng) for ask in _ABOUT_ONE)
     return [question for question in asked if question is not None]
 
@@ -58,13 +58,13 @@ def json_question(scene: Scene, rng: random.Random) -> Question:
 
 
 def group_questions(scenes: Sequence[Scene], rng: random.Random) -> list[Question]:
-    """The same for two to four pictures shown together."""
+    """The same for two to four images shown together."""
     asked = (ask(scenes, rng) for ask in _ABOUT_SEVERAL)
     return [question for question in asked if question is not None]
 
 
 def text_question(rng: random.Random) -> Question:
-    """A question that needs no picture."""
+    """A question that needs no image."""
     text, answer = rng.choice(_TEXT_ONLY)
     return Question("text", text, answer)
 
@@ -249,7 +249,7 @@ def _ask_more(scenes: Sequence[Scene], rng: random.Random) -> Question | None:
 
 
 def _ask_pick(scenes: Sequence[Scene], rng: random.Random) -> Question | None:
-    """A question about one of several pictures."""
+    """A question about one of several images."""
     index = rng.randrange(len(scenes))
     where = f"the {ORDINALS[index]} {rng.choice(('picture', 'image'))}"
     scene = scenes[index]

@@ -1,7 +1,7 @@
-"""Draws pictures of simple coloured shapes with Pillow. Knows nothing of questions, tokens or tensors.
+"""Draws images of simple coloured shapes with Pillow. Knows nothing of questions, tokens or tensors.
 
-Every picture follows from the `random.Random` it is given, with integer arithmetic wherever pixels are made,
-so a seed gives the same picture on every machine (up to the last bit of sine and cosine).
+Every image follows from the `random.Random` it is given, with integer arithmetic wherever pixels are made,
+so a seed gives the same image on every machine (up to the last bit of sine and cosine).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 MIN_SIDE, MAX_SIDE, MAX_ASPECT, MAX_THINGS = 64, 320, 4.0, 5
 SMALLEST_THING = 14  # pixels across, in the drawing
 SUPERSAMPLING = 4
-# No centre comes this near a line that divides the picture into thirds: "top left" is never a matter of taste.
+# No centre comes this near a line that divides the image into thirds: "top left" is never a matter of taste.
 THIRDS_MARGIN = 0.04
 # Centres differ at least this much in x, so "from left to right" has one answer.
 ORDER_GAP = 0.05
@@ -54,7 +54,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture and what is in it. things: from left to right."""
+    """An image and what is in it. things: from left to right."""
 
     image: Image.Image
     things: tuple[Thing, ...]
@@ -65,9 +65,9 @@ class Scene:
 
 
 def draw_scene(rng: random.Random, max_things: int = MAX_THINGS, items: Sequence[Item] | None = None) -> Scene:
-    """A fresh picture of any size, 64 to 320 pixels a side. `items` asks for exactly these colours and shapes."""
+    """A fresh image of any size, 64 to 320 pixels a side. `items` asks for exactly these colours and shapes."""
     while True:
-        width, height = _picture_size(rng)
+        width, height = _image_size(rng)
         wanted = list(items) if items is not None else _choose_items(rng, rng.randint(1, max_things))
         rng.shuffle(wanted)
         things = _place(rng, wanted, width, height)
@@ -75,7 +75,7 @@ def draw_scene(rng: random.Random, max_things: int = MAX_THINGS, items: Sequence
             return Scene(_render(rng, things, width, height), tuple(sorted(things, key=lambda thing: thing.x)))
 
 
-def _picture_size(rng: random.Random) -> tuple[int, int]:
+def _image_size(rng: random.Random) -> tuple[int, int]:
     while True:
         width, height = rng.randint(MIN_SIDE, MAX_SIDE), rng.randint(MIN_SIDE, MAX_SIDE)
         if max(width, height) <= MAX_ASPECT * min(width, height):
@@ -96,7 +96,7 @@ def _choose_items(rng: random.Random, count: int) -> list[Item]:
 
 
 def _place(rng: random.Random, items: Sequence[Item], width: int, height: int) -> list[Thing] | None:
-    """Finds room for every item, or gives up (None) so that the caller tries another size of picture."""
+    """Finds room for every item, or gives up (None) so that the caller tries another size of image."""
     side = min(width, height)
     smallest = max(SMALLEST_THING, 0.15 * side)
     largest = max(smallest, side * (0.5 if len(items) < 3 else 0.4))
@@ -170,7 +170,7 @@ def _background(rng: random.Random, width: int, height: int) -> Image.Image:
 
 
 def _add_noise(rng: random.Random, image: Image.Image) -> Image.Image:
-    """Grain of up to 12 grey levels either way; a third of the pictures stay clean."""
+    """Grain of up to 12 grey levels either way; a third of the images stay clean."""
     amplitude = rng.choice((0, 8, 24))
     if not amplitude:
         return image

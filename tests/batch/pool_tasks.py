@@ -16,7 +16,7 @@ def square(number: int) -> tuple[int, int]:
     return number * number, os.getpid()
 
 
-def picture(side: int) -> np.ndarray:
+def image(side: int) -> np.ndarray:
     return np.full((side, side, 3), side % 251, dtype=np.uint8)
 
 

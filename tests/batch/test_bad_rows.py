@@ -1,6 +1,6 @@
 """Every way in which a row can be bad, through the real processor of the embedded model: its own error, nobody else's.
 
-How each kind of picture is converted is tests/prompts's business; here it is which rows live and which die of what.
+How each kind of image is converted is tests/prompts's business; here it is which rows live and which die of what.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Prepare = Callable[[bytes], PreparedRow | RejectedRow]
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of pictures with a secret beside it and a way out of it."""
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images with a secret beside it and a way out of it."""
     outside = tmp_path_factory.mktemp("media")
     folder = outside / "allowed"
     folder.mkdir()
@@ -39,7 +39,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     image.save(outside / "secret.png")
     (folder / "inner").symlink_to(folder / "fine.png")
     (folder / "way-out").symlink_to(outside / "secret.png")
-    (folder / "text.png").write_text("not a picture")
+    (folder / "text.png").write_text("not an image")
     (folder / "empty.png").write_bytes(b"")
     (folder / "cut.png").write_bytes((folder / "fine.png").read_bytes()[:300])
     (folder / "folder.png").mkdir()
@@ -52,8 +52,8 @@ def processor() -> ChatProcessor:
 
 
 @pytest.fixture(scope="module")
-def prepare(processor: ChatProcessor, pictures: Path) -> Prepare:
-    return partial(prepared, processor=processor, media=MediaRules(allowed_dir=pictures))
+def prepare(processor: ChatProcessor, images: Path) -> Prepare:
+    return partial(prepared, processor=processor, media=MediaRules(allowed_dir=images))
 
 
 def outcome(prepare: Prepare, line: bytes | dict[str, Any]) -> str:
@@ -108,15 +108,15 @@ LINES: list[tuple[str, bytes | dict[str, Any], str]] = [
     ("unknown role", row("a", messages=[{"role": "robot", "content": "x"}]), "invalid_value"),
     ("no user text", row("a", messages=[{"role": "system", "content": "x"}]), "no_user_text"),
     ("blank user text", row("a", " \n"), "no_user_text"),
-    ("picture without a question", asks("fine.png", text=""), "no_user_text"),
+    ("image without a question", asks("fine.png", text=""), "no_user_text"),
     ("max_tokens 0", row("a", max_tokens=0), "invalid_sampling_parameter"),
     ("max_tokens negative", row("a", max_tokens=-5), "invalid_sampling_parameter"),
     ("unknown field", row("a", colour="red"), "unknown_parameter"),
     ("unsupported field", row("a", tools=[{"type": "function"}]), "unsupported_parameter"),
     ("half a character", row("a", "\ud83d"), "not_unicode"),
-    ("picture in a system message", row("a", messages=[{"role": "system", "content": [
+    ("image in a system message", row("a", messages=[{"role": "system", "content": [
         {"type": "image_url", "image_url": {"url": "fine.png"}}]}]), "image_role"),
-    ("too many pictures", asks(*["fine.png"] * 65), "too_many_images"),
+    ("too many images", asks(*["fine.png"] * 65), "too_many_images"),
 ]  # fmt: skip
 
 URLS: list[tuple[str, str, str]] = [
@@ -131,7 +131,7 @@ URLS: list[tuple[str, str, str]] = [
     ("an absolute path outside", "/etc/passwd", "media_not_allowed"),
     ("a file URL outside", "file:///etc/passwd", "media_not_allowed"),
     ("a folder", "folder.png", "media_unreadable"),
-    ("not a picture", "text.png", "image_not_recognised"),
+    ("not an image", "text.png", "image_not_recognised"),
     ("zero bytes", "empty.png", "image_empty"),
     ("truncated", "cut.png", "image_truncated"),
     ("data: that is not base64", "data:image/png;base64,*", "media_bad_data_url"),
@@ -159,20 +159,20 @@ def test_a_bad_row_is_its_own_error(prepare: Prepare, line: bytes | dict[str, An
 
 
 @pytest.mark.parametrize(("url", "code"), [pytest.param(url, code, id=name) for name, url, code in URLS])
-def test_a_picture_is_taken_or_its_row_refused(prepare: Prepare, url: str, code: str) -> None:
+def test_an_image_is_taken_or_its_row_refused(prepare: Prepare, url: str, code: str) -> None:
     assert outcome(prepare, asks(url)) == code
     if code != "fine":
-        assert outcome(prepare, asks("fine.png", url)) == code, "a good picture beside it changes nothing"
+        assert outcome(prepare, asks("fine.png", url)) == code, "a good image beside it changes nothing"
 
 
-def test_file_urls_below_the_folder_are_allowed(prepare: Prepare, pictures: Path) -> None:
-    assert outcome(prepare, asks(f"file://{pictures}/fine.png")) == "fine"
-    assert outcome(prepare, asks(str(pictures / "fine.png"))) == "fine"
+def test_file_urls_below_the_folder_are_allowed(prepare: Prepare, images: Path) -> None:
+    assert outcome(prepare, asks(f"file://{images}/fine.png")) == "fine"
+    assert outcome(prepare, asks(str(images / "fine.png"))) == "fine"
 
 
-def test_without_an_allowed_folder_no_file_is_read(processor: ChatProcessor, pictures: Path) -> None:
+def test_without_an_allowed_folder_no_file_is_read(processor: ChatProcessor, images: Path) -> None:
     strict = partial(prepared, processor=processor)
-    assert outcome(strict, asks(str(pictures / "fine.png"))) == "media_not_allowed"
+    assert outcome(strict, asks(str(images / "fine.png"))) == "media_not_allowed"
     assert outcome(strict, asks(data_url(RGB))) == "fine"
 
 
@@ -192,8 +192,8 @@ def test_special_tokens_in_text_stay_text(prepare: Prepare) -> None:
         assert len(typed) > len(plain)
 
 
-def test_a_picture_is_the_same_inline_and_as_a_file(prepare: Prepare, pictures: Path) -> None:
-    inline = "data:image/png;base64," + base64.b64encode((pictures / "fine.png").read_bytes()).decode()
+def test_an_image_is_the_same_inline_and_as_a_file(prepare: Prepare, images: Path) -> None:
+    inline = "data:image/png;base64," + base64.b64encode((images / "fine.png").read_bytes()).decode()
     prompts = []
     for url in ("fine.png", inline):
         result = prepare(json.dumps(asks(url)).encode())

@@ -22,9 +22,9 @@ from npu_runner.request.limits import LIMITS
 from tests.batch.scripted import completion_row, read_rows, row, write_rows
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
-PICTURE = ("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFElEQVR4nGO8IyfHgA0wYRUdtBIA4FYBKCgC"
-           "g6AAAAAASUVORK5CYII=")
-MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}},
+IMAGE = ("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFElEQVR4nGO8IyfHgA0wYRUdtBIA4FYBKCgC"
+         "g6AAAAAASUVORK5CYII=")
+MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}},
                                          {"type": "text", "text": "a red circle"}]}]
 EXTRAS = {"messages", "metadata", "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message",
           "chat_template_kwargs", "mm_processor_kwargs"}  # fmt: skip
@@ -57,7 +57,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         embedding_row("base64", input=["a red circle", "two squares"], encoding_format="base64"),
         embedding_row("short", input="a red circle", dimensions=16),
         embedding_row("cut", input=[1, 2, 3, 5, 6, 7], truncate_prompt_tokens=3),
-        embedding_row("picture", messages=MESSAGES, add_generation_prompt=True, metadata={"expected": "a"}),
+        embedding_row("image", messages=MESSAGES, add_generation_prompt=True, metadata={"expected": "a"}),
         embedding_row("too long", input=["fine", "x" * 4000]),
         embedding_row("too many dimensions", input="a", dimensions=100_000),
         row("chat", "What is this?"),
@@ -71,7 +71,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 def test_every_answer_is_one_of_openais(answers: dict[str, dict[str, Any]]) -> None:
     served = {name: answer for name, answer in answers.items() if answer["error"] is None}
-    assert set(served) == {"text", "ids", "texts", "lists", "base64", "short", "cut", "picture"}
+    assert set(served) == {"text", "ids", "texts", "lists", "base64", "short", "cut", "image"}
     for name, answer in served.items():
         body = answer["response"]["body"]
         if name != "base64":  # OpenAI's type is what its client has made of it
@@ -94,7 +94,7 @@ def test_rows_have_the_vectors_of_llm_embed(answers: dict[str, dict[str, Any]]) 
     np.testing.assert_allclose(vectors(answers["lists"])[0], ids, atol=1e-5)
     short = circle[:16] / np.linalg.norm(circle[:16])
     np.testing.assert_allclose(vectors(answers["short"]), [short], atol=1e-5)
-    assert vectors(answers["picture"]).shape == (1, len(circle))
+    assert vectors(answers["image"]).shape == (1, len(circle))
 
 
 def test_base64_holds_the_same_numbers(answers: dict[str, dict[str, Any]]) -> None:

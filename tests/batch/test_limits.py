@@ -110,7 +110,7 @@ def test_log_probabilities_are_counted_before_they_are_made(n: int, max_tokens: 
     assert asked(would_fit + 1)[0] == "too_many_logprobs"
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def images(tmp_path: Path) -> Path:
     for name, colour in (("a.bmp", "red"), ("b.bmp", "blue")):
         Image.new("RGB", (64, 64), colour).save(tmp_path / name)
     return tmp_path
@@ -135,10 +135,10 @@ def asks(*urls: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]}
 
 
-def test_a_picture_that_comes_often_is_read_once(processor: ChatProcessor, pictures: Path, reads: list[str]) -> None:
-    data = "data:;base64," + base64.b64encode((pictures / "b.bmp").read_bytes()).decode()
+def test_an_image_that_comes_often_is_read_once(processor: ChatProcessor, images: Path, reads: list[str]) -> None:
+    data = "data:;base64," + base64.b64encode((images / "b.bmp").read_bytes()).decode()
     urls = ["a.bmp", "b.bmp", data] * 20
-    result = prepared(json.dumps(row("a", **asks(*urls))).encode(), processor, media=MediaRules(allowed_dir=pictures))
+    result = prepared(json.dumps(row("a", **asks(*urls))).encode(), processor, media=MediaRules(allowed_dir=images))
     assert not isinstance(result, RejectedRow)
     assert sorted(reads) == ["a.bmp", "b.bmp"]
     hashes = [image.content_hash for image in result.prompt.images]
@@ -147,30 +147,30 @@ def test_a_picture_that_comes_often_is_read_once(processor: ChatProcessor, pictu
     assert len({id(image) for image in result.prompt.images}) == 3, "and is held once"
 
 
-def test_pictures_are_counted_and_measured_before_any_is_read(
-    processor: ChatProcessor, pictures: Path, reads: list[str]
+def test_images_are_counted_and_measured_before_any_is_read(
+    processor: ChatProcessor, images: Path, reads: list[str]
 ) -> None:
-    size = (pictures / "a.bmp").stat().st_size
-    code, message = refusal(processor, asks(*["a.bmp"] * 65), media=MediaRules(allowed_dir=pictures))
-    assert (code, "65 pictures and films, at most 64" in message) == ("too_many_images", True)
-    rules = MediaRules(allowed_dir=pictures, max_bytes=size - 1)
+    size = (images / "a.bmp").stat().st_size
+    code, message = refusal(processor, asks(*["a.bmp"] * 65), media=MediaRules(allowed_dir=images))
+    assert (code, "65 images and videos, at most 64" in message) == ("too_many_images", True)
+    rules = MediaRules(allowed_dir=images, max_bytes=size - 1)
     assert refusal(processor, asks("a.bmp"), media=rules)[0] == "media_too_large"
-    rules = MediaRules(allowed_dir=pictures, max_total_bytes=2 * size - 1)
+    rules = MediaRules(allowed_dir=images, max_total_bytes=2 * size - 1)
     code, message = refusal(processor, asks("a.bmp", "b.bmp", "a.bmp"), media=rules)
     assert code == "media_too_large"
     assert f"{2 * size} bytes together, at most {2 * size - 1}" in message
     assert reads == []
-    rules = MediaRules(allowed_dir=pictures, max_bytes=size, max_total_bytes=2 * size)
+    rules = MediaRules(allowed_dir=images, max_bytes=size, max_total_bytes=2 * size)
     assert refusal(processor, asks("a.bmp", "b.bmp", "a.bmp"), media=rules) == ("fine", "")
 
 
-def test_pictures_that_no_longer_fit_are_not_read(pictures: Path, reads: list[str]) -> None:
+def test_images_that_no_longer_fit_are_not_read(images: Path, reads: list[str]) -> None:
     for number in range(8):
-        Image.new("RGB", (64, 64), (number, 0, 0)).save(pictures / f"{number}.png")
-    encoded = (pictures / "0.png").read_bytes()
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(images / f"{number}.png")
+    encoded = (images / "0.png").read_bytes()
     num_tokens = ChatProcessor(str(SHAPES_VL)).from_text("<|image_pad|>", [encoded]).images[0].num_tokens
     processor = ChatProcessor(str(SHAPES_VL), ProcessorSettings(max_model_len=3 * num_tokens + 20))
-    rules = MediaRules(allowed_dir=pictures)
+    rules = MediaRules(allowed_dir=images)
     assert refusal(processor, asks(*[f"{number}.png" for number in range(8)]), media=rules)[0] == "prompt_too_long"
     assert reads == ["0.png", "1.png", "2.png"]
 

@@ -230,7 +230,7 @@ class Decoding(ScriptedProcessor):
         return {**super().identity(), **({"decoders": self.decoders} if self.decoders else {})}
 
 
-def test_films_decoded_by_two_versions_are_not_mixed_but_a_decoder_may_come_and_go(job: Job) -> None:
+def test_videos_decoded_by_two_versions_are_not_mixed_but_a_decoder_may_come_and_go(job: Job) -> None:
     """A row that found none has failed by name: with it the job goes on, as it said, and keeps its version."""
     rows = [row("0", "engine error")]
 

@@ -26,9 +26,9 @@ EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids"
           "guided_choice", "guided_grammar", "max_thinking_tokens", "prompt_logprobs",
           "mm_processor_kwargs"}
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
-PARTS = st.lists(st.one_of(st.just(PICTURE), TEXT.map(lambda text: {"type": "text", "text": text})), max_size=3)
+PARTS = st.lists(st.one_of(st.just(IMAGE), TEXT.map(lambda text: {"type": "text", "text": text})), max_size=3)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MESSAGES = st.lists(
@@ -128,7 +128,7 @@ BAD_BODIES = [
         "messages[0].content[0].image_url",
     ),
     (
-        {"messages": [{"role": "user", "content": [{**PICTURE, "image_url": {"url": "x", "detail": "tiny"}}]}]},
+        {"messages": [{"role": "user", "content": [{**IMAGE, "image_url": {"url": "x", "detail": "tiny"}}]}]},
         "invalid_value",
         "messages[0].content[0].image_url.detail",
     ),

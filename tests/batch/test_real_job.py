@@ -46,10 +46,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the command has answered twelve good rows and refused some bad ones."""
     folder = tmp_path_factory.mktemp("job")
     good = list(rows_of(EXAMPLES, folder))
-    picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": "0-0.png"}}
+    image: dict[str, Any] = {"type": "image_url", "image_url": {"url": "0-0.png"}}
     bad = [
         b"not json",
-        row("bad-picture", messages=[{"role": "user", "content": [{**picture, "image_url": {"url": "no.png"}}]}]),
+        row("bad-image", messages=[{"role": "user", "content": [{**image, "image_url": {"url": "no.png"}}]}]),
         row("bad-length", "long " * 2000),
         row("bad-bias", logit_bias={"99999": 1}),
     ]
@@ -91,7 +91,7 @@ def test_bad_rows_fail_by_themselves(finished: Path) -> None:
     failed = {item["custom_id"]: item for item in read_rows(finished / "out.jsonl") if item["error"] is not None}
     assert {name: item["error"]["code"] for name, item in failed.items()} == {
         None: "not_json",
-        "bad-picture": "media_missing",
+        "bad-image": "media_missing",
         "bad-length": "prompt_too_long",
         "bad-bias": "invalid_sampling_parameter",
     }
@@ -123,11 +123,11 @@ def test_generate_prints_the_answer_and_nothing_else(
     example = next(example for example in EXAMPLES if len(example.images) == 1 and not example.question_first)
     encoded = io.BytesIO()
     example.images[0].save(encoded, "PNG")
-    (tmp_path / "picture.png").write_bytes(encoded.getvalue())
+    (tmp_path / "image.png").write_bytes(encoded.getvalue())
     conversation = Example(example.images, example.question, example.answer, example.kind).conversation()
     (expected,) = llm.chat(conversation, SamplingParams(temperature=0))
     arguments = [argument for argument in SMALL if argument not in ("--progress", "off")]
-    assert cli.main(["generate", "--image", str(tmp_path / "picture.png"), example.question, *arguments]) == 0
+    assert cli.main(["generate", "--image", str(tmp_path / "image.png"), example.question, *arguments]) == 0
     assert capsys.readouterr().out == expected.text + "\n"
 
 

@@ -45,7 +45,7 @@ def failure(name: str | None, line: int = 1) -> bytes:
 
 @dataclass(frozen=True)
 class DyingMaker(ThumbnailMaker):
-    """Pictures with these names do to the worker what a decoder's bug would."""
+    """Images with these names do to the worker what a decoder's bug would."""
 
     def __call__(self, url: str) -> str | None:
         if url == "kills.png":
@@ -129,44 +129,44 @@ def test_failed_rows_come_first_then_unexpected_ones(tmp_path: Path) -> None:
     assert "Shown:" not in text
 
 
-def test_pictures_are_in_the_page_small_and_upright(tmp_path: Path) -> None:
+def test_images_are_in_the_page_small_and_upright(tmp_path: Path) -> None:
     Image.new("RGB", (2000, 1000), "red").save(tmp_path / "big.png")
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in ("big.png", "missing.png", *["big.png"] * 9)]
     text = report(tmp_path, [row("a", messages=[{"role": "user", "content": parts}])], [answer("a", "x")])
-    pictures = re.findall(r'src="data:image/jpeg;base64,(.*?)"', text)
-    assert len(pictures) == 7
-    assert Image.open(io.BytesIO(b64decode(pictures[0]))).size == (360, 180)
-    assert "no picture to show" in text
+    images = re.findall(r'src="data:image/jpeg;base64,(.*?)"', text)
+    assert len(images) == 7
+    assert Image.open(io.BytesIO(b64decode(images[0]))).size == (360, 180)
+    assert "no image to show" in text
     assert "and 3 more" in text
 
 
-def with_pictures(*urls: str) -> dict[str, Any]:
+def with_images(*urls: str) -> dict[str, Any]:
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return row("a", messages=[{"role": "user", "content": parts}])
 
 
-def test_a_picture_that_ends_its_worker_costs_the_page_that_picture_alone(tmp_path: Path) -> None:
+def test_an_image_that_ends_its_worker_costs_the_page_that_image_alone(tmp_path: Path) -> None:
     Image.new("RGB", (40, 20), "red").save(tmp_path / "good.png")
     urls = ["good.png", "kills.png", "hangs.png", "raises.png", "good.png"]
-    text = report(tmp_path, [with_pictures(*urls)], [answer("a", "x")], maker=DyingMaker, timeout=3.0)
+    text = report(tmp_path, [with_images(*urls)], [answer("a", "x")], maker=DyingMaker, timeout=3.0)
     assert text.count('src="data:image/jpeg;base64,') == 2
-    assert text.count("no picture to show") == 3
+    assert text.count("no image to show") == 3
 
 
-def test_a_large_picture_takes_the_job_no_memory(tmp_path: Path) -> None:
+def test_a_large_image_takes_the_job_no_memory(tmp_path: Path) -> None:
     Image.new("L", (7000, 7000), 99).save(tmp_path / "large.jpg")
     Image.new("L", (7000, 7000), 99).save(tmp_path / "large.png")
-    # Warm up first: what the libraries take is not what a picture takes.
+    # Warm up first: what the libraries take is not what an image takes.
     script = f"""
 import resource
 from pathlib import Path
 from PIL import Image
-from tests.batch.test_report import answer, report, with_pictures
+from tests.batch.test_report import answer, report, with_images
 folder = Path({str(tmp_path)!r})
 Image.new("RGB", (20, 20)).save(folder / "small.jpg")
 peaks = []
 for names in (["small.jpg"], ["large.jpg", "large.png"]):
-    text = report(folder, [with_pictures(*names)], [answer("a", "x")])
+    text = report(folder, [with_images(*names)], [answer("a", "x")])
     assert text.count('src="data:image/jpeg;base64,') == len(names)
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 print(peaks[1] - peaks[0])

@@ -1,4 +1,4 @@
-"""A job over films: each is answered and shown in the report, each hostile one fails by name and by itself."""
+"""A job over videos: each is answered and shown in the report, each hostile one fails by name and by itself."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from PIL import Image
 
 from npu_runner.cli import main as cli
 from tests.batch.scripted import read_rows, row, write_rows
-from tests.films import as_url, declaring_seconds, film, moving_picture, sound_only
 from tests.prompts.test_image_files import photo
+from tests.videos import as_url, declaring_seconds, moving_frames, sound_only, video_of
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
-MOVING = moving_picture(12)
+MOVING = moving_frames(12)
 RED, BLUE = (np.full((64, 96, 3), colour, dtype=np.uint8) for colour in ((250, 0, 0), (0, 0, 250)))
 GOOD = {
-    "a.mp4": lambda: film(MOVING), "variable.mp4": lambda: film(MOVING[:4], times=[0, 1, 9, 30]),
-    "turned.mp4": lambda: film(MOVING, rotation=90), "one.mp4": lambda: film(MOVING[:1]),
-    "sound.mp4": lambda: film(MOVING, has_sound=True), "b.webm": lambda: film(MOVING, kind="webm", codec="libvpx-vp9"),
-    "red to blue.mp4": lambda: film([RED] * 6 + [BLUE] * 6),
+    "a.mp4": lambda: video_of(MOVING), "variable.mp4": lambda: video_of(MOVING[:4], times=[0, 1, 9, 30]),
+    "turned.mp4": lambda: video_of(MOVING, rotation=90), "one.mp4": lambda: video_of(MOVING[:1]),
+    "sound.mp4": lambda: video_of(MOVING, has_sound=True), "b.webm": lambda: video_of(MOVING, kind="webm",
+                                                                                      codec="libvpx-vp9"),
+    "red to blue.mp4": lambda: video_of([RED] * 6 + [BLUE] * 6),
 }  # fmt: skip
 BAD = {
-    "cut.mp4": ("video_truncated", lambda: film(MOVING)[:900]),
-    "long.mkv": ("video_too_long", lambda: declaring_seconds(film(MOVING, kind="matroska"), 36_000)),
+    "cut.mp4": ("video_truncated", lambda: video_of(MOVING)[:900]),
+    "long.mkv": ("video_too_long", lambda: declaring_seconds(video_of(MOVING, kind="matroska"), 36_000)),
     "sound alone.mp4": ("video_no_stream", sound_only),
     "garbage.mp4": ("video_not_recognised", lambda: bytes(range(256)) * 9),
     "no bytes.mp4": ("video_empty", lambda: b""),
@@ -47,15 +48,15 @@ def asks(name: str, *urls: str, kind: str = "video_url") -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a job that is done, whose workers had little memory."""
-    folder = tmp_path_factory.mktemp("films")
+    folder = tmp_path_factory.mktemp("videos")
     for name, make in {**GOOD, **{name: make for name, (_, make) in BAD.items()}}.items():
         (folder / name).write_bytes(make())
     for name, how in LARGE.items():
-        (folder / name).write_bytes(film([np.zeros((4320, 8192, 3), dtype=np.uint8)] * 3, **how))
-    photo(64, 64).save(folder / "picture.png")
+        (folder / name).write_bytes(video_of([np.zeros((4320, 8192, 3), dtype=np.uint8)] * 3, **how))
+    photo(64, 64).save(folder / "image.png")
     rows = [asks(name) for name in (*GOOD, *BAD, *LARGE)]
-    rows += [asks("inline", as_url(film(MOVING))), asks("twice", "a.mp4", "b.webm", "a.mp4"),
-             asks("picture.png", kind="image_url")]  # fmt: skip
+    rows += [asks("inline", as_url(video_of(MOVING))), asks("twice", "a.mp4", "b.webm", "a.mp4"),
+             asks("image.png", kind="image_url")]  # fmt: skip
     write_rows(folder / "in.jsonl", rows)
     files = ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "--report", str(folder / "report.html")]
     limits = ["--allowed-media-dir", str(folder), "--worker-memory-bytes", "320M", "--preprocessing-workers", "1"]
@@ -68,29 +69,29 @@ def found(folder: Path) -> dict[str, Any]:
     return {item["custom_id"]: item for item in read_rows(folder / "out.jsonl")}
 
 
-@pytest.mark.parametrize("name", [*GOOD, "inline", "twice", "picture.png"])
-def test_a_good_film_is_answered(name: str, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", [*GOOD, "inline", "twice", "image.png"])
+def test_a_good_video_is_answered(name: str, found: dict[str, Any]) -> None:
     assert found[name]["error"] is None
 
 
-def test_a_film_is_the_same_from_wherever_it_comes(found: dict[str, Any]) -> None:
+def test_a_video_is_the_same_from_wherever_it_comes(found: dict[str, Any]) -> None:
     bodies = [found[name]["response"]["body"] for name in ("a.mp4", "inline")]
     assert bodies[0]["usage"] == bodies[1]["usage"]
     assert bodies[0]["choices"] == bodies[1]["choices"]
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_film_fails_by_name(name: str, found: dict[str, Any]) -> None:
+def test_a_bad_video_fails_by_name(name: str, found: dict[str, Any]) -> None:
     error = found[name]["error"]
     assert (error["code"], error["param"]) == (BAD[name][0], "messages[0].content[0].video_url")
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_film_that_needs_more_memory_than_a_worker_has_fails_alone(name: str, found: dict[str, Any]) -> None:
+def test_a_video_that_needs_more_memory_than_a_worker_has_fails_alone(name: str, found: dict[str, Any]) -> None:
     assert found[name]["error"]["code"] in NO_MEMORY
 
 
-def test_a_row_for_a_vector_takes_films_and_says_how_they_are_sampled(folder: Path) -> None:
+def test_a_row_for_a_vector_takes_videos_and_says_how_they_are_sampled(folder: Path) -> None:
     content = [{"type": "video_url", "video_url": {"url": "a.mp4"}}]
     wishes = {"all": None, "two": {"num_frames": 2}, "wrong": {"size": 1}}
     rows = [{"custom_id": name, "method": "POST", "url": "/v1/embeddings", "body": {
@@ -106,13 +107,13 @@ def test_a_row_for_a_vector_takes_films_and_says_how_they_are_sampled(folder: Pa
     assert found["wrong"]["error"]["param"] == "mm_processor_kwargs.size"
 
 
-def test_the_report_shows_films_as_strips(folder: Path) -> None:
+def test_the_report_shows_videos_as_strips(folder: Path) -> None:
     page = (folder / "report.html").read_text()
-    strips = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" class="strip" alt="film 1 of ([^"]+)"', page)
+    strips = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" class="strip" alt="video 1 of ([^"]+)"', page)
     assert {name for _, name in strips} == {*GOOD, "inline", "twice"}
     (data,) = (data for data, name in strips if name == "red to blue.mp4")
     strip = np.asarray(Image.open(io.BytesIO(b64decode(data)))).astype(int)
     assert strip.shape[1] == 6 * 96
     assert strip[:, :48, 0].min() > 200
     assert strip[:, -48:, 2].min() > 200
-    assert 'alt="picture 1 of picture.png"' in page
+    assert 'alt="image 1 of image.png"' in page

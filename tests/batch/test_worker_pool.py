@@ -18,7 +18,7 @@ import pytest
 from npu_runner.errors import JobError
 from npu_runner.processes.channel import Channel, ChannelClosed
 from npu_runner.serving.workers.pool import Finished, PoolLimits, WorkerFailure, WorkerPool
-from tests.batch.pool_tasks import Unreadable, allocate, allocate_and_keep, modules, picture, square, without_job
+from tests.batch.pool_tasks import Unreadable, allocate, allocate_and_keep, image, modules, square, without_job
 
 
 def limits(**changes: Any) -> PoolLimits:
@@ -57,9 +57,9 @@ def test_without_a_task_no_worker_is_started() -> None:
 
 def test_arrays_arrive_whole_whatever_their_size() -> None:
     sides = [1, 10, 150, 700, 149, 1000]
-    with WorkerPool(picture, limits()) as pool:
+    with WorkerPool(image, limits()) as pool:
         for item in drained(pool, sides):
-            assert np.array_equal(item.result, picture(item.task))
+            assert np.array_equal(item.result, image(item.task))
             assert item.num_bytes >= item.result.nbytes
 
 
@@ -73,7 +73,7 @@ def test_workers_import_neither_torch_nor_transformers() -> None:
 @pytest.mark.parametrize("bound", [{"max_ready": 3}, {"max_ready_bytes": 600_000}])
 def test_the_pool_runs_ahead_by_its_bounds_and_no_further(bound: dict[str, int]) -> None:
     num_tasks = 40
-    with WorkerPool(picture, limits(**bound)) as pool:
+    with WorkerPool(image, limits(**bound)) as pool:
         for _ in range(num_tasks):
             pool.submit(300)
         for _ in range(19):

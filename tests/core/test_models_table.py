@@ -66,7 +66,7 @@ def test_the_table_says_what_the_strategy_is_and_what_the_tests_run(model_type: 
     path: Path = checkpoint(model_type)
     strategy = pick_strategy(path)
     has_state = any(isinstance(layer.mixer, GatedDeltaNetConfig) for layer in strategy.read_config().layers)
-    assert cells["pictures"] == _yes(strategy.is_multimodal)
+    assert cells["images"] == _yes(strategy.is_multimodal)
     assert cells["prefix cache"] == ("snapshots" if has_state else "blocks")
     # Both are run with every entry of tests/families.py.
     assert cells["ranks"] == "yes"

@@ -38,12 +38,12 @@ def test_prompts_that_begin_alike_share_their_beginning() -> None:
     assert planned(make_world(), [*common, 20], [*common, 30, 31], common[:9]) == [[11, 4, 1]]
 
 
-def test_pictures_are_part_of_what_is_shared() -> None:
+def test_images_are_part_of_what_is_shared() -> None:
     def prompt(name: int) -> PromptInputs:
         image = ImageInput(bytes([name]) * 16, None, (1, 2, 12), 6)  # type: ignore[arg-type]
         return PromptInputs([9] * 12, [image], [ImageSpan(5, 6, 0)])
 
-    assert planned(make_world(), prompt(1), prompt(1), prompt(2)) == [[12, 4, 8]], "the first block has no picture"
+    assert planned(make_world(), prompt(1), prompt(1), prompt(2)) == [[12, 4, 8]], "the first block has no image"
 
 
 def test_without_a_prefix_cache_nothing_is_shared() -> None:

@@ -1,6 +1,6 @@
 """Random traffic for a model with state: whatever a step reads as a sequence's state is that of all its tokens so far.
 
-The device is a table of states by slot: a state is the list of the tokens, and rows of pictures, that it has seen.
+The device is a table of states by slot: a state is the list of the tokens, and rows of images, that it has seen.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def test_an_abandoned_step_leaves_no_snapshot() -> None:
     assert world.snapshots.counters == SnapshotCounters(taken=1)
 
 
-def test_pictures_that_fill_a_step_do_not_stop_a_chunk_before_its_boundary() -> None:
+def test_images_that_fill_a_step_do_not_stop_a_chunk_before_its_boundary() -> None:
     """Between the two lies no boundary, and together they are more than a step may show to the tower."""
     images = [ImageInput(bytes([n]) * 16, None, (1, 2, 16), 8) for n in range(2)]  # type: ignore[arg-type]
     prompt = PromptInputs([9] * 20, images, [ImageSpan(1, 8, 0), ImageSpan(10, 8, 1)])

@@ -148,7 +148,7 @@ class World:
             return
         step = self.steps.popleft()
         if step.fails:
-            self._abandon(step)
+            self._rollback(step)
         else:
             self._collect(step)
         self._check_blocks()
@@ -217,7 +217,7 @@ class World:
                     self._end(sequence)
                     break
 
-    def _abandon(self, step: Step) -> None:
+    def _rollback(self, step: Step) -> None:
         self.steps.clear()
         assert self.scheduler.rollback() == [seq for seq in step.sequences if not seq.is_finished]
         assert self.blocks.num_used == 0
@@ -283,7 +283,7 @@ class World:
         return range(0 if self.window is None else max(0, end - query_len - self.window + 1), end)
 
     def _content(self, sequence: Sequence, place: int) -> Any:
-        """Keys of a token depend on all tokens and pictures up to it."""
+        """Keys of a token depend on all tokens and images up to it."""
         tokens = tuple(self.tokens_of(sequence, place + 1))
         images = [(span.start, sequence.prompt.images[span.image_index].content_hash) for span in
                   sequence.prompt.spans if span.start <= place]

@@ -1,4 +1,4 @@
-"""Attention over the paged cache and within pictures in Triton against the definition in float64.
+"""Attention over the paged cache and within images in Triton against the definition in float64.
 
 On a GPU, or in triton's interpreter. Over graphs: tests/oracle/test_attention_backends.py.
 """
@@ -103,17 +103,17 @@ def test_what_stands_after_the_diagonal_is_not_read(device: torch.device) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
-def test_pictures_of_many_sizes(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
-    check_pictures(device, head_dim, dtype, [4, 130, 64, 1, 63, 65])
+def test_images_of_many_sizes(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
+    check_images(device, head_dim, dtype, [4, 130, 64, 1, 63, 65])
 
 
 @pytest.mark.parametrize("head_dim", [16, 20, 40, 96])
-def test_pictures_of_other_head_dims(device: torch.device, head_dim: int) -> None:
-    check_pictures(device, head_dim, torch.bfloat16, [70, 16])
+def test_images_of_other_head_dims(device: torch.device, head_dim: int) -> None:
+    check_images(device, head_dim, torch.bfloat16, [70, 16])
 
 
-def check_pictures(device: torch.device, head_dim: int, dtype: torch.dtype, lengths: list[int]) -> None:
-    """Queries and keys are slices of one product, values of another; what stands behind the last picture is NaN."""
+def check_images(device: torch.device, head_dim: int, dtype: torch.dtype, lengths: list[int]) -> None:
+    """Queries and keys are slices of one product, values of another; what stands behind the last image is NaN."""
     from npu_runner.platforms.cuda.attention import TritonAttention
 
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_heads_in_two_parts_are_taken_where_they_are_right_and_only_there(
     from npu_runner.platforms.cuda import vision_kernels
 
     launches = []
-    right = vision_kernels.split_pictures
+    right = vision_kernels.split_images
 
     class Wrong:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -140,19 +140,19 @@ def test_heads_in_two_parts_are_taken_where_they_are_right_and_only_there(
                 launches.append(grid)
                 right[grid](*arguments, **constants)
                 if self.spoils:
-                    arguments[3][300] += 1  # of a later picture
+                    arguments[3][300] += 1  # of a later image
             return launch
 
         spoils = False
 
     kernel = Wrong()
-    monkeypatch.setattr(vision_kernels, "split_pictures", kernel)
-    check_pictures(device, head_dim, torch.bfloat16, [70, 16])
+    monkeypatch.setattr(vision_kernels, "split_images", kernel)
+    check_images(device, head_dim, torch.bfloat16, [70, 16])
     assert len(launches) == 2, "one is compared, one is used"
     assert not caplog.records
     kernel.spoils = True
-    check_pictures(device, head_dim, torch.bfloat16, [70, 16])
+    check_images(device, head_dim, torch.bfloat16, [70, 16])
     assert len(launches) == 3, "it is compared, and not used"
     assert "two parts is wrong" in caplog.text
-    check_pictures(device, head_dim, torch.float32, [70, 16])
+    check_images(device, head_dim, torch.float32, [70, 16])
     assert len(launches) == 3

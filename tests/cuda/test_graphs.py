@@ -14,7 +14,7 @@ def gpu(device: torch.device) -> torch.device:
 
 
 def test_a_capture_leaves_pinned_memory_for_the_steps_to_come(gpu: torch.device) -> None:
-    """What was pinned while memory was measured is there for the first pictures, which else waited for tens of
+    """What was pinned while memory was measured is there for the first images, which else waited for tens of
     milliseconds."""
     from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
 

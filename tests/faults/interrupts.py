@@ -2,7 +2,7 @@
 
     python -m tests.faults.interrupts MODEL TENSOR_PARALLEL_SIZE NUM_INTERRUPTS STEPS_UNDER_WAY [DATA_PARALLEL_SIZE]
 
-With the embedded model (shapes-vl) calls are conversations with pictures, prepared in workers, results read as they
+With the embedded model (shapes-vl) calls are conversations with images, prepared in workers, results read as they
 finish; else raw prompts. It leads a group of processes of its own, and the signal goes to the whole group, as from a
 terminal.
 Ends with an error if a process of its own is left behind.
@@ -32,7 +32,7 @@ MOST_LOST = 2
 """And a tenth of them all."""
 SETTINGS = {"platform": "cpu", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64,
             "kv_cache_bytes": 1 << 20}
-PICTURE_SETTINGS = {**SETTINGS, "kv_cache_bytes": 8 << 20}
+IMAGE_SETTINGS = {**SETTINGS, "kv_cache_bytes": 8 << 20}
 
 
 Answers = list[list[list[int]]]
@@ -42,7 +42,7 @@ def answers(llm: LLM) -> Answers:
     return [[c.token_ids for c in output.completions] for output in llm.generate(PROMPTS, PARAMS)]
 
 
-def answers_to_pictures(llm: LLM) -> Answers:
+def answers_to_images(llm: LLM) -> Answers:
     conversations = (draw_example(seed).conversation() for seed in TEST_SEEDS[:6])
     found = dict(llm.chat(conversations, GREEDY, stream_results=True))
     return [[c.token_ids for c in found[index].completions] for index in range(len(found))]
@@ -70,9 +70,9 @@ def interrupted(llm: LLM, delay: float, call: Callable[[LLM], Answers]) -> bool:
 def main(model: str, size: str, num_interrupts: str, steps_under_way: str, num_replicas: str = "1") -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     rng = random.Random(5)
-    has_pictures = model == SHAPES_VL.name
-    call = answers_to_pictures if has_pictures else answers
-    settings = {**(PICTURE_SETTINGS if has_pictures else SETTINGS), "async_scheduling": steps_under_way == "2"}
+    has_images = model == SHAPES_VL.name
+    call = answers_to_images if has_images else answers
+    settings = {**(IMAGE_SETTINGS if has_images else SETTINGS), "async_scheduling": steps_under_way == "2"}
     with LLM(model, tensor_parallel_size=int(size), data_parallel_size=int(num_replicas), **settings) as llm:
         expected = call(llm)
         started = time.monotonic()

@@ -39,7 +39,7 @@ def conversations() -> list[Any]:
 
 
 def answers(llm: LLM) -> list[str]:
-    """Of texts and pictures: the second are prepared by workers."""
+    """Of texts and images: the second are prepared by workers."""
     from npu_runner import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=8)

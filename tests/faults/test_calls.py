@@ -1,4 +1,4 @@
-"""Two steps may be under way; results come in their order, and never one of a step that was abandoned."""
+"""Two steps may be under way; results come in their order, and never one of a step that was rolled back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_results_belong_to_their_steps(size: int, checkpoint: Any) -> None:
         for abandoned in ([d], [d, e], [d, e], [d]):
             for batch in abandoned:
                 executor.submit(batch)
-            executor.abandon()
+            executor.rollback()
             executor.submit(f)
             executor.submit(g)
             assert collected() is f

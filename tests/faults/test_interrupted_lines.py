@@ -17,11 +17,11 @@ from npu_runner import LLM
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import NpuRunnerError
 from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
-from tests.faults.interrupts import DRAWN, PICTURE_SETTINGS, PROMPTS, Answers, answers_to_pictures, processes_left
+from tests.faults.interrupts import DRAWN, IMAGE_SETTINGS, PROMPTS, Answers, answers_to_images, processes_left
 from tests.faults.lines import Injected, Line, lines_of, raising_at
 
 FEW = DRAWN.replace(max_tokens=4)
-SETTINGS = {**PICTURE_SETTINGS, "preprocessing_workers": 1}
+SETTINGS = {**IMAGE_SETTINGS, "preprocessing_workers": 1}
 _HANGS_SECONDS = 120
 Call = Callable[[Any], Any]
 
@@ -82,7 +82,7 @@ def streamed(llm: LLM) -> Answers:
     return [[found[index].token_ids] for index in range(len(found))]
 
 
-CALLS: tuple[Call, ...] = (listed, streamed, answers_to_pictures)
+CALLS: tuple[Call, ...] = (listed, streamed, answers_to_images)
 """A line is interrupted in the first of them that runs it."""
 
 
@@ -139,7 +139,7 @@ def test_an_exception_at_every_line_of_start_and_end(num_replicas: int, expected
     """No process is left, by a start that ended so, nor once what did not close is closed again."""
     before = processes_left()
     with loaded(num_replicas) as llm:
-        assert answers_to_pictures(llm) == expected[answers_to_pictures]
+        assert answers_to_images(llm) == expected[answers_to_images]
         of_end = lines_of(llm.close)
     made: list[LLM] = []
     of_start = lines_of(lambda: made.append(loaded(num_replicas)))
@@ -152,7 +152,7 @@ def test_an_exception_at_every_line_of_start_and_end(num_replicas: int, expected
         assert processes_left() == before, f"a start that ended at {line} leaves processes"
     for line in of_end:
         llm = loaded(num_replicas)
-        assert answers_to_pictures(llm) == expected[answers_to_pictures]
+        assert answers_to_images(llm) == expected[answers_to_images]
         with not_hanging(f"an end, {line}"):
             with suppress(Injected), raising_at(line, 1):
                 llm.close()

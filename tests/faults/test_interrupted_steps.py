@@ -122,8 +122,8 @@ def test_an_interrupted_step_of_the_engine_is_made_again(checkpoint: Any, expect
         assert [[c.token_ids for c in found[str(i)].completions] for i in range(len(PROMPTS))] == expected
 
 
-def test_pictures_that_were_under_way_are_seen_as_before() -> None:
-    """A prefill cut through a picture pins it; the tower, the cache and the first layers are each interrupted."""
+def test_images_that_were_under_way_are_seen_as_before() -> None:
+    """A prefill cut through an image pins it; the tower, the cache and the first layers are each interrupted."""
     conversations = [draw_example(seed).conversation() for seed in TEST_SEEDS[:3]]
     with LLM(SHAPES_VL, platform="cpu", max_model_len=512, max_num_batched_tokens=48, max_num_seqs=4) as llm:
         expected = [output.token_ids for output in llm.chat(conversations, greedy(6))]
@@ -131,7 +131,7 @@ def test_pictures_that_were_under_way_are_seen_as_before() -> None:
         for owner, name in ((runner.strategy, "encode_images"), (runner.vision_cache, "put"),
                             (runner.vision_cache, "pin_only"), (runner.model, "compute_logits")):
             for after in (False, True):
-                llm.engine._executor.abandon()  # nothing is cached: the tower has work
+                llm.engine._executor.rollback()  # nothing is cached: the tower has work
                 with raising(owner, name, 1, after=after), pytest.raises(Injected):
                     llm.chat(conversations, greedy(6))
                 assert [output.token_ids for output in llm.chat(conversations, greedy(6))] == expected
@@ -167,17 +167,17 @@ def assert_goes_on(size: int, num_interrupts: int, steps_under_way: int, checkpo
     assert json.loads(done.stdout) == [True] * num_interrupts
 
 
-def test_ctrl_c_at_random_moments_while_pictures_are_prepared() -> None:
-    assert_goes_on_with_pictures(1)
+def test_ctrl_c_at_random_moments_while_images_are_prepared() -> None:
+    assert_goes_on_with_images(1)
 
 
 @pytest.mark.slow
 @pytest.mark.full("two ranks start; one rank stays, and Ctrl-C with two")
-def test_ctrl_c_with_two_ranks_while_pictures_are_prepared() -> None:
-    assert_goes_on_with_pictures(2)
+def test_ctrl_c_with_two_ranks_while_images_are_prepared() -> None:
+    assert_goes_on_with_images(2)
 
 
-def assert_goes_on_with_pictures(size: int) -> None:
+def assert_goes_on_with_images(size: int) -> None:
     command = [sys.executable, "-m", "tests.faults.interrupts", SHAPES_VL.name, str(size), "6", "1"]
     done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
     assert done.returncode == 0

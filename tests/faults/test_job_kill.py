@@ -21,7 +21,7 @@ from tests.batch.scripted import row, workers_of, write_rows
 
 NUM_KILLS = 30
 NUM_KILLS_WITH_ROWS = 4
-NUM_PICTURES = 12
+NUM_IMAGES = 12
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off",
          "--preprocessing-workers", "1", "--allowed-media-dir", "."]  # fmt: skip
 
@@ -61,17 +61,17 @@ class Zygote:
 
 
 def requests(folder: Path) -> Iterator[dict[str, Any] | bytes]:
-    """Pictures and text, greedy and drawn with a seed and without, several completions, and rows that fail.
+    """Images and text, greedy and drawn with a seed and without, several completions, and rows that fail.
 
     No logprobs: their last digits depend on who else is in the batch, as sums of floats do.
     """
-    for number in range(NUM_PICTURES):
+    for number in range(NUM_IMAGES):
         example = draw_example(TEST_SEEDS[200 + number])
         parts: list[dict[str, Any]] = [{"type": "text", "text": example.question}]
         for index, image in enumerate(example.images):
             image.save(folder / f"{number}-{index}.png")
             parts.append({"type": "image_url", "image_url": {"url": f"{number}-{index}.png"}})
-        yield row(f"picture {number}", messages=[{"role": "user", "content": parts}], max_tokens=48)
+        yield row(f"image {number}", messages=[{"role": "user", "content": parts}], max_tokens=48)
         yield row(f"text {number}", "Hello!", temperature=number % 3, n=1 + number % 2, max_tokens=24)
     yield b"not json"
     yield row(
@@ -113,7 +113,7 @@ def test_killed_at_thirty_moments_every_row_is_there_once(tmp_path: Path, monkey
     done = subprocess.run([sys.executable, "-m", "npu_runner", *command, undisturbed.name, "--ordered"], cwd=tmp_path)
     assert done.returncode == 3
     expected = whole_lines(undisturbed)
-    assert len(expected) == 2 * NUM_PICTURES + 3
+    assert len(expected) == 2 * NUM_IMAGES + 3
 
     rng, num_kills, num_jobs = random.Random(2), 0, 0
     num_kills_with_rows = {False: 0, True: 0}  # by whether the job is ordered: then with rows that are early

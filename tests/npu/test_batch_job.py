@@ -1,4 +1,4 @@
-"""The batch job on the npu platform: 64 pictures, killed and resumed, with the answers of the cpu platform."""
+"""The batch job on the npu platform: 64 images, killed and resumed, with the answers of the cpu platform."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cann.environment import environment
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
-NUM_PICTURES = 64
+NUM_IMAGES = 64
 NUM_KILLS = 3
 SETTINGS = ["--max-model-len", "1024", "--max-num-seqs", "16", "--vision-cache-bytes", "64M", "--progress", "off",
             "--allowed-media-dir", ".", "--preprocessing-workers", "1"]  # fmt: skip
@@ -27,7 +27,7 @@ GRAPHS = ["--graph-mode", "reduce-overhead", "--graph-batch-sizes", "4,16"]
 
 
 def requests(folder: Path) -> list[dict[str, Any]]:
-    """Examples with NUM_PICTURES pictures in all, and a row that fails."""
+    """Examples with NUM_IMAGES images in all, and a row that fails."""
     rows, count = [], 0
     for number, seed in enumerate(TEST_SEEDS):
         example = draw_example(seed)
@@ -37,7 +37,7 @@ def requests(folder: Path) -> list[dict[str, Any]]:
             parts.append({"type": "image_url", "image_url": {"url": f"{number}-{index}.png"}})
         rows.append(row(f"row {number}", messages=[{"role": "user", "content": parts}], max_tokens=48))
         count += len(example.images)
-        if count >= NUM_PICTURES:
+        if count >= NUM_IMAGES:
             break
     missing = [{"type": "image_url", "image_url": {"url": "no.png"}}]
     return [*rows, row("missing", messages=[{"role": "user", "content": missing}])]
@@ -72,7 +72,7 @@ def test_killed_jobs_are_resumed_and_answer_as_on_the_cpu(tmp_path: Path) -> Non
     write_rows(tmp_path / "in.jsonl", rows)
     on_cpu = job(tmp_path, "cpu.jsonl", "--platform", "cpu", "--dtype", "bfloat16")
     root = Path(__file__).resolve().parent.parent.parent
-    env = environment(memory_bytes=2 << 30)  # the pictures of a step, and those of the next
+    env = environment(memory_bytes=2 << 30)  # the images of a step, and those of the next
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))
     output = tmp_path / "npu.jsonl"
     num_killed = 0
@@ -89,7 +89,7 @@ def test_killed_jobs_are_resumed_and_answer_as_on_the_cpu(tmp_path: Path) -> Non
     assert on_cpu.wait() == 3
     found, expected = answers(output), answers(tmp_path / "cpu.jsonl")
     assert found.keys() == expected.keys() == {entry["custom_id"] for entry in rows}
-    # 16-bit sums in another order: a picture in a hundred may be described otherwise.
+    # 16-bit sums in another order: an image in a hundred may be described otherwise.
     different = [name for name in found if found[name] != expected[name]]
     assert len(different) <= 2, [(found[name], expected[name]) for name in different]
     assert found["missing"] == expected["missing"]

@@ -30,7 +30,7 @@ def cases_of(model_type: str, checkpoint: Any, mode: str, **settings: Any) -> li
     graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": [4]}
     if mode == "max-autotune":
         graphs["use_graph_cache"] = False
-    prompts, count = ("pictures", 6) if sees_images(model_type) else ("texts", 7)
+    prompts, count = ("images", 6) if sees_images(model_type) else ("texts", 7)
     return [Case(str(checkpoint(model_type, **changes)), {"graph_mode": mode, **SMALL, **FLOAT32, **graphs, **settings},
                  prompts, count) for changes in FAMILIES[model_type].npu]
 

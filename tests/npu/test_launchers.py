@@ -54,9 +54,9 @@ def test_the_launcher_generates(installed: dict[str, str], tmp_path: Path) -> No
     """Without it torch itself would not load here: libhccl.so is on no path before set_env.sh is sourced."""
     assert "LD_LIBRARY_PATH" not in installed
     example = draw_example(next(seed for seed in TEST_SEEDS if len(draw_example(seed).images) == 1))
-    example.images[0].save(tmp_path / "picture.png")
+    example.images[0].save(tmp_path / "image.png")
     done = launch(installed, "generate", "--platform", "npu", "--enforce-eager", "--max-model-len", "512",
-                  "--max-num-seqs", "1", "--image", str(tmp_path / "picture.png"), example.question)
+                  "--max-num-seqs", "1", "--image", str(tmp_path / "image.png"), example.question)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == example.answer
     assert "somebody else's" not in done.stderr
@@ -124,7 +124,7 @@ def test_the_regression_reports_what_ran(installed: dict[str, str], tmp_path: Pa
                           timeout=600)
     report = (out / "report.txt").read_text()
     assert done.returncode == 0, done.stdout + report
-    steps = ("doctor", "replay", "tests", "pictures", "batch", "compare", "bench")
+    steps = ("doctor", "replay", "tests", "images", "batch", "compare", "bench")
     assert re.findall(r"^(\w+) +(?:ok|FAILED) \(exit", report, re.MULTILINE) == [*steps], "replay is measured first"
     for step in steps:
         assert f"{step:24} ok" in report
@@ -154,5 +154,5 @@ def test_the_regression_says_what_failed(tmp_path: Path) -> None:
     report = (out / "report.txt").read_text()
     assert done.returncode == 1
     assert "5 of 6 steps failed" in done.stdout
-    assert f"{'pictures':24} FAILED (exit status 9" in report
+    assert f"{'images':24} FAILED (exit status 9" in report
     assert f"{'tests':24} ok" in report

@@ -17,18 +17,18 @@ from tests.npu.test_families import emulated, tiny
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
-NUM_PICTURES, FEW_PICTURES = 40, 24
+NUM_IMAGES, FEW_IMAGES = 40, 24
 # The worst step shows the tower pairs of frames, as many as a step has room for, in float32.
 ROOM = 2 << 30
 BUCKETS, FEW_BUCKETS = [1, 4, 16], [4, 16]
 
 
-def shapes(mode: str, num_pictures: int = NUM_PICTURES, **settings: Any) -> Case:
+def shapes(mode: str, num_images: int = NUM_IMAGES, **settings: Any) -> Case:
     common: dict[str, Any] = {"graph_mode": mode, "max_model_len": 1024, "max_num_seqs": 16,
                               "vision_cache_bytes": SMALL["vision_cache_bytes"], **FLOAT32}
     if mode != "eager":
         common["graph_batch_sizes"] = BUCKETS
-    return Case(str(SHAPES_VL), {**common, **settings}, "shapes", num_pictures, max_tokens=48, ignore_eos=False)
+    return Case(str(SHAPES_VL), {**common, **settings}, "shapes", num_images, max_tokens=48, ignore_eos=False)
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,13 @@ def shapes_on_cpu() -> dict[str, Any]:
 
 @emulated
 def test_shapes_vl(tmp_path: Path) -> None:
-    case = shapes("reduce-overhead", FEW_PICTURES, graph_batch_sizes=FEW_BUCKETS)
+    case = shapes("reduce-overhead", FEW_IMAGES, graph_batch_sizes=FEW_BUCKETS)
     (result,) = on_npu([case], tmp_path, memory_bytes=ROOM)
-    assert result["tokens"] == on_cpu(shapes("eager", FEW_PICTURES))["tokens"]
+    assert result["tokens"] == on_cpu(shapes("eager", FEW_IMAGES))["tokens"]
     assert_graphs_are_whole(result, FEW_BUCKETS)
 
 
-@pytest.mark.full("more pictures, and a graph for one row; fewer of both stay")
+@pytest.mark.full("more images, and a graph for one row; fewer of both stay")
 @emulated
 def test_more_of_shapes_vl(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
     (result,) = on_npu([shapes("reduce-overhead")], tmp_path, memory_bytes=ROOM)
@@ -80,7 +80,7 @@ def test_a_device_that_lags_behind_and_a_null_block_full_of_nan(checkpoint: Any,
 
 
 @emulated
-@pytest.mark.full("captured graphs with pictures stay, whose prefills are eager")
+@pytest.mark.full("captured graphs with images stay, whose prefills are eager")
 @pytest.mark.parametrize(("model_types", "mode"), [
     (["qwen3"], "reduce-overhead"), (["qwen3", "qwen3_vl"], "eager")])
 def test_other_steps_of_a_device_that_lags_behind(model_types: Sequence[str], mode: str, checkpoint: Any,

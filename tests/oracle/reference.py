@@ -1,4 +1,4 @@
-"""The oracle: Hugging Face transformers in float32 on the CPU, given the same files, pictures and messages."""
+"""The oracle: Hugging Face transformers in float32 on the CPU, given the same files, images and messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.families import sees_images
 def load_model(path: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    sees_pictures = sees_images(AutoConfig.from_pretrained(path).model_type)
-    model_class = AutoModelForImageTextToText if sees_pictures else AutoModelForCausalLM
+    has_vision = sees_images(AutoConfig.from_pretrained(path).model_type)
+    model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     return model_class.from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -31,22 +31,22 @@ def load_image_processor(path: Path) -> Any:
 
 
 def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Any] = ()) -> dict[str, torch.Tensor]:
-    """What transformers' forward takes for one prompt whose placeholders are already expanded. `images`: pictures, and
-    encoded films as bytes."""
+    """What transformers' forward takes for one prompt whose placeholders are already expanded. `images`: images, and
+    encoded videos as bytes."""
     config = load_model(path).config
     ids = torch.tensor([list(token_ids)])
     inputs = {"input_ids": ids}
     if sees_images(config.model_type):
         inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
-        films = [image for image in images if isinstance(image, bytes)]
-        if films:  # without any a model of random weights may still have chosen the placeholder
+        videos = [image for image in images if isinstance(image, bytes)]
+        if videos:  # without any a model of random weights may still have chosen the placeholder
             inputs["mm_token_type_ids"] += 2 * (ids == config.video_token_id).int()
-            from tests.oracle.films_reference import film_inputs
+            from tests.oracle.videos_reference import video_inputs
 
-            inputs.update(film_inputs(path, films))
-        if len(images) > len(films):
-            pictures = [image for image in images if not isinstance(image, bytes)]
-            features = load_image_processor(path)(pictures, return_tensors="pt")
+            inputs.update(video_inputs(path, videos))
+        if len(images) > len(videos):
+            stills = [image for image in images if not isinstance(image, bytes)]
+            features = load_image_processor(path)(stills, return_tensors="pt")
             inputs["pixel_values"] = features["pixel_values"]
             inputs["image_grid_thw"] = features["image_grid_thw"]
     return inputs

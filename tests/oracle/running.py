@@ -68,8 +68,8 @@ def assert_equals_reference(path: Path, llm: LLM, prompts: Sequence[PromptInputs
                             images: Sequence[Sequence[Any]] | None = None) -> None:
     """All prompts together give, each, the tokens that transformers gives it alone; and alone, the same logits."""
     images = images or [[] for _ in prompts]
-    expected = [reference.generate(path, prompt.token_ids, pictures, max_new_tokens=MAX_NEW_TOKENS)
-                for prompt, pictures in zip(prompts, images, strict=True)]
+    expected = [reference.generate(path, prompt.token_ids, images, max_new_tokens=MAX_NEW_TOKENS)
+                for prompt, images in zip(prompts, images, strict=True)]
     together = llm.generate(prompts, greedy())
     for index, (output, (tokens, _)) in enumerate(zip(together, expected, strict=True)):
         assert output.token_ids == tokens, f"prompt {index} of {len(prompts)}"

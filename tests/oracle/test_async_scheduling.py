@@ -37,7 +37,7 @@ PARAMS = [
 WORDS = ["a", "b c", "which of the pictures ", "the picture of a circle " * 4, "e f g " * 18, "which " * 30]
 MOST_PROMPT_TOKENS = 220
 MODELS = ["qwen3", "qwen3_vl", "qwen3_5", "qwen3_moe"]
-# Few blocks and small steps: prompts are cut, through their pictures too, and sequences are preempted.
+# Few blocks and small steps: prompts are cut, through their images too, and sequences are preempted.
 SETTINGS: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "dtype": "float32", "max_num_batched_tokens": 64}
 
 

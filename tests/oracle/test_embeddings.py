@@ -13,11 +13,11 @@ import pytest
 from npu_runner import LLM, PoolingParams
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.request.prompt_inputs import PromptInputs
-from tests.films import film, moving_picture
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import POOLING, assert_same, expected_vector, save_bare, write_modules
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
 from tests.oracle.running import SMALL, need_two_devices
+from tests.videos import moving_frames, video_of
 
 Make = Callable[..., Path]
 LENGTHS = (5, 1, 90, 33, 64, 17, 140, 2, 48)
@@ -119,23 +119,23 @@ def test_vectors_stay_as_long_as_they_are_without_a_normalize_module(
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
-def test_pictures_and_states(model_type: str, checkpoint: Make, platform_name: str) -> None:
+def test_images_and_states(model_type: str, checkpoint: Make, platform_name: str) -> None:
     """Loaded by the setting: neither checkpoint has a modules.json. Qwen3.5 has states beside its cache."""
     path = checkpoint(model_type)
     rng = np.random.default_rng(1)
     with LLM(path, platform=platform_name, runner="pooling", max_num_batched_tokens=64, **SMALL) as llm:
-        prompts, pictures = [], []
+        prompts, all_images = [], []
         for size in ((64, 96), (160, 64), None):
             images = [] if size is None else [reference.random_image(rng, *size)]
             parts = [{"type": "image", "image": image} for image in images] + [{"type": "text", "text": "which?"}]
             prompts.append(llm.engine.processor([{"role": "user", "content": parts}]))
-            pictures.append(images)
+            all_images.append(images)
         for _ in ("cold", "warm"):
-            for result, prompt, images in zip(llm.embed(prompts), prompts, pictures, strict=True):
+            for result, prompt, images in zip(llm.embed(prompts), prompts, all_images, strict=True):
                 assert_same(result.embedding, expected_vector(path, prompt.token_ids, images))
 
 
-def test_a_picture_alone_has_a_vector(checkpoint: Make, platform_name: str) -> None:
+def test_an_image_alone_has_a_vector(checkpoint: Make, platform_name: str) -> None:
     path = checkpoint("qwen3_vl")
     image = reference.random_image(np.random.default_rng(2), 64, 64)
     with LLM(path, platform=platform_name, runner="pooling", **SMALL) as llm:
@@ -144,8 +144,8 @@ def test_a_picture_alone_has_a_vector(checkpoint: Make, platform_name: str) -> N
         assert_same(result.embedding, expected_vector(path, prompt.token_ids, [image]))
 
 
-def test_films_of_raw_prompts_and_of_chats_have_vectors(checkpoint: Make, platform_name: str) -> None:
-    path, data = checkpoint("qwen3_vl"), film(moving_picture(30))
+def test_videos_of_raw_prompts_and_of_chats_have_vectors(checkpoint: Make, platform_name: str) -> None:
+    path, data = checkpoint("qwen3_vl"), video_of(moving_frames(30))
     shape = {"prompt": "<|vision_start|><|video_pad|><|vision_end|>which?", "multi_modal_data": {"video": data}}
     with LLM(path, platform=platform_name, runner="pooling", **SMALL) as llm:
         prompt = llm.processor.from_text(shape["prompt"], videos=[data])

@@ -30,8 +30,8 @@ def test_a_sharded_checkpoint_equals_transformers(checkpoint: Any, platform_name
 
 
 @pytest.mark.parametrize(("num_tokens", "is_turned"), [(1024, False), (37, False), (1024, True)])
-def test_with_pictures_and_chunks(num_tokens: int, is_turned: bool, checkpoint: Any, platform_name: str,
-                                  tmp_path: Path) -> None:
+def test_with_images_and_chunks(num_tokens: int, is_turned: bool, checkpoint: Any, platform_name: str,
+                                tmp_path: Path) -> None:
     path: Path = checkpoint("qwen3_vl_moe")
     if is_turned:  # as the published checkpoints have them; transformers writes them the other way round
         path = turned(path, tmp_path, "gate_up_proj", "down_proj")

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.cli import main as cli
-from tests.films import film, moving_picture
 from tests.oracle import reference
+from tests.videos import moving_frames, video_of
 
 QUESTION = "which of the two pictures shows a circle?"
 OPTIONS = ("--platform", "cpu", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "2")
@@ -66,14 +66,14 @@ def test_the_answer_is_transformers_with_the_checkpoints_own_defaults(
     assert capsys.readouterr().out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
 
 
-def test_pictures_and_films_are_shown_in_the_order_in_which_they_are_named(
+def test_images_and_videos_are_shown_in_the_order_in_which_they_are_named(
     checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoTokenizer
 
-    path, picture = checkpoint("qwen3_vl"), reference.random_image(np.random.default_rng(7), 70, 45)
-    data = film(moving_picture(30))
-    picture.save(tmp_path / "a.png")
+    path, image = checkpoint("qwen3_vl"), reference.random_image(np.random.default_rng(7), 70, 45)
+    data = video_of(moving_frames(30))
+    image.save(tmp_path / "a.png")
     (tmp_path / "b.mp4").write_bytes(data)
     seen = ["--video", str(tmp_path / "b.mp4"), "--image", str(tmp_path / "a.png")]
     options = ["--model", str(path), *OPTIONS, "--max-tokens", "8", "--video-max-frames", "2"]
@@ -81,7 +81,7 @@ def test_pictures_and_films_are_shown_in_the_order_in_which_they_are_named(
     printed = capsys.readouterr().out
     with LLM(path, platform="cpu", dtype="float32", max_model_len=256, video_max_frames=2) as llm:
         prompt = llm.processor([{"role": "user", "content": [
-            {"type": "video", "video": data}, {"type": "image", "image": picture}, {"type": "text", "text": QUESTION},
+            {"type": "video", "video": data}, {"type": "image", "image": image}, {"type": "text", "text": QUESTION},
         ]}])  # fmt: skip
         (expected,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8))
     assert [image.pixels_HWC.shape[2] for image in prompt.images] == [6, 3]

@@ -63,11 +63,11 @@ def test_as_near_to_float32_as_transformers(
         else:
             prompts = [llm.engine.processor.from_text(text) for text in TEXTS]
             images = [[] for _ in prompts]
-        for prompt, pictures in zip(prompts, images, strict=True):
+        for prompt, shown in zip(prompts, images, strict=True):
             with recorded_logits(llm) as steps:
                 (output,) = llm.generate([prompt], greedy())
             ours = torch.cat([step for step in steps if len(step)]).log_softmax(-1)
-            inputs = reference.model_inputs(path, [*prompt.token_ids, *output.token_ids], pictures)
+            inputs = reference.model_inputs(path, [*prompt.token_ids, *output.token_ids], shown)
             exact = logprobs_of(reference.load_model(path), inputs, MAX_NEW_TOKENS)
             theirs = logprobs_of(half_model(path, getattr(torch, dtype)), inputs, MAX_NEW_TOKENS)
             ours_worst = max(ours_worst, (ours - exact).abs().max().item())

@@ -1,4 +1,4 @@
-"""Models of Gated DeltaNet and gated attention against transformers: dense, of experts, with pictures, without."""
+"""Models of Gated DeltaNet and gated attention against transformers: dense, of experts, with images, without."""
 
 from __future__ import annotations
 

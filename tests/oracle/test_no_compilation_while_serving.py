@@ -1,4 +1,4 @@
-"""After the start nothing is compiled any more, whatever lengths and pictures come."""
+"""After the start nothing is compiled any more, whatever lengths and images come."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.oracle.running import SMALL, greedy
 # Block tables of 1, 2, 15, 16 and 17 blocks; kernels like to have variants for sizes of 1 and of multiples of 16. All
 # but one token of 65 have been seen before: a prefill of one.
 LENGTHS = (3, 70, 65, 900, 1000, 1040)
-PICTURES = ((32, 32), (128, 64), (256, 512), (96, 224))
+IMAGES = ((32, 32), (128, 64), (256, 512), (96, 224))
 
 
 def prompts_of(llm: LLM, seed: int) -> list[PromptInputs]:
-    """Another seed gives other tokens and pictures: no prefix of theirs is cached."""
+    """Another seed gives other tokens and images: no prefix of theirs is cached."""
     prompts = [PromptInputs([5 + seed] * length) for length in LENGTHS]
     if llm.engine.model_config.vision is None:
         return prompts
     draw = np.random.default_rng(seed)
-    pictures = [{"type": "image", "image": random_image(draw, *size)} for size in PICTURES]
+    images = [{"type": "image", "image": random_image(draw, *size)} for size in IMAGES]
     text = {"type": "text", "text": "which"}
     return prompts + [llm.engine.processor([{"role": "user", "content": [*content, text]}])
-                      for content in (*([picture] for picture in pictures), pictures)]
+                      for content in (*([image] for image in images), images)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])

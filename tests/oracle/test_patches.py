@@ -1,4 +1,4 @@
-"""Patches of pictures of any sizes, cut and normalised together, are bit for bit those of the definition."""
+"""Patches of images of any sizes, cut and normalised together, are bit for bit those of the definition."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GRIDS = [(1, 1), (3, 2), (1, 4), (3, 2), (5, 1)]
 SETTINGS = ImageSettings(image_mean=(0.48, 0.45, 0.41), image_std=(0.27, 0.26, 0.28))
 
 
-def pictures(settings: ImageSettings, num_frames: int = 1) -> list[ImageInput]:
+def images(settings: ImageSettings, num_frames: int = 1) -> list[ImageInput]:
     rng, side = np.random.default_rng(0), settings.side_multiple
     return [image_input(rng.integers(0, 256, (rows * side, columns * side, 3 * num_frames), dtype=np.uint8), settings)
             for rows, columns in GRIDS]
 
 
 def definition(image: ImageInput, settings: ImageSettings) -> list[np.ndarray]:
-    """The patches of one picture, one by one: block by block, and row by row within a block."""
+    """The patches of one image, one by one: block by block, and row by row within a block."""
     patch, merge = settings.patch_size, settings.merge_size
     _, rows, columns = image.grid_thw
     found = []
@@ -41,10 +41,10 @@ def definition(image: ImageInput, settings: ImageSettings) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("patch_size", [16, 14, 5])
-def test_pictures_and_frames_of_all_sizes_cut_together(patch_size: int, dtype: torch.dtype) -> None:
+def test_images_and_frames_of_all_sizes_cut_together(patch_size: int, dtype: torch.dtype) -> None:
     """Runs of 48, 42 and 15 bytes are gathered four, two and one at a time."""
     settings = replace(SETTINGS, patch_size=patch_size)
-    groups = [pictures(settings), pictures(settings, num_frames=2)]
+    groups = [images(settings), images(settings, num_frames=2)]
     beside = [[np.arange(7, dtype=np.int32), np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)], []]
     found = cut_patches(groups, beside, lambda image: settings, torch.device("cpu"), dtype)
     assert len(found) == len(groups)

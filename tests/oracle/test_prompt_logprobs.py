@@ -122,7 +122,7 @@ def test_steps_ahead_and_two_ranks(path: Path, prompts: list[list[int]], platfor
             assert_right(path, prompt, result.prompt_logprobs, 4)
 
 
-def test_a_model_with_states_and_one_with_pictures(checkpoint: Make, platform_name: str) -> None:
+def test_a_model_with_states_and_one_with_images(checkpoint: Make, platform_name: str) -> None:
     for model_type in ("qwen3_5_text", "qwen3_vl"):
         path = checkpoint(model_type)
         with LLM(path, platform=platform_name, max_num_batched_tokens=64, **SMALL) as llm:

@@ -16,7 +16,7 @@ from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 
 
 @pytest.mark.parametrize("num_tokens", [16, 37])
-def test_chunks_may_cut_a_picture(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
+def test_chunks_may_cut_an_image(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen2_5_vl")
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
         prompts, images = make_prompts(llm, LAYOUTS)

@@ -49,7 +49,7 @@ def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any,
         assert_equals_reference(path, llm, prompts, images)
 
 
-def test_pictures_that_differ_never_share_blocks(checkpoint: Any, platform_name: str) -> None:
+def test_images_that_differ_never_share_blocks(checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl")
     with LLM(path, platform=platform_name, block_size=4, **SMALL) as llm:
         prompts, _ = make_prompts(llm, ["3t"])

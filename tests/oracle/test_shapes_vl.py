@@ -1,4 +1,4 @@
-"""The embedded checkpoints against transformers' generate on freshly drawn pictures, token for token."""
+"""The embedded checkpoints against transformers' generate on freshly drawn images, token for token."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from npu_runner.assets import EMBEDDED
 from scripts.shapes.drawing import TEST_SEEDS, Example, draw_example
 from tests.oracle import reference
 
-NUM_PICTURES, FEW_PICTURES = 200, 60
+NUM_IMAGES, FEW_IMAGES = 200, 60
 MAX_TOKENS = 64
 
 
-def drawn(num_pictures: int) -> Iterator[Example]:
-    """Examples that together hold so many pictures."""
+def drawn(num_images: int) -> Iterator[Example]:
+    """Examples that together hold so many images."""
     count = 0
     for seed in TEST_SEEDS:
-        if count >= num_pictures:
+        if count >= num_images:
             return
         example = draw_example(seed)
         count += len(example.images)
@@ -28,13 +28,13 @@ def drawn(num_pictures: int) -> Iterator[Example]:
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_every_token_equals_transformers_generate(name: str, platform_name: str) -> None:
-    assert_equals_generate(name, list(drawn(FEW_PICTURES)), platform_name)
+    assert_equals_generate(name, list(drawn(FEW_IMAGES)), platform_name)
 
 
-@pytest.mark.full("200 pictures, through transformers one by one; 60 of them stay")
+@pytest.mark.full("200 images, through transformers one by one; 60 of them stay")
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_every_token_of_many_pictures_equals_transformers_generate(name: str, platform_name: str) -> None:
-    assert_equals_generate(name, list(drawn(NUM_PICTURES)), platform_name)
+def test_every_token_of_many_images_equals_transformers_generate(name: str, platform_name: str) -> None:
+    assert_equals_generate(name, list(drawn(NUM_IMAGES)), platform_name)
 
 
 def assert_equals_generate(name: str, examples: list[Example], platform_name: str) -> None:

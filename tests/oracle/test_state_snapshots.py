@@ -145,13 +145,13 @@ def test_a_step_that_fails_leaves_no_snapshot(path: Path, platform_name: str) ->
         assert found == [0, 128]
 
 
-def test_pictures_are_part_of_what_a_snapshot_stands_for(checkpoint: Any, platform_name: str) -> None:
+def test_images_are_part_of_what_a_snapshot_stands_for(checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_5")
     rng = np.random.default_rng(7)
-    picture = reference.random_image(rng, 250, 251)
-    inverted = picture.point(lambda value: 255 - value)
+    drawn = reference.random_image(rng, 250, 251)
+    inverted = drawn.point(lambda value: 255 - value)
     with started(path, platform_name) as llm:
-        for image, least, most in [(picture, 0, 0), (picture, 64, 192), (inverted, 0, 0), (inverted, 64, 192)]:
+        for image, least, most in [(drawn, 0, 0), (drawn, 64, 192), (inverted, 0, 0), (inverted, 64, 192)]:
             one = llm.engine.processor([{"role": "user", "content": [
                 {"type": "image", "image": image}, {"type": "text", "text": "which picture shows a circle " * 4}]}])
             tokens, _ = reference.generate(path, one.token_ids, [image], max_new_tokens=MAX_NEW_TOKENS)
@@ -160,15 +160,15 @@ def test_pictures_are_part_of_what_a_snapshot_stands_for(checkpoint: Any, platfo
             assert least <= output.num_cached_tokens <= most
 
 
-def test_neighbouring_pictures_never_go_through_the_tower_together_where_each_fills_a_step(
+def test_neighbouring_images_never_go_through_the_tower_together_where_each_fills_a_step(
         checkpoint: Any, platform_name: str) -> None:
     """Both begin before the first boundary, so one chunk shows both."""
     path: Path = checkpoint("qwen3_5")
     rng = np.random.default_rng(8)
-    pictures = [reference.random_image(rng, *size) for size in ((190, 190), (3600, 20))]
+    images = [reference.random_image(rng, *size) for size in ((190, 190), (3600, 20))]
     with started(path, platform_name, max_num_batched_tokens=64, vision_cache_bytes=0, max_state_snapshots=1) as llm:
         one = llm.engine.processor([{"role": "user", "content": [
-            *({"type": "image", "image": picture} for picture in pictures), {"type": "text", "text": "which"}]}])
+            *({"type": "image", "image": image} for image in images), {"type": "text", "text": "which"}]}])
         assert one.spans[1].start < 64
         runner = runner_of(llm)
         assert runner.max_image_tokens < sum(span.num_tokens for span in one.spans)
@@ -178,6 +178,6 @@ def test_neighbouring_pictures_never_go_through_the_tower_together_where_each_fi
             patch.setattr(runner.strategy, "encode_images", lambda model, images: (
                 sizes.append(sum(image.num_tokens for image in images)), encode_images(model, images))[1])
             (output,) = llm.generate([one], greedy())
-        tokens, _ = reference.generate(path, one.token_ids, pictures, max_new_tokens=MAX_NEW_TOKENS)
+        tokens, _ = reference.generate(path, one.token_ids, images, max_new_tokens=MAX_NEW_TOKENS)
     assert output.token_ids == tokens
     assert sizes == [36, 107]

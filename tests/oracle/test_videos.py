@@ -1,4 +1,4 @@
-"""Films through qwen3_vl and qwen3_5 against transformers: anywhere, several, with pictures, cut, cached, preempted."""
+"""Videos through qwen3_vl and qwen3_5 against transformers: anywhere, several, with images, cut, cached, preempted."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ import pytest
 
 from npu_runner import LLM
 from npu_runner.errors import ConfigError, RequestError
-from tests.films import as_url, film, moving_picture
-from tests.oracle.films_reference import film_inputs, film_text
 from tests.oracle.reference import load_model, model_inputs, random_image
 from tests.oracle.running import SMALL, assert_equals_reference, greedy
 from tests.oracle.tiny_checkpoints import make_checkpoint
+from tests.oracle.videos_reference import video_inputs, video_text
+from tests.videos import as_url, moving_frames, video_of
 
-# Digits: the film of that number. p: a picture. t: text.
+# Digits: the video of that number. p: an image. t: text.
 LAYOUTS = ["0t", "t1t", "2t", "t01", "pt0", "0tp1p", "00t", "3t"]
 
 
 @pytest.fixture(scope="module")
-def films() -> list[bytes]:
+def videos() -> list[bytes]:
     return [
-        film(moving_picture(30)),
-        film(moving_picture(45, 48, 90, seed=1), has_sound=True),
-        film(moving_picture(7, 130, 40, seed=2), times=[0, 1, 2, 10, 11, 30, 31]),
-        film(moving_picture(1, seed=3)),
+        video_of(moving_frames(30)),
+        video_of(moving_frames(45, 48, 90, seed=1), has_sound=True),
+        video_of(moving_frames(7, 130, 40, seed=2), times=[0, 1, 2, 10, 11, 30, 31]),
+        video_of(moving_frames(1, seed=3)),
     ]
 
 
-def conversation(layout: str, films: list[bytes]) -> tuple[list[dict[str, Any]], list[Any]]:
-    picture = random_image(np.random.default_rng(7), 70, 45)
+def conversation(layout: str, videos: list[bytes]) -> tuple[list[dict[str, Any]], list[Any]]:
+    image = random_image(np.random.default_rng(7), 70, 45)
     parts: list[dict[str, Any]] = []
     seen: list[Any] = []
     for mark in layout:
         if mark == "t":
             parts.append({"type": "text", "text": "which shows a circle " * len(parts or "x")})
         elif mark == "p":
-            parts.append({"type": "image", "image": picture})
+            parts.append({"type": "image", "image": image})
         else:
-            parts.append({"type": "video", "video": films[int(mark)]})
-        seen += [picture] if mark == "p" else [films[int(mark)]] if mark.isdigit() else []
+            parts.append({"type": "video", "video": videos[int(mark)]})
+        seen += [image] if mark == "p" else [videos[int(mark)]] if mark.isdigit() else []
     return [{"role": "user", "content": parts}], seen
 
 
-def make_prompts(llm: LLM, layouts: list[str], films: list[bytes]) -> tuple[list[Any], list[list[Any]]]:
-    built = [conversation(layout + "t" * ("t" not in layout), films) for layout in layouts]
+def make_prompts(llm: LLM, layouts: list[str], videos: list[bytes]) -> tuple[list[Any], list[list[Any]]]:
+    built = [conversation(layout + "t" * ("t" not in layout), videos) for layout in layouts]
     return [llm.engine.processor(messages) for messages, _ in built], [seen for _, seen in built]
 
 
-@pytest.mark.full("experts with films; the families without experts stay, as do experts with pictures")
+@pytest.mark.full("experts with videos; the families without experts stay, as do experts with images")
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_families_with_experts(family: str, films: list[bytes], checkpoint: Any, platform_name: str) -> None:
-    test_greedy_tokens_and_logits_equal_transformers(family, films, checkpoint, platform_name)
+def test_families_with_experts(family: str, videos: list[bytes], checkpoint: Any, platform_name: str) -> None:
+    test_greedy_tokens_and_logits_equal_transformers(family, videos, checkpoint, platform_name)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_greedy_tokens_and_logits_equal_transformers(
-    family: str, films: list[bytes], checkpoint: Any, platform_name: str
+    family: str, videos: list[bytes], checkpoint: Any, platform_name: str
 ) -> None:
     path: Path = checkpoint(family)
     with LLM(path, platform=platform_name, **SMALL) as llm:
-        prompts, seen = make_prompts(llm, LAYOUTS, films)
+        prompts, seen = make_prompts(llm, LAYOUTS, videos)
         assert_equals_reference(path, llm, prompts, seen)
         distinct = {image.content_hash for prompt in prompts for image in prompt.images}
         assert llm.stats().num_images_encoded == len(distinct), "the tower runs once for each distinct pair"
@@ -74,12 +74,12 @@ def test_greedy_tokens_and_logits_equal_transformers(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_prompts_are_the_text_and_the_positions_of_transformers(
-    layout: str, films: list[bytes], checkpoint: Any
+    layout: str, videos: list[bytes], checkpoint: Any
 ) -> None:
     path: Path = checkpoint("qwen3_vl")
     with LLM(path, platform="cpu", **SMALL) as llm:
         processor = llm.engine.processor
-        (prompt,), (seen,) = make_prompts(llm, [layout], films)
+        (prompt,), (seen,) = make_prompts(llm, [layout], videos)
     inputs = model_inputs(path, prompt.token_ids, seen)
     model = load_model(path).model
     positions, delta = model.get_rope_index(
@@ -89,90 +89,90 @@ def test_prompts_are_the_text_and_the_positions_of_transformers(
     assert prompt.position_delta == int(delta)
     text = processor.decode(prompt.token_ids)
     for data in (item for item in seen if isinstance(item, bytes)):
-        written = film_text(data, film_inputs(path, [data])["video_grid_thw"][0].tolist())
+        written = video_text(data, video_inputs(path, [data])["video_grid_thw"][0].tolist())
         assert f"<|vision_start|>{written}<|vision_end|>" in text
         assert processor.tokenizer.encode(text, add_special_tokens=False).ids == prompt.token_ids
 
 
 # Chunks of the second begin at multiples of 64.
 @pytest.mark.parametrize(("family", "num_tokens"), [("qwen3_vl", 7), ("qwen3_vl", 64), ("qwen3_5", 64)])
-def test_chunks_may_cut_a_film(
-    family: str, num_tokens: int, films: list[bytes], checkpoint: Any, platform_name: str
+def test_chunks_may_cut_a_video(
+    family: str, num_tokens: int, videos: list[bytes], checkpoint: Any, platform_name: str
 ) -> None:
     path: Path = checkpoint(family)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
-        prompts, seen = make_prompts(llm, ["0t", "t01", "0tp1p"], films)
+        prompts, seen = make_prompts(llm, ["0t", "t01", "0tp1p"], videos)
         assert_equals_reference(path, llm, prompts, seen)
 
 
-def test_a_preempted_film_is_gone_on_with(films: list[bytes], checkpoint: Any, platform_name: str) -> None:
+def test_a_preempted_video_is_gone_on_with(videos: list[bytes], checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl")
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
     with LLM(path, platform=platform_name, block_size=4, kv_cache_bytes=30 * per_block, max_num_seqs=8,
              max_model_len=110, dtype="float32", enable_prefix_caching=False, vision_cache_bytes=0) as llm:  # fmt: skip
-        prompts, seen = make_prompts(llm, ["0t", "3t", "t3"], films)
+        prompts, seen = make_prompts(llm, ["0t", "3t", "t3"], videos)
         assert_equals_reference(path, llm, prompts, seen)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
 
 
-@pytest.mark.full("two ranks on two cores; ranks know no films, and stay with pictures")
-def test_two_ranks_answer_as_one(films: list[bytes], checkpoint: Any) -> None:
+@pytest.mark.full("two ranks on two cores; ranks know no videos, and stay with images")
+def test_two_ranks_answer_as_one(videos: list[bytes], checkpoint: Any) -> None:
     path: Path = checkpoint("qwen3_vl")
     answers = []
     for size in (1, 2):
         with LLM(path, platform="cpu", tensor_parallel_size=size, **SMALL) as llm:
-            prompts, _ = make_prompts(llm, ["0t", "0tp1p"], films)
+            prompts, _ = make_prompts(llm, ["0t", "0tp1p"], videos)
             answers.append([output.token_ids for output in llm.generate(prompts, greedy())])
     assert answers[0] == answers[1]
 
 
-def test_films_that_overlap_share_their_pairs(checkpoint: Any) -> None:
-    still = moving_picture(1)[0]
-    frames = [frame for frame in moving_picture(4, seed=5) for _ in range(10)]
-    # Each second another picture; the second film goes on where the first one ends, and is as long.
+def test_videos_that_overlap_share_their_pairs(checkpoint: Any) -> None:
+    still = moving_frames(1)[0]
+    frames = [frame for frame in moving_frames(4, seed=5) for _ in range(10)]
+    # Each second another image; the second video goes on where the first one ends, and is as long.
     lossless = {"options": {"qp": "0", "preset": "ultrafast"}}
-    first, second = film(frames, **lossless), film(frames[10:] + [still] * 10, **lossless)
+    first, second = video_of(frames, **lossless), video_of(frames[10:] + [still] * 10, **lossless)
     with LLM(checkpoint("qwen3_vl"), platform="cpu", enable_prefix_caching=False, **SMALL) as llm:
         prompts, _ = make_prompts(llm, ["0t", "1t"], [first, second])
         hashes = [[image.content_hash for image in prompt.images] for prompt in prompts]
-        assert len(set(hashes[0]) & set(hashes[1])) >= 2, "the films must overlap in whole pairs"
+        assert len(set(hashes[0]) & set(hashes[1])) >= 2, "the videos must overlap in whole pairs"
         llm.generate(prompts, greedy(1))
         assert llm.stats().num_images_encoded == len({*hashes[0], *hashes[1]})
         llm.generate(prompts[:1], greedy(1))
         assert llm.stats().num_images_encoded == len({*hashes[0], *hashes[1]}), "shown again it costs nothing"
 
 
-def test_chats_take_addresses_and_bytes(films: list[bytes], checkpoint: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.mp4").write_bytes(films[0])
+def test_chats_take_addresses_and_bytes(videos: list[bytes], checkpoint: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(videos[0])
     text = {"type": "text", "text": "which?"}
-    parts = [{"type": "video", "video": films[0]}, {"type": "video_url", "video_url": {"url": as_url(films[0])}},
+    parts = [{"type": "video", "video": videos[0]}, {"type": "video_url", "video_url": {"url": as_url(videos[0])}},
              {"type": "video_url", "video_url": {"url": "a.mp4"}}]  # fmt: skip
     with LLM(checkpoint("qwen3_vl"), platform="cpu", **SMALL) as llm:
         outputs = llm.chat([[{"role": "user", "content": [part, text]}] for part in parts], greedy(),
                            allowed_media_dir=tmp_path)  # fmt: skip
-        assert llm.stats().num_images_encoded == 3, "the three pairs of one film, from wherever it comes"
+        assert llm.stats().num_images_encoded == 3, "the three pairs of one video, from wherever it comes"
     assert len({tuple(output.token_ids) for output in outputs}) == 1
 
 
-def test_raw_prompts_take_films(films: list[bytes], checkpoint: Any, platform_name: str) -> None:
-    """In each shape, behind and before pictures, against transformers, which is given the prompt as it came out."""
+def test_raw_prompts_take_videos(videos: list[bytes], checkpoint: Any, platform_name: str) -> None:
+    """In each shape, behind and before images, against transformers, which is given the prompt as it came out."""
     path: Path = checkpoint("qwen3_vl")
-    picture = random_image(np.random.default_rng(7), 70, 45)
+    still = random_image(np.random.default_rng(7), 70, 45)
     image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
     with LLM(path, platform=platform_name, **SMALL) as llm:
         tokenizer = llm.processor.tokenizer
         texts = [f"{video} which?", f"{image}a circle{video}{video} which?"]
         ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         shapes: list[dict[str, Any]] = [
-            {"prompt": texts[0], "videos": [films[0]]},
-            {"prompt": texts[0], "multi_modal_data": {"video": films[0]}},
-            {"prompt_token_ids": ids[0], "multi_modal_data": {"video": [bytearray(films[0])], "image": None}},
-            {"prompt": texts[1], "videos": films[:2], "images": [picture]},
-            {"prompt_token_ids": ids[1], "multi_modal_data": {"video": films[:2], "image": picture}},
+            {"prompt": texts[0], "videos": [videos[0]]},
+            {"prompt": texts[0], "multi_modal_data": {"video": videos[0]}},
+            {"prompt_token_ids": ids[0], "multi_modal_data": {"video": [bytearray(videos[0])], "image": None}},
+            {"prompt": texts[1], "videos": videos[:2], "images": [still]},
+            {"prompt_token_ids": ids[1], "multi_modal_data": {"video": videos[:2], "image": still}},
         ]
-        prompts = [llm.processor.from_text(texts[0], videos=films[:1]),
-                   llm.processor.from_text(ids[1], [picture], films[:2])]
-        seen: list[list[Any]] = [[films[0]], [picture, films[0], films[1]]]
+        prompts = [llm.processor.from_text(texts[0], videos=videos[:1]),
+                   llm.processor.from_text(ids[1], [still], videos[:2])]
+        seen: list[list[Any]] = [[videos[0]], [still, videos[0], videos[1]]]
         assert_equals_reference(path, llm, prompts, seen)
         expected = [output.token_ids for output in llm.generate(prompts, greedy())]
         num_encoded = llm.stats().num_images_encoded
@@ -181,8 +181,8 @@ def test_raw_prompts_take_films(films: list[bytes], checkpoint: Any, platform_na
         assert llm.stats().num_images_encoded == num_encoded, "the same pairs, from wherever they come"
 
 
-def test_a_raw_prompt_chooses_its_frames(films: list[bytes], checkpoint: Any) -> None:
-    shape = {"prompt": "<|vision_start|><|video_pad|><|vision_end|>which?", "videos": films[:1]}
+def test_a_raw_prompt_chooses_its_frames(videos: list[bytes], checkpoint: Any) -> None:
+    shape = {"prompt": "<|vision_start|><|video_pad|><|vision_end|>which?", "videos": videos[:1]}
     with LLM(checkpoint("qwen3_vl"), platform="cpu", **SMALL) as llm:
         llm.generate([{**shape, "mm_processor_kwargs": {"num_frames": 2}}], greedy(1))
         assert llm.stats().num_images_encoded == 1
@@ -197,8 +197,8 @@ def test_a_raw_prompt_chooses_its_frames(films: list[bytes], checkpoint: Any) ->
         assert caught.value.code == "model_has_no_vision"
 
 
-def test_a_call_chooses_the_frames(films: list[bytes], checkpoint: Any) -> None:
-    messages, _ = conversation("0t", films)
+def test_a_call_chooses_the_frames(videos: list[bytes], checkpoint: Any) -> None:
+    messages, _ = conversation("0t", videos)
     with LLM(checkpoint("qwen3_vl"), platform="cpu", **SMALL) as llm:
         llm.chat(messages, greedy(1), mm_processor_kwargs={"num_frames": 2})
         assert llm.stats().num_images_encoded == 1
@@ -206,32 +206,32 @@ def test_a_call_chooses_the_frames(films: list[bytes], checkpoint: Any) -> None:
             llm.chat(messages, greedy(1), mm_processor_kwargs={"size": 1})
 
 
-def test_settings_choose_the_frames(films: list[bytes], checkpoint: Any) -> None:
+def test_settings_choose_the_frames(videos: list[bytes], checkpoint: Any) -> None:
     seconds = []
     for settings in ({}, {"video_fps": 4.0}, {"video_max_frames": 2}):
         with LLM(checkpoint("qwen3_vl"), platform="cpu", **SMALL, **settings) as llm:
-            (prompt,), _ = make_prompts(llm, ["0t"], films)
+            (prompt,), _ = make_prompts(llm, ["0t"], videos)
             seconds.append(len(prompt.images))
     assert seconds == [3, 6, 1]
 
 
-def test_films_may_be_prepared_otherwise_than_pictures(films: list[bytes], tmp_path: Path, platform_name: str) -> None:
+def test_videos_may_be_prepared_otherwise_than_images(videos: list[bytes], tmp_path: Path, platform_name: str) -> None:
     path = make_checkpoint(tmp_path / "own", "qwen3_vl")
     own = {"size": {"shortest_edge": 4096, "longest_edge": 5 * 128 * 160}, "image_mean": [0.1, 0.5, 0.7],
            "image_std": [0.3, 0.2, 0.9]}  # fmt: skip
     (path / "video_preprocessor_config.json").write_text(json.dumps(own))
     with LLM(path, platform=platform_name, **SMALL) as llm:
-        prompts, seen = make_prompts(llm, ["0tp1p", "pt2"], films)
+        prompts, seen = make_prompts(llm, ["0tp1p", "pt2"], videos)
         assert_equals_reference(path, llm, prompts, seen)
 
 
-def test_families_without_films_say_so(films: list[bytes], checkpoint: Any) -> None:
-    messages, _ = conversation("0t", films)
+def test_families_without_videos_say_so(videos: list[bytes], checkpoint: Any) -> None:
+    messages, _ = conversation("0t", videos)
     with LLM(checkpoint("qwen2_5_vl"), platform="cpu", **SMALL) as llm:
-        with pytest.raises(RequestError, match="takes no films") as caught:
+        with pytest.raises(RequestError, match="takes no videos") as caught:
             llm.chat(messages)
         assert caught.value.code == "model_has_no_video"
-    with pytest.raises(ConfigError, match=r"video_fps 2.0: this model takes no films"):
+    with pytest.raises(ConfigError, match=r"video_fps 2.0: this model takes no videos"):
         LLM(checkpoint("qwen2_5_vl"), platform="cpu", video_fps=2.0, **SMALL)
     with LLM(checkpoint("llama"), platform="cpu", **SMALL) as llm:
         with pytest.raises(RequestError) as caught:

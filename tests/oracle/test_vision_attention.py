@@ -1,4 +1,4 @@
-"""The tower's attention of every backend against the definition of attention, for pictures of many sizes."""
+"""The tower's attention of every backend against the definition of attention, for images of many sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.attention import AttentionBackend
 
-# T tokens, N heads, H head dim, L tokens of one picture
+# T tokens, N heads, H head dim, L tokens of one image
 
 LENGTHS = [4, 300, 300, 300, 64, 1024, 4]
 NUM_HEADS = 4
@@ -25,7 +25,7 @@ def qkv(head_dim: int, dtype: torch.dtype, lengths: list[int], device: torch.dev
 
 
 def within_each(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: list[int]) -> Tensor:
-    """softmax(q k^T / sqrt(H)) v in float64, picture by picture."""
+    """softmax(q k^T / sqrt(H)) v in float64, image by image."""
     parts = zip(*(x.double().cpu().split(lengths) for x in (q_TNH, k_TNH, v_TNH)), strict=True)
     outputs = []
     for q_LNH, k_LNH, v_LNH in parts:
@@ -43,7 +43,7 @@ def make_backend(platform_name: str, dtype: torch.dtype) -> tuple[AttentionBacke
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 72])
-def test_pictures_see_themselves_and_nobody_else(head_dim: int, dtype: torch.dtype, platform_name: str) -> None:
+def test_images_see_themselves_and_nobody_else(head_dim: int, dtype: torch.dtype, platform_name: str) -> None:
     backend, device = make_backend(platform_name, dtype)
     q_TNH, k_TNH, v_TNH = qkv(head_dim, dtype, LENGTHS, device)
     out_TNH = backend.vision(q_TNH, k_TNH, v_TNH, backend.plan_vision(LENGTHS, device), head_dim**-0.5)

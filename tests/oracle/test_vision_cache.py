@@ -13,47 +13,47 @@ from tests.oracle.reference import random_image
 from tests.oracle.running import SMALL, assert_equals_reference, greedy
 
 SIDE = 128
-# Tokens of a picture, hidden size, float32, main and two deepstack levels.
-BYTES_PER_PICTURE = (SIDE // 32) ** 2 * 64 * 4 * 3
+# Tokens of an image, hidden size, float32, main and two deepstack levels.
+BYTES_PER_IMAGE = (SIDE // 32) ** 2 * 64 * 4 * 3
 
 
-def picture(name: str) -> Any:
+def image(name: str) -> Any:
     return random_image(np.random.default_rng(ord(name)), SIDE, SIDE)
 
 
 def prompts_of(llm: LLM, order: str) -> list[Any]:
     text = {"type": "text", "text": "which"}
-    return [llm.engine.processor([{"role": "user", "content": [{"type": "image", "image": picture(name)}, text]}])
+    return [llm.engine.processor([{"role": "user", "content": [{"type": "image", "image": image(name)}, text]}])
             for name in order]  # fmt: skip
 
 
-# Room for two pictures and a half; one prompt at a time. Upper case: a hit.
+# Room for two images and a half; one prompt at a time. Upper case: a hit.
 @pytest.mark.parametrize(("order", "expected"), [("abAcb", "abAcb"), ("abAcA", "abAcA"), ("aAAbBA", "aAAbBA")])
 def test_hits_misses_evictions_and_bytes_are_counted(order: str, expected: str, checkpoint: Any,
                                                     platform_name: str) -> None:
     with LLM(checkpoint("qwen3_vl"), platform=platform_name, enable_prefix_caching=False,
-             vision_cache_bytes=BYTES_PER_PICTURE * 5 // 2, **{**SMALL, "max_num_seqs": 1}) as llm:  # fmt: skip
+             vision_cache_bytes=BYTES_PER_IMAGE * 5 // 2, **{**SMALL, "max_num_seqs": 1}) as llm:  # fmt: skip
         llm.generate(prompts_of(llm, order.lower()), greedy(2))
         stats = llm.stats()
     num_misses = sum(name.islower() for name in expected)
     assert (stats.vision_cache_hits, stats.vision_cache_misses) == (len(order) - num_misses, num_misses)
     assert stats.num_images_encoded == num_misses
     assert stats.vision_cache_evictions == max(0, num_misses - 2)
-    assert stats.vision_cache_bytes == min(2, num_misses) * BYTES_PER_PICTURE
+    assert stats.vision_cache_bytes == min(2, num_misses) * BYTES_PER_IMAGE
 
 
-def test_the_tower_runs_once_for_each_distinct_picture(checkpoint: Any, platform_name: str) -> None:
+def test_the_tower_runs_once_for_each_distinct_image(checkpoint: Any, platform_name: str) -> None:
     with LLM(checkpoint("qwen3_vl"), platform=platform_name, enable_prefix_caching=False, **SMALL) as llm:
         together = llm.generate(prompts_of(llm, "aabbcab"), greedy())
         assert llm.stats().num_images_encoded == 3
         again = llm.generate(prompts_of(llm, "cba"), greedy())
         assert llm.stats().num_images_encoded == 3
-        assert llm.stats().vision_cache_bytes == 3 * BYTES_PER_PICTURE
+        assert llm.stats().vision_cache_bytes == 3 * BYTES_PER_IMAGE
         assert [output.token_ids for output in again] == [together[i].token_ids for i in (4, 2, 0)]
 
 
-@pytest.mark.parametrize(("cache_bytes", "chunk"), [(0, 2048), (0, 24), (BYTES_PER_PICTURE, 2048)])
-def test_a_preempted_sequence_still_has_its_picture_when_the_cache_is_tiny(
+@pytest.mark.parametrize(("cache_bytes", "chunk"), [(0, 2048), (0, 24), (BYTES_PER_IMAGE, 2048)])
+def test_a_preempted_sequence_still_has_its_image_when_the_cache_is_tiny(
     cache_bytes: int, chunk: int, checkpoint: Any, platform_name: str
 ) -> None:
     path: Path = checkpoint("qwen3_vl")
@@ -62,7 +62,7 @@ def test_a_preempted_sequence_still_has_its_picture_when_the_cache_is_tiny(
              max_model_len=64, max_num_batched_tokens=chunk, dtype="float32", enable_prefix_caching=False,
              vision_cache_bytes=cache_bytes) as llm:  # fmt: skip
         prompts = prompts_of(llm, "abcdef")
-        assert_equals_reference(path, llm, prompts, [[picture(name)] for name in "abcdef"])
+        assert_equals_reference(path, llm, prompts, [[image(name)] for name in "abcdef"])
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
         assert llm.stats().vision_cache_bytes <= cache_bytes
         if (cache_bytes, chunk) == (0, 2048):

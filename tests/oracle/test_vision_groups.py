@@ -1,4 +1,4 @@
-"""Where a backend wants fewer patches at once, the tower takes pictures in groups, and nothing else changes."""
+"""Where a backend wants fewer patches at once, the tower takes images in groups, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def runner(request: pytest.FixtureRequest, checkpoint: Any) -> Iterator[ModelRun
 
 def images_of(runner: ModelRunner) -> list[Any]:
     rng = np.random.default_rng(0)
-    pictures = [random_image(rng, *size) for size in SIZES]
-    content = [*({"type": "image", "image": picture} for picture in pictures), {"type": "text", "text": "which"}]
+    drawn = [random_image(rng, *size) for size in SIZES]
+    content = [*({"type": "image", "image": each} for each in drawn), {"type": "text", "text": "which"}]
     images: list[Any] = runner.checkpoint.processor([{"role": "user", "content": content}]).images
     return images
 
@@ -37,8 +37,8 @@ def num_patches(image: Any) -> int:
 
 
 @pytest.mark.parametrize("most", [1, 60, 100, None])
-def test_groups_give_what_each_picture_alone_gives(runner: ModelRunner, most: int | None,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_give_what_each_image_alone_gives(runner: ModelRunner, most: int | None,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     images = images_of(runner)
     tower: Any = runner.model.visual
     monkeypatch.setattr(type(tower.attention), "vision_patches", most)

@@ -28,7 +28,7 @@ def user(content: Any) -> dict[str, Any]:
 
 
 def control_ids(processor: ChatProcessor, token_ids: list[int]) -> list[int]:
-    """The control tokens of the Qwen-like checkpoint in a prompt, pictures counted once each."""
+    """The control tokens of the Qwen-like checkpoint in a prompt, images counted once each."""
     special = {processor.tokenizer.token_to_id(token) for token in [*QWEN_SPECIAL, "<think>", "</think>"]}
     return [token for token in token_ids if token in special]
 
@@ -250,7 +250,7 @@ def test_a_template_that_does_not_compile_is_a_model_error(tmp_path: Path) -> No
         ChatProcessor(str(folder))
 
 
-def test_a_template_that_drops_pictures_is_noticed(tmp_path: Path) -> None:
+def test_a_template_that_drops_images_is_noticed(tmp_path: Path) -> None:
     folder = write_qwen_vl(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content[0].text }}")
     with pytest.raises(RequestError) as caught:

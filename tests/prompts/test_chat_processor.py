@@ -31,12 +31,12 @@ from npu_runner.request.prompt_inputs import PromptInputs
 PROCESSORS_ESCAPE = "sanitize_control_tokens" in inspect.signature(ProcessorMixin.apply_chat_template).parameters
 
 
-def picture(width: int = 100, height: int = 70, seed: int = 0) -> Image.Image:
+def drawn_image(width: int = 100, height: int = 70, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def image(**kwargs: int) -> dict[str, Any]:
-    return {"type": "image", "image": picture(**kwargs)}
+    return {"type": "image", "image": drawn_image(**kwargs)}
 
 
 def text(value: str) -> dict[str, str]:
@@ -73,7 +73,7 @@ def expected(hf_qwen: Any, messages: list[dict[str, Any]], **kwargs: Any) -> Any
 
 
 def normalised_patches(processor: ChatProcessor, prompt: PromptInputs) -> np.ndarray:
-    """pixel_values of the prompt's pictures, computed from the uint8 pixels by the definition."""
+    """pixel_values of the prompt's images, computed from the uint8 pixels by the definition."""
     s = processor.image_settings
     assert s is not None
     rows = []
@@ -113,9 +113,9 @@ def test_chats_with_the_embedded_model_equal_transformers(name: str, shapes_fold
         np.testing.assert_allclose(normalised_patches(processor, ours), theirs["pixel_values"], atol=1e-6, rtol=0)
 
 
-def test_encoded_and_decoded_pictures_make_the_same_prompt(qwen: ChatProcessor) -> None:
+def test_encoded_and_decoded_images_make_the_same_prompt(qwen: ChatProcessor) -> None:
     buffer = io.BytesIO()
-    picture().save(buffer, "PNG")
+    drawn_image().save(buffer, "PNG")
     encoded = qwen([user([{"type": "image", "image": buffer.getvalue()}, text("?")])])
     decoded = qwen([user([image(), text("?")])])
     assert encoded.token_ids == decoded.token_ids
@@ -191,9 +191,9 @@ def test_raw_llama_prompts_get_the_bos_of_the_post_processor(prompt: str, llama:
     assert llama.from_text(prompt).positions_3T is None
 
 
-def test_raw_prompts_with_pictures_equal_transformers(qwen: ChatProcessor, hf_qwen: Any) -> None:
+def test_raw_prompts_with_images_equal_transformers(qwen: ChatProcessor, hf_qwen: Any) -> None:
     prompt = "<|vision_start|><|image_pad|><|vision_end|>What?<|image_pad|>"
-    images = [picture(), picture(200, 90)]
+    images = [drawn_image(), drawn_image(200, 90)]
     ours, theirs = qwen.from_text(prompt, images), hf_qwen(text=[prompt], images=images)
     assert ours.token_ids == theirs["input_ids"][0]
     unexpanded = qwen.tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -221,16 +221,16 @@ def test_raw_prompts_with_pictures_equal_transformers(qwen: ChatProcessor, hf_qw
 )
 def test_raw_prompts_that_cannot_be_prepared(qwen: ChatProcessor, prompt: Any, num_images: int, code: str) -> None:
     with pytest.raises(RequestError) as caught:
-        qwen.from_text(prompt, [picture()] * num_images)
+        qwen.from_text(prompt, [drawn_image()] * num_images)
     assert caught.value.code == code
 
 
-def test_a_text_model_refuses_pictures_and_joins_text_parts(llama: ChatProcessor) -> None:
+def test_a_text_model_refuses_images_and_joins_text_parts(llama: ChatProcessor) -> None:
     with pytest.raises(RequestError, match="text only") as caught:
         llama([user([text("?"), image()])])
     assert (caught.value.code, caught.value.param) == ("model_has_no_vision", "messages[0].content[1]")
     with pytest.raises(RequestError) as caught:
-        llama.from_text("?", [picture()])
+        llama.from_text("?", [drawn_image()])
     assert caught.value.code == "model_has_no_vision"
     assert llama([user([text("a"), text("b")])]).token_ids == llama([user("a\nb")]).token_ids
 
@@ -313,9 +313,9 @@ def test_identity_holds_the_versions_of_what_makes_prompts(
 def test_identity_holds_the_versions_of_decoders_that_a_model_has_a_use_for(
     qwen_folder: Path, llama: ChatProcessor
 ) -> None:
-    heif, films = (importlib.metadata.version(name) for name in ("pillow-heif", "av"))
-    takes_films = ChatProcessor(str(qwen_folder), ProcessorSettings(takes_videos=True))
-    assert takes_films.identity()["decoders"] == {"pillow-heif": heif, "av": films}
+    heif, videos = (importlib.metadata.version(name) for name in ("pillow-heif", "av"))
+    takes_videos = ChatProcessor(str(qwen_folder), ProcessorSettings(takes_videos=True))
+    assert takes_videos.identity()["decoders"] == {"pillow-heif": heif, "av": videos}
     assert ChatProcessor(str(qwen_folder)).identity()["decoders"] == {"pillow-heif": heif}
     assert "decoders" not in llama.identity()
 

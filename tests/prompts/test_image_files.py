@@ -23,7 +23,7 @@ from npu_runner.prompts.media.images import open_image, prepare_image
 from npu_runner.prompts.processor import ChatProcessor
 
 ANY = 1 << 20
-"""Tokens: more than any picture here has."""
+"""Tokens: more than any image here has."""
 SETTINGS = ImageSettings(
     min_pixels=64 * 64, max_pixels=512 * 512, patch_size=16, image_mean=(0.5,) * 3, image_std=(0.5,) * 3
 )
@@ -35,7 +35,7 @@ READS_RAW_YCBCR = int(PIL.__version__.partition(".")[0]) >= 13
 
 
 def photo(width: int = 60, height: int = 40) -> Image.Image:
-    """A smooth picture with something different in every corner."""
+    """A smooth image with something different in every corner."""
     y, x = np.mgrid[0:height, 0:width]
     channels = [x * 255 // max(width - 1, 1), y * 255 // max(height - 1, 1), (x + y) % 256]
     return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
@@ -69,14 +69,14 @@ def png(width: int, height: int, *, bits: int = 8, colour: int = 2, data: bytes 
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG", "MPO"])
-def test_common_formats_show_the_picture(kind: str) -> None:
+def test_common_formats_show_the_image(kind: str) -> None:
     options = {"lossless": True} if kind == "WEBP" else {"quality": 95} if kind in ("JPEG", "MPO") else {}
     shown = pixels(encoded(photo(), kind, **options)).astype(int)
     tolerance = {"JPEG": 40, "MPO": 40, "GIF": 40}.get(kind, 0)
     assert np.abs(shown - np.asarray(photo()).astype(int)).max() <= tolerance
 
 
-def test_grey_palette_one_bit_and_cmyk_pictures_become_rgb() -> None:
+def test_grey_palette_one_bit_and_cmyk_images_become_rgb() -> None:
     for mode in ("L", "P", "1", "CMYK", *(["YCbCr"] if READS_RAW_YCBCR else [])):
         changed = photo().convert(mode)
         kind = "PNG" if mode in ("L", "P", "1") else "TIFF"
@@ -109,22 +109,22 @@ def test_pixels_without_a_defined_brightness_are_refused(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA"])
 def test_transparency_lies_on_white(mode: str) -> None:
     alpha = Image.fromarray(np.repeat(np.array([[0, 128, 255]], dtype=np.uint8), 3, axis=0))
-    picture = Image.new("RGBA", (3, 3), "black")
-    picture.putalpha(alpha)
+    image = Image.new("RGBA", (3, 3), "black")
+    image.putalpha(alpha)
     if mode == "PA":
         source = Image.new("RGB", (3, 3), "black").convert("P")
         source.putalpha(alpha)
         assert source.mode == "PA"
     else:
-        source = encoded(picture.convert(mode))
+        source = encoded(image.convert(mode))
     np.testing.assert_allclose(pixels(source)[1, :, 0], [255, 127, 0], atol=1)
 
 
 def test_palette_transparency_lies_on_white() -> None:
-    picture = Image.new("P", (4, 4), 0)
-    picture.putpalette([255, 0, 0, 0, 0, 255])
-    picture.putpixel((0, 0), 1)
-    shown = pixels(encoded(picture, transparency=0))
+    image = Image.new("P", (4, 4), 0)
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.putpixel((0, 0), 1)
+    shown = pixels(encoded(image, transparency=0))
     assert shown[0, 0].tolist() == [0, 0, 255]
     assert shown[1, 1].tolist() == [255, 255, 255]
 
@@ -167,7 +167,7 @@ def test_a_truncated_file_is_an_error(kind: str, share: float) -> None:
         assert refusal(data[: int(len(data) * share)]).code == "image_truncated"
 
 
-def test_a_file_without_bytes_or_picture_is_an_error() -> None:
+def test_a_file_without_bytes_or_image_is_an_error() -> None:
     assert refusal(b"").code == "image_empty"
     assert refusal(Image.new("RGB", (0, 5))).code == "image_empty"
     for data, name in [
@@ -212,7 +212,7 @@ def test_a_user_may_allow_more_pixels_than_pillow_does(monkeypatch: pytest.Monke
     assert Image.MAX_IMAGE_PIXELS == 100, "the process's own limit is as it was"
 
 
-def test_a_picture_opened_by_the_caller_can_be_broken_too() -> None:
+def test_an_image_opened_by_the_caller_can_be_broken_too() -> None:
     data = encoded(photo(), "JPEG")
     assert refusal(Image.open(io.BytesIO(data[:-20]))).code == "image_truncated"
     closed = Image.open(io.BytesIO(data))
@@ -220,7 +220,7 @@ def test_a_picture_opened_by_the_caller_can_be_broken_too() -> None:
     assert refusal(closed).code == "image_broken"
 
 
-def test_a_picture_opened_by_the_caller_is_left_as_it_was() -> None:
+def test_an_image_opened_by_the_caller_is_left_as_it_was() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = Image.open(io.BytesIO(encoded(photo().convert("RGBA"), exif=exif)))
@@ -229,7 +229,7 @@ def test_a_picture_opened_by_the_caller_is_left_as_it_was() -> None:
 
 
 def shown_or_refused(data: bytes) -> bool:
-    """Whether bytes become a whole picture or a RequestError; anything else goes through to the test."""
+    """Whether bytes become a whole image or a RequestError; anything else goes through to the test."""
     try:
         prepared = prepare_image(data, SETTINGS, max_source_pixels=1_000_000)
     except RequestError as error:
@@ -355,8 +355,8 @@ def test_the_largest_image_has_the_most_tokens_allowed(qwen: ChatProcessor) -> N
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 63, 211, 4095, 8191, 16384, 20000])
-def test_the_largest_size_within_a_prompt_is_as_long_as_a_picture_can_be(most: int) -> None:
-    """8,191 is a prime, and no picture is a strip of one by 8,191 tokens: those end at 1,810."""
+def test_the_largest_size_within_a_prompt_is_as_long_as_an_image_can_be(most: int) -> None:
+    """8,191 is a prime, and no image is a strip of one by 8,191 tokens: those end at 1,810."""
     sizes = ImageSettings(min_pixels=65536, max_pixels=16777216, patch_size=16)
     height, width = sizes.largest_size(most)
     assert 0.99 * min(most, 16384) <= sizes.num_tokens(height, width) <= most

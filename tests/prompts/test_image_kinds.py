@@ -45,7 +45,7 @@ def refused(data: bytes, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_picture_is_shown(kind: str) -> None:
+def test_the_image_is_shown(kind: str) -> None:
     square = photo(32, 32)
     assert np.abs(pixels(made(square, kind)) - np.asarray(square).astype(int)).max() <= TOLERANCE.get(kind, 0)
 
@@ -53,11 +53,11 @@ def test_the_picture_is_shown(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["RGBA", "L", "LA", "P"])
 def test_other_modes_are_as_pillow_shows_them_with_white_behind(kind: str, mode: str) -> None:
-    picture = photo(32, 32).convert(mode)
+    image = photo(32, 32).convert(mode)
     if mode.endswith("A"):
-        picture.putalpha(photo(32, 32).getchannel("G"))
+        image.putalpha(photo(32, 32).getchannel("G"))
     try:
-        data = made(picture, kind)
+        data = made(image, kind)
     except (OSError, ValueError):
         pytest.skip(f"Pillow writes no {kind} of {mode}")
     rgba = Image.open(io.BytesIO(data)).convert("RGBA")
@@ -79,14 +79,14 @@ def test_a_bare_codestream_and_sixteen_bits_of_grey_are_jpeg_2000_too() -> None:
 
 
 @pytest.mark.parametrize("format", ["png", "bmp"])
-def test_an_icon_is_its_largest_picture(format: str) -> None:
+def test_an_icon_is_its_largest_image(format: str) -> None:
     data = made(photo(64, 64), "ICO", sizes=[(16, 16), (64, 64), (32, 32)], bitmap_format=format)
     np.testing.assert_array_equal(pixels(data), np.asarray(photo(64, 64)))
 
 
 @pytest.mark.parametrize("kind", ["AVIF", "HEIF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_turned_picture_is_upright(kind: str, orientation: int) -> None:
+def test_a_turned_image_is_upright(kind: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = made(photo(), kind, exif=exif.tobytes())
@@ -98,7 +98,7 @@ def test_a_turned_picture_is_upright(kind: str, orientation: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["AVIF", "HEIF"])
-def test_of_several_pictures_the_first_is_shown(kind: str) -> None:
+def test_of_several_images_the_first_is_shown(kind: str) -> None:
     frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue", "lime")]
     data = made(frames[0], kind, save_all=True, append_images=frames[1:])
     assert np.abs(pixels(data)[5, 5] - [255, 0, 0]).max() <= TOLERANCE[kind]
@@ -226,6 +226,6 @@ except RequestError as error:
     assert b"pip install 'npu-runner[heif]'" in done.stdout
 
 
-def test_the_optional_package_is_loaded_for_such_pictures_alone() -> None:
+def test_the_optional_package_is_loaded_for_such_images_alone() -> None:
     program = "import sys, npu_runner.prompts.media.images; assert 'pillow_heif' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,4 @@
-"""What a picture takes while it is opened is bounded by its pixels, whatever its mode. Measured in fresh processes."""
+"""What an image takes while it is opened is bounded by its pixels, whatever its mode. Measured in fresh processes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def noise(kind: str) -> Image.Image:
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """Pillow's own composition, of the whole picture at once."""
+    """Pillow's own composition, of the whole image at once."""
     rgba = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
 @pytest.mark.parametrize("strip_pixels", [1, 100, 1 << 18])
-def test_strips_give_what_the_whole_picture_gives(strip_pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strips_give_what_the_whole_image_gives(strip_pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "_STRIP_PIXELS", strip_pixels)
     palette = noise("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
     for data in (encoded(noise("RGBA")), encoded(noise("LA")), encoded(palette, transparency=bytes(range(256))),

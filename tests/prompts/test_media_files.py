@@ -24,8 +24,8 @@ def allowed(tmp_path: Path) -> Path:
     (tmp_path / "secret.txt").write_bytes(SECRET)
     folder = tmp_path / "allowed"
     (folder / "sub").mkdir(parents=True)
-    (folder / "a.png").write_bytes(b"picture a")
-    (folder / "sub" / "b c#1%.png").write_bytes(b"picture b")
+    (folder / "a.png").write_bytes(b"image a")
+    (folder / "sub" / "b c#1%.png").write_bytes(b"image b")
     return folder
 
 
@@ -91,11 +91,11 @@ def test_files_below_the_folder_are_read(allowed: Path) -> None:
         f"file://localhost{quote(str(inside))}",
         f"FILE:{quote(str(inside))}",
     ):
-        assert load_media(address, allowed) == b"picture b"
+        assert load_media(address, allowed) == b"image b"
     (allowed / "link.png").symlink_to("a.png")
     (allowed / "folder").symlink_to(allowed / "sub")
-    assert load_media("link.png", allowed) == b"picture a"
-    assert load_media("folder/b c#1%.png", str(allowed)) == b"picture b"
+    assert load_media("link.png", allowed) == b"image a"
+    assert load_media("folder/b c#1%.png", str(allowed)) == b"image b"
 
 
 def test_links_within_the_folder_are_followed_whatever_they_look_like(allowed: Path, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_links_within_the_folder_are_followed_whatever_they_look_like(allowed: P
     for address in (*links, "here/here/absolute", "sub/parent/sub/chain", f"{tmp_path}/outside/in", "a.png/",
                     "a.png/../a.png", "sub/../../allowed/sub/back", f"{allowed}/../allowed/a.png",
                     f"{tmp_path}//allowed/./a.png"):
-        assert load_media(address, allowed) == b"picture a", address
+        assert load_media(address, allowed) == b"image a", address
     assert refusal("/a.png", allowed).code == "media_not_allowed"
 
 
@@ -127,16 +127,16 @@ def test_forty_links_are_followed(num_links: int, allowed: Path) -> None:
         (allowed / str(number)).symlink_to(str(number - 1))
     last = str(num_links - 1)
     if num_links == 40:
-        assert load_media(last, allowed) == b"picture a"
+        assert load_media(last, allowed) == b"image a"
     else:
         assert refusal(last, allowed).code == "media_unreadable"
 
 
 def test_the_folder_itself_may_be_a_link(allowed: Path, tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(allowed)
-    assert load_media("a.png", tmp_path / "alias") == b"picture a"
-    assert load_media(str(tmp_path / "alias" / "a.png"), tmp_path / "alias") == b"picture a"
-    assert load_media(str(allowed / "a.png"), tmp_path / "alias") == b"picture a"
+    assert load_media("a.png", tmp_path / "alias") == b"image a"
+    assert load_media(str(tmp_path / "alias" / "a.png"), tmp_path / "alias") == b"image a"
+    assert load_media(str(allowed / "a.png"), tmp_path / "alias") == b"image a"
 
 
 def test_nothing_outside_the_folder_is_read(allowed: Path, tmp_path: Path) -> None:
@@ -229,8 +229,8 @@ def test_a_file_without_permission_is_refused(allowed: Path, tmp_path: Path) -> 
 
 
 def test_large_files_are_refused(allowed: Path) -> None:
-    for url in ("a.png", "data:;base64," + base64.b64encode(b"picture a").decode(), "data:,picture%20a"):
-        assert load_media(url, allowed, max_bytes=9) == b"picture a"
+    for url in ("a.png", "data:;base64," + base64.b64encode(b"image a").decode(), "data:,image%20a"):
+        assert load_media(url, allowed, max_bytes=9) == b"image a"
         assert refusal(url, allowed, max_bytes=8).code == "media_too_large"
     assert refusal("data:;base64," + "A" * 100, None, max_bytes=8).code == "media_too_large"
     assert refusal("data:;base64,!" + "A" * 100, None, max_bytes=8).code == "media_too_large"
@@ -288,7 +288,7 @@ def test_image_url_parts_become_image_parts(allowed: Path) -> None:
     text, *images, number = resolved[1]["content"]
     assert (text, number) == ({"type": "text", "text": "?"}, 7)
     assert [image["type"] for image in images] == ["image", "image"]
-    assert [image["image"].load() for image in images] == [b"picture a", b"b"]
+    assert [image["image"].load() for image in images] == [b"image a", b"b"]
     assert resolved[2] == "not a message"
     assert messages[1]["content"][1]["type"] == "image_url"  # type: ignore[index]
 

@@ -38,8 +38,8 @@ def hf_positions(hf_model: Any, num_tokens: int, spans: list[ImageSpan], grids: 
 
 
 GRIDS = st.tuples(st.just(1), st.integers(1, 9).map(lambda n: n * MERGE), st.integers(1, 9).map(lambda n: n * MERGE))
-# Text before each picture and after the last. Two markers at least stand between pictures: transformers takes
-# touching pictures for one.
+# Text before each image and after the last. Two markers at least stand between images: transformers takes
+# touching images for one.
 LAYOUT = st.lists(st.tuples(st.integers(0, 12), GRIDS), max_size=4)
 
 
@@ -60,7 +60,7 @@ def test_positions_equal_transformers(layout: list[tuple[int, tuple[int, int, in
     assert delta == their_delta.item()
 
 
-def test_touching_pictures_follow_each_other() -> None:
+def test_touching_images_follow_each_other() -> None:
     spans = [ImageSpan(0, 6, 0), ImageSpan(6, 2, 1)]
     positions_3T, delta = mrope_positions(9, spans, [(1, 4, 6), (1, 2, 4)], MERGE)
     assert positions_3T.tolist() == [

@@ -1,4 +1,4 @@
-"""Whatever picture a caller hands in, a worker process makes the same prompt of it as the caller's own process does."""
+"""Whatever image a caller hands in, a worker process makes the same prompt of it as the caller's own process does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
 
 
 def photo(mode: str = "RGB") -> Image.Image:
-    """No two corners alike, so that a turned picture is another one."""
+    """No two corners alike, so that a turned image is another one."""
     y, x = np.mgrid[0:90, 0:120]
     rgb = Image.fromarray(np.stack([x * 2, y * 2, (x + y) % 256], axis=-1).astype(np.uint8))
     if mode in ("RGBA", "LA"):
@@ -90,7 +90,7 @@ def on_disk(folder: Path) -> Image.Image:
     return Image.open(folder / "photo.png")
 
 
-PICTURES: dict[str, Callable[[], Any]] = {
+IMAGES: dict[str, Callable[[], Any]] = {
     **{f"opened {kind}": lambda kind=kind: opened(kind) for kind in KINDS},
     **{f"bytes of {kind}": lambda kind=kind: written(photo(), kind).getvalue() for kind in KINDS},
     **{f"mode {mode}": lambda mode=mode: photo(mode) for mode in ("RGB", "L", "RGBA", "LA", "P", "CMYK", "1", "I;16")},
@@ -120,8 +120,8 @@ def from_worker(workers: Workers, task: PromptTask) -> Any:
     return finished.result
 
 
-def asks(*pictures: Any) -> list[dict[str, Any]]:
-    parts = [{"type": "image", "image": picture} for picture in pictures]
+def asks(*images: Any) -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}]
 
 
@@ -132,30 +132,30 @@ def assert_same(found: Any, expected: Any) -> None:
     assert np.array_equal(found.positions_3T, expected.positions_3T)
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, workers: Workers) -> None:
-    task = chat_task(asks(PICTURES[name]()), None, MediaRules(), has_vision=True)
-    assert_same(from_worker(workers, task), qwen(asks(PICTURES[name]())))
-    raw = text_task(RawPrompt(prompt="<|image_pad|> x", images=[PICTURES[name]()]))
-    assert_same(from_worker(workers, raw), qwen.from_text("<|image_pad|> x", [PICTURES[name]()]))
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, workers: Workers) -> None:
+    task = chat_task(asks(IMAGES[name]()), None, MediaRules(), has_vision=True)
+    assert_same(from_worker(workers, task), qwen(asks(IMAGES[name]())))
+    raw = text_task(RawPrompt(prompt="<|image_pad|> x", images=[IMAGES[name]()]))
+    assert_same(from_worker(workers, raw), qwen.from_text("<|image_pad|> x", [IMAGES[name]()]))
 
 
 def test_files_are_decoded_by_the_worker_and_only_once(qwen: ChatProcessor, workers: Workers,
                                                       tmp_path: Path) -> None:
     image = on_disk(tmp_path)
     task = chat_task(asks(image, image), None, MediaRules(), has_vision=True).sendable(LIMITS.max_source_pixels)
-    (first, _), (second, _) = task.pictures
+    (first, _), (second, _) = task.images
     assert first == (tmp_path / "photo.png").read_bytes()
     assert first is second
-    assert image.tile, "the caller's picture is still unread ..."
+    assert image.tile, "the caller's image is still unread ..."
     assert image.load() is not None, "... and can be read"
     assert_same(from_worker(workers, chat_task(asks(image, image), None, MediaRules(), has_vision=True)),
                 qwen(asks(image, image)))
 
 
 @pytest.mark.parametrize("name", ["second frame", "draft", "turned again", "mode RGB", "closed file"])
-def test_a_picture_that_is_not_its_file_travels_as_pixels(name: str) -> None:
-    assert unread_file(PICTURES[name]()) is None
+def test_an_image_that_is_not_its_file_travels_as_pixels(name: str) -> None:
+    assert unread_file(IMAGES[name]()) is None
 
 
 def test_addresses_are_read_by_the_worker(qwen: ChatProcessor, workers: Workers, tmp_path: Path) -> None:
@@ -190,11 +190,11 @@ def test_text_of_a_class_of_its_own_travels_as_text(qwen: ChatProcessor, workers
     assert_same(from_worker(workers, text_task(RawPrompt(prompt=Text(long)))), qwen.from_text(long))
 
 
-@pytest.mark.parametrize(("picture", "code"), [
+@pytest.mark.parametrize(("image", "code"), [
     (b"junk", "image_not_recognised"), (b"", "image_empty"), ("a.png", "invalid_type"), (photo("F"), "image_mode"),
 ])  # fmt: skip
-def test_a_bad_picture_is_named_by_its_place(picture: Any, code: str, workers: Workers) -> None:
-    task = text_task(RawPrompt(prompt="<|image_pad|> x", images=[picture]))
+def test_a_bad_image_is_named_by_its_place(image: Any, code: str, workers: Workers) -> None:
+    task = text_task(RawPrompt(prompt="<|image_pad|> x", images=[image]))
     try:
         found = from_worker(workers, task)
     except RequestError as error:

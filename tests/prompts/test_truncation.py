@@ -1,4 +1,4 @@
-"""truncate_prompt_tokens: the last tokens of what transformers makes of a prompt; detail low: fewer of a picture."""
+"""truncate_prompt_tokens: the last tokens of what transformers makes of a prompt; detail low: fewer of an image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.request.sampling_params import SamplingParams
 
 LONG = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "what colour is it? " * 40}]
-PICTURE = {"type": "image", "image": Image.new("RGB", (200, 200))}
+IMAGE = {"type": "image", "image": Image.new("RGB", (200, 200))}
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,13 @@ def test_a_long_prompt_keeps_its_last_tokens(short: ChatProcessor, hf_qwen: Any,
 def test_a_prompt_that_is_short_enough_stays_as_it_is(qwen: ChatProcessor) -> None:
     whole = qwen(LONG)
     assert qwen(LONG, truncate_prompt_tokens=len(whole.token_ids)).token_ids == whole.token_ids
-    with_picture = [{"role": "user", "content": [PICTURE, {"type": "text", "text": "?"}]}]
-    assert qwen(with_picture, truncate_prompt_tokens=500).token_ids == qwen(with_picture).token_ids
+    with_image = [{"role": "user", "content": [IMAGE, {"type": "text", "text": "?"}]}]
+    assert qwen(with_image, truncate_prompt_tokens=500).token_ids == qwen(with_image).token_ids
 
 
-def test_a_prompt_with_pictures_is_refused_and_not_cut(qwen: ChatProcessor) -> None:
+def test_a_prompt_with_images_is_refused_and_not_cut(qwen: ChatProcessor) -> None:
     with pytest.raises(RequestError) as caught:
-        qwen([{"role": "user", "content": [PICTURE, {"type": "text", "text": "?"}]}], truncate_prompt_tokens=5)
+        qwen([{"role": "user", "content": [IMAGE, {"type": "text", "text": "?"}]}], truncate_prompt_tokens=5)
     assert (caught.value.code, caught.value.param) == ("prompt_not_truncated", "truncate_prompt_tokens")
 
 
@@ -83,7 +83,7 @@ def asked(url: str, *details: str | None) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
 
 
-def test_low_detail_is_a_picture_of_at_most_512_by_512(tmp_path: Path) -> None:
+def test_low_detail_is_an_image_of_at_most_512_by_512(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     processor = ChatProcessor(str(write_qwen_vl(folder)), ProcessorSettings(image_max_pixels=4096 * 4096))
@@ -99,14 +99,14 @@ def test_low_detail_is_a_picture_of_at_most_512_by_512(tmp_path: Path) -> None:
     assert prompt.images[0].num_tokens < prompt.images[1].num_tokens
 
 
-def test_low_detail_changes_no_small_picture_and_no_smaller_bound() -> None:
+def test_low_detail_changes_no_small_image_and_no_smaller_bound() -> None:
     settings = ImageSettings(min_pixels=64, max_pixels=100_000)
     assert settings.with_low_detail() == settings
     least = ImageSettings(min_pixels=1_000_000, max_pixels=2_000_000).with_low_detail()
     assert (least.min_pixels, least.max_pixels) == (1_000_000, 1_000_000)
 
 
-def test_both_details_of_a_picture_count_its_bytes_once(tmp_path: Path) -> None:
+def test_both_details_of_an_image_count_its_bytes_once(tmp_path: Path) -> None:
     url = url_of(Image.new("RGB", (64, 64)), tmp_path)
     size = (tmp_path / url).stat().st_size
     resolve_media(asked(url, "low", "high"), MediaRules(allowed_dir=tmp_path, max_total_bytes=size))

@@ -1,4 +1,4 @@
-"""Films are decoded as transformers decodes them, upright, only where needed; whatever is wrong with one is named."""
+"""Videos are decoded as transformers decodes them, upright, only where needed; whatever is wrong with one is named."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_files import VideoFile, _wanted_groups
 from npu_runner.prompts.media.video_settings import VideoSettings
 from npu_runner.request.limits import Limits
-from tests.films import declaring_seconds, film, moving_picture, sound_only
+from tests.videos import declaring_seconds, moving_frames, sound_only, video_of
 
-MOVING = moving_picture(30)
+MOVING = moving_frames(30)
 SETTINGS = VideoSettings(frame=ImageSettings(patch_size=16))
 # Every fifth frame is a key frame; those shown before one lean on the group before it.
 OPEN_GROUPS = {"group": 6, "options": {"x264-params": "open-gop=1:bframes=3:keyint=6:scenecut=0"}}
 READ: dict[str, Callable[[], bytes]] = {
-    "constant rate": lambda: film(MOVING),
-    "odd number of frames": lambda: film(MOVING[:7]),
-    "one frame": lambda: film(MOVING[:1]),
-    "variable rate": lambda: film(MOVING[:9], times=[0, 1, 5, 6, 20, 21, 22, 40, 41]),
-    "with sound": lambda: film(MOVING, has_sound=True),
-    "MP4, read in one pass": lambda: film(MOVING, faststart=True),
-    "MPEG-4 in AVI": lambda: film(MOVING, kind="avi", codec="mpeg4"),
-    "groups that lean on each other": lambda: film(MOVING, **OPEN_GROUPS),
+    "constant rate": lambda: video_of(MOVING),
+    "odd number of frames": lambda: video_of(MOVING[:7]),
+    "one frame": lambda: video_of(MOVING[:1]),
+    "variable rate": lambda: video_of(MOVING[:9], times=[0, 1, 5, 6, 20, 21, 22, 40, 41]),
+    "with sound": lambda: video_of(MOVING, has_sound=True),
+    "MP4, read in one pass": lambda: video_of(MOVING, faststart=True),
+    "MPEG-4 in AVI": lambda: video_of(MOVING, kind="avi", codec="mpeg4"),
+    "groups that lean on each other": lambda: video_of(MOVING, **OPEN_GROUPS),
 }
 
 
@@ -62,13 +62,13 @@ def test_frames_are_those_of_transformers(name: str) -> None:
     ("matroska", "libx264"), ("webm", "libvpx-vp9"), ("mpegts", "libx264"), ("mov", "mjpeg"), ("flv", "libx264"),
 ])  # fmt: skip
 def test_containers_that_do_not_say_how_many_frames_they_have_are_counted(kind: str, codec: str) -> None:
-    assert len(frames_of(film(MOVING, kind=kind, codec=codec))) == len(MOVING)
+    assert len(frames_of(video_of(MOVING, kind=kind, codec=codec))) == len(MOVING)
 
 
 @pytest.mark.parametrize("how", [{"group": 5}, {"group": 12}, OPEN_GROUPS])
 @pytest.mark.parametrize("indices", [[0, 29], [7], [5, 6, 11, 23], [29], [13, 14]])
 def test_groups_of_which_nothing_is_wanted_are_left_out_and_change_nothing(how: Any, indices: list[int]) -> None:
-    data = film(MOVING, **how)
+    data = video_of(MOVING, **how)
     whole = frames_of(data)
     for index, frame in zip(indices, frames_of(data, indices), strict=True):
         np.testing.assert_array_equal(frame, whole[index])
@@ -83,14 +83,14 @@ def test_only_groups_that_are_needed_are_decoded() -> None:
 
 
 @pytest.mark.parametrize("degrees", [0, 90, 180, -90])
-def test_a_turned_film_is_shown_upright(degrees: int) -> None:
-    (turned,), (stored,) = (frames_of(film(MOVING[:1], rotation=angle)) for angle in (degrees, None))
+def test_a_turned_video_is_shown_upright(degrees: int) -> None:
+    (turned,), (stored,) = (frames_of(video_of(MOVING[:1], rotation=angle)) for angle in (degrees, None))
     # PyAV: the angle is how far a frame is turned counterclockwise to be shown.
     np.testing.assert_array_equal(turned, np.rot90(stored, degrees // 90))
 
 
 def damaged() -> bytes:
-    data = bytearray(film(MOVING, group=5))
+    data = bytearray(video_of(MOVING, group=5))
     start = data.index(b"mdat") + 600
     data[start : start + 300] = bytes(300)
     return bytes(data)
@@ -103,18 +103,18 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "text": ("video_not_recognised", lambda: b"hello world" * 99),
     "a playlist": ("video_not_recognised", lambda: PLAYLIST),
     "sound alone": ("video_no_stream", sound_only),
-    "MP4 without its end": ("video_truncated", lambda: film(MOVING)[:1500]),
-    "MP4 without its last frames": ("video_truncated", lambda: film(MOVING, faststart=True)[:-300]),
-    "Matroska without its second half": ("video_truncated", lambda: (data := film(MOVING, kind="matroska"))[
+    "MP4 without its end": ("video_truncated", lambda: video_of(MOVING)[:1500]),
+    "MP4 without its last frames": ("video_truncated", lambda: video_of(MOVING, faststart=True)[:-300]),
+    "Matroska without its second half": ("video_truncated", lambda: (data := video_of(MOVING, kind="matroska"))[
         : len(data) // 2]),
     "damaged in the middle": ("video_broken", damaged),
-    "10 hours between two frames": ("video_too_long", lambda: film(MOVING[:2], times=[0, 360_000])),
-    "10 hours declared": ("video_too_long", lambda: declaring_seconds(film(MOVING, kind="matroska"), 36_000)),
+    "10 hours between two frames": ("video_too_long", lambda: video_of(MOVING[:2], times=[0, 360_000])),
+    "10 hours declared": ("video_too_long", lambda: declaring_seconds(video_of(MOVING, kind="matroska"), 36_000)),
     "3 hours declared, 3 seconds there": ("video_truncated", lambda: declaring_seconds(
-        film(MOVING, kind="matroska"), 3 * 3600)),
-    "frames of 8192 x 4352": ("video_too_large", lambda: film([np.zeros((4352, 8192, 3), np.uint8)], kind="mov",
-                                                              codec="mjpeg")),
-    "turned by 45 degrees": ("video_rotation", lambda: film(MOVING[:2], rotation=45)),
+        video_of(MOVING, kind="matroska"), 3 * 3600)),
+    "frames of 8192 x 4352": ("video_too_large", lambda: video_of([np.zeros((4352, 8192, 3), np.uint8)], kind="mov",
+                                                                  codec="mjpeg")),
+    "turned by 45 degrees": ("video_rotation", lambda: video_of(MOVING[:2], rotation=45)),
 }  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_shown_is_named(name: str) -> None:
 
 
 def test_a_damaged_frame_that_is_not_shown_counts_since_others_lean_on_it() -> None:
-    data = bytearray(film(MOVING, kind="matroska"))
+    data = bytearray(video_of(MOVING, kind="matroska"))
     with av.open(io.BytesIO(data)) as container:
         packets = [packet for packet in container.demux(video=0) if packet.size]
     (at,) = (packet.pos + packet.size // 2 for packet in packets if float(packet.pts * packet.time_base) == 0.6)
@@ -137,9 +137,9 @@ def test_a_damaged_frame_that_is_not_shown_counts_since_others_lean_on_it() -> N
     assert caught.value.code == "video_broken"
 
 
-def test_a_list_of_films_reads_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_videos_reads_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FFmpeg would open them: that is a file that nobody allowed."""
-    (tmp_path / "secret.mp4").write_bytes(film(MOVING[:2]))
+    (tmp_path / "secret.mp4").write_bytes(video_of(MOVING[:2]))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError) as caught:
         frames_of(b"ffconcat version 1.0\nfile secret.mp4\n")
@@ -147,18 +147,19 @@ def test_a_list_of_films_reads_none_of_them(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_too_many_frames_are_refused_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = film(MOVING)
+    data = video_of(MOVING)
     monkeypatch.setattr("npu_runner.prompts.media.video_files.LIMITS", Limits(max_video_frames=29))
     with pytest.raises(RequestError, match=r"30 frames or more, at most 29 are allowed \(max_video_frames\)"):
         frames_of(data)
     with pytest.raises(RequestError, match="max_video_frames"):
-        frames_of(film(MOVING, kind="matroska"))  # whose header does not count them
+        frames_of(video_of(MOVING, kind="matroska"))  # whose header does not count them
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else limits a process's memory like that")
 def test_a_decoder_that_gets_no_memory_is_told_from_damage(tmp_path: Path) -> None:
-    """Room for nothing but the smallest things, once the film is there: the decoder calls it invalid."""
-    (tmp_path / "a.mp4").write_bytes(film([np.zeros((2160, 4096, 3), np.uint8)] * 3, options={"preset": "ultrafast"}))
+    """Room for nothing but the smallest things, once the video is there: the decoder calls it invalid."""
+    (tmp_path / "a.mp4").write_bytes(video_of([np.zeros((2160, 4096, 3), np.uint8)] * 3,
+                                              options={"preset": "ultrafast"}))
     code = (
         "import resource, av, numpy\n"
         "from npu_runner.errors import RequestError\n"
@@ -174,8 +175,8 @@ def test_a_decoder_that_gets_no_memory_is_told_from_damage(tmp_path: Path) -> No
     assert done.stdout == "video_out_of_memory\n", done.stderr
 
 
-def test_without_pyav_a_film_is_refused_with_the_remedy_and_nothing_else_needs_it(tmp_path: Path) -> None:
-    (tmp_path / "a.mp4").write_bytes(film(MOVING[:2]))
+def test_without_pyav_a_video_is_refused_with_the_remedy_and_nothing_else_needs_it(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(video_of(MOVING[:2]))
     code = (
         "import sys; sys.modules['av'] = None\n"
         "import npu_runner.prompts.processor, npu_runner.batch.job.report\n"

@@ -25,7 +25,7 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.prompts.prompt_forms import raw_prompt
 from npu_runner.serving.workers.prompt_tasks import text_task
-from tests.films import film, moving_picture
+from tests.videos import moving_frames, video_of
 
 LEAST, MOST = 128 * 32 * 32, 768 * 32 * 32
 SETTINGS = VideoSettings(frame=ImageSettings(patch_size=16, min_pixels=LEAST, max_pixels=MOST))
@@ -71,7 +71,7 @@ def test_frames_are_resized_to_the_size_that_transformers_takes(
 
 def test_pillow_resizes_a_frame_as_torch_does_within_a_grey_level() -> None:
     """torchvision, which transformers' video processor calls, hands bytes to this function of torch."""
-    frame = moving_picture(1, 200, 120)[0]
+    frame = moving_frames(1, 200, 120)[0]
     ours = np.asarray(Image.fromarray(frame).resize((96, 64), Image.Resampling.BICUBIC)).astype(int)
     theirs = torch.nn.functional.interpolate(
         torch.from_numpy(frame).permute(2, 0, 1)[None], (64, 96), mode="bicubic", antialias=True
@@ -100,15 +100,15 @@ def test_settings_come_from_the_files_in_the_order_of_transformers(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
-    return ChatProcessor(str(write_qwen_vl(tmp_path_factory.mktemp("films"))), ProcessorSettings(takes_videos=True))
+    return ChatProcessor(str(write_qwen_vl(tmp_path_factory.mktemp("videos"))), ProcessorSettings(takes_videos=True))
 
 
 def asks(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
 
 
-def test_a_typed_placeholder_of_a_film_stays_text(seeing: ChatProcessor) -> None:
-    data = film(moving_picture(4))
+def test_a_typed_placeholder_of_a_video_stays_text(seeing: ChatProcessor) -> None:
+    data = video_of(moving_frames(4))
     prompt = seeing([{"role": "user", "content": [
         {"type": "text", "text": "<|video_pad|><|vision_start|>"}, {"type": "video", "video": data}]}])  # fmt: skip
     assert prompt.token_ids.count(seeing.tokenizer.token_to_id("<|video_pad|>")) == sum(
@@ -116,18 +116,18 @@ def test_a_typed_placeholder_of_a_film_stays_text(seeing: ChatProcessor) -> None
 
 
 def test_a_pair_holds_two_frames_and_the_last_one_is_repeated(seeing: ChatProcessor) -> None:
-    prompt = seeing(asks({"type": "video", "video": film(moving_picture(5))}))
+    prompt = seeing(asks({"type": "video", "video": video_of(moving_frames(5))}))
     assert [image.pixels_HWC.shape[2] for image in prompt.images] == [6, 6]  # 4 of 5 frames
-    (one,) = seeing(asks({"type": "video", "video": film(moving_picture(1))})).images
+    (one,) = seeing(asks({"type": "video", "video": video_of(moving_frames(1))})).images
     np.testing.assert_array_equal(one.pixels_HWC[..., :3], one.pixels_HWC[..., 3:])
     two_frames = prompt.images[0].pixels_HWC
     assert not np.array_equal(two_frames[..., :3], two_frames[..., 3:])
 
 
-def test_a_film_that_is_too_long_for_the_model_is_not_decoded(tmp_path: Path) -> None:
+def test_a_video_that_is_too_long_for_the_model_is_not_decoded(tmp_path: Path) -> None:
     """Its frames are damaged, which nobody gets to see."""
     short = ChatProcessor(str(write_qwen_vl(tmp_path)), ProcessorSettings(takes_videos=True, max_model_len=64))
-    data = bytearray(film(moving_picture(300), faststart=True))
+    data = bytearray(video_of(moving_frames(300), faststart=True))
     data[-2000:] = bytes(2000)
     with pytest.raises(RequestError) as caught:
         short(asks({"type": "video", "video": bytes(data)}))
@@ -139,7 +139,7 @@ def test_a_film_that_is_too_long_for_the_model_is_not_decoded(tmp_path: Path) ->
     ({"type": "video", "video": b"x" * 99}, "video_not_recognised"),
     ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "unsupported_part"),
 ])  # fmt: skip
-def test_a_part_that_is_no_film_is_named(part: Any, code: str, seeing: ChatProcessor) -> None:
+def test_a_part_that_is_no_video_is_named(part: Any, code: str, seeing: ChatProcessor) -> None:
     with pytest.raises(RequestError) as caught:
         seeing(asks(part))
     assert caught.value.code == code
@@ -150,7 +150,7 @@ def test_a_part_that_is_no_film_is_named(part: Any, code: str, seeing: ChatProce
     (None, 3), ({}, 3), ({"fps": 5}, 8), ({"num_frames": 3}, 2), ({"fps": 5, "max_frames": 2}, 1), ({"fps": None}, 3),
 ])  # fmt: skip
 def test_a_request_chooses_its_frames(kwargs: Any, num_pairs: int, seeing: ChatProcessor) -> None:
-    messages = asks({"type": "video", "video": film(moving_picture(30))})
+    messages = asks({"type": "video", "video": video_of(moving_frames(30))})
     assert len(seeing(messages, mm_processor_kwargs=kwargs).images) == num_pairs
 
 
@@ -169,8 +169,8 @@ def test_a_wish_that_cannot_be_is_named(kwargs: Any, field: str, seeing: ChatPro
 
 
 @pytest.mark.parametrize("kind", [bytearray, memoryview, Video])
-def test_encoded_bytes_of_any_kind_are_a_film(kind: Any, seeing: ChatProcessor) -> None:
-    data, text = film(moving_picture(4)), "<|vision_start|><|video_pad|><|vision_end|>"
+def test_encoded_bytes_of_any_kind_are_a_video(kind: Any, seeing: ChatProcessor) -> None:
+    data, text = video_of(moving_frames(4)), "<|vision_start|><|video_pad|><|vision_end|>"
     expected = seeing.from_text(text, videos=[data])
     assert expected.images
     for item in ({"prompt": text, "videos": [kind(data)]}, {"prompt": text, "multi_modal_data": {"video": kind(data)}}):
@@ -180,9 +180,9 @@ def test_encoded_bytes_of_any_kind_are_a_film(kind: Any, seeing: ChatProcessor) 
     assert seeing(asks(part)).token_ids == seeing(asks({"type": "video", "video": data})).token_ids
 
 
-def test_a_film_of_a_raw_prompt_that_is_none_is_named(seeing: ChatProcessor) -> None:
-    with pytest.raises(RequestError, match=r"videos\[1\]: the encoded bytes of a film are needed, not str") as caught:
-        seeing.from_text("<|video_pad|>" * 2, videos=[film(moving_picture(4)), "a.mp4"])  # type: ignore[list-item]
+def test_a_video_of_a_raw_prompt_that_is_none_is_named(seeing: ChatProcessor) -> None:
+    with pytest.raises(RequestError, match=r"videos\[1\]: the encoded bytes of a video are needed, not str") as caught:
+        seeing.from_text("<|video_pad|>" * 2, videos=[video_of(moving_frames(4)), "a.mp4"])  # type: ignore[list-item]
     assert (caught.value.code, caught.value.param) == ("invalid_type", "videos[1]")
 
 

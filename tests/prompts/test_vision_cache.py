@@ -1,11 +1,11 @@
-"""The cache of picture embeddings: what is kept, what goes first, and that the counters say so."""
+"""The cache of image embeddings: what is kept, what goes first, and that the counters say so."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-from npu_runner.runner.pictures import VisionCache, VisionCacheCounters
+from npu_runner.runner.images import VisionCache, VisionCacheCounters
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def test_what_is_larger_than_the_cache_is_not_kept_and_evicts_nothing() -> None:
     assert cache.counters == VisionCacheCounters(hits=1, misses=1, evictions=0, num_bytes=30)
 
 
-def test_a_pinned_picture_outlives_eviction_until_others_are_pinned() -> None:
+def test_a_pinned_image_outlives_eviction_until_others_are_pinned() -> None:
     cache: VisionCache[Value] = VisionCache(max_bytes=10)
     first = Value(10)
     cache.put(key(1), first)

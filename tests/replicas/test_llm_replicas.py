@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 FREE = SamplingParams(max_tokens=12, ignore_eos=True, n=2, temperature=1.3, logprobs=2)
 CONVERSATIONS = [draw_example(seed).conversation() for seed in TEST_SEEDS[:7]]
 TEXTS = [f"which {number}" for number in range(6)]
-NO_PICTURE = [{"role": "user", "content": [{"type": "image", "image": b"junk"}, {"type": "text", "text": "Which?"}]}]
+NO_IMAGE = [{"role": "user", "content": [{"type": "image", "image": b"junk"}, {"type": "text", "text": "Which?"}]}]
 SETTINGS: dict[str, Any] = {"platform": "cpu", "max_num_seqs": 4, "max_model_len": 512, "kv_cache_bytes": 32 << 20,
                             "preprocessing_workers": 1}  # fmt: skip
 
@@ -94,11 +94,11 @@ def test_what_cannot_be_served_is_named_in_its_place(
     before = several.stats().num_prefill_tokens
     with pytest.raises(RequestError, match="prompt 7: messages"):
         several.chat([*CONVERSATIONS, [{"role": "user", "content": []}]], GREEDY)
-    assert several.stats().num_prefill_tokens == before, "what shows without a picture read is refused before all"
+    assert several.stats().num_prefill_tokens == before, "what shows without an image read is refused before all"
     with pytest.raises(RequestError, match=r"prompt 7: messages\[0\].content\[0\]: not an image") as caught:
-        several.chat([*CONVERSATIONS, NO_PICTURE], GREEDY)
+        several.chat([*CONVERSATIONS, NO_IMAGE], GREEDY)
     assert caught.value.code == "image_not_recognised"
-    bad = [NO_PICTURE, [{"role": "user", "content": []}], [{"role": "user", "content": "red " * 3000}], 7]
+    bad = [NO_IMAGE, [{"role": "user", "content": []}], [{"role": "user", "content": "red " * 3000}], 7]
     mixed = [item for pair in itertools.zip_longest(CONVERSATIONS, bad) for item in pair if item is not None]
     results = several.chat(iter(mixed), GREEDY, return_errors=True)
     failed = {index: output.error_code for index, output in enumerate(results) if output.finish_reason == "error"}
@@ -140,7 +140,7 @@ def test_after_any_end_of_a_call_the_next_one_is_as_ever(
             list(stream)
     elif how == "error":
         with pytest.raises(RequestError):
-            several.chat(iter([*CONVERSATIONS, NO_PICTURE, *CONVERSATIONS]), endless)
+            several.chat(iter([*CONVERSATIONS, NO_IMAGE, *CONVERSATIONS]), endless)
     else:
         stream = several.generate(itertools.cycle(["which"]), endless.replace(max_tokens=40), stream_results=True)
         next(stream)

@@ -93,7 +93,7 @@ NPU = [sys.executable, "-m", "npu_runner", "batch", "-i", "in.jsonl", "--platfor
 
 def both_ways(folder: Path, *options: str, look: Callable[[], Any] = lambda: None) -> list[Any]:
     """The job over one device and over all: answers are the same. Returns what `look` saw after each."""
-    # The start tries the largest frames of films that max_model_len allows: 0.6 GiB in float32.
+    # The start tries the largest frames of videos that max_model_len allows: 0.6 GiB in float32.
     env = environment(num_devices=2, memory_bytes=2 << 30, allow_fp32_attention=True)
     seen = []
     for name, size in (("one.jsonl", "1"), ("all.jsonl", "auto")):

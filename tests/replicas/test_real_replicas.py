@@ -30,21 +30,21 @@ from tests.replicas.jobs import (
     wait_until_gone,
 )
 
-NUM_PICTURES = 16
+NUM_IMAGES = 16
 NUM_KILLS = 40
 
 
 def requests(folder: Path) -> list[dict[str, Any] | bytes]:
-    """Pictures and text, greedy and drawn, several completions, and rows that fail. No log probabilities: their last
+    """Images and text, greedy and drawn, several completions, and rows that fail. No log probabilities: their last
     digits depend on who else is in the batch, as sums of floats do."""
     made: list[dict[str, Any] | bytes] = [b"not json"]
-    for number in range(NUM_PICTURES):
+    for number in range(NUM_IMAGES):
         example = draw_example(TEST_SEEDS[300 + number])
         parts: list[dict[str, Any]] = [{"type": "text", "text": example.question}]
         for index, image in enumerate(example.images):
             image.save(folder / f"{number}-{index}.png")
             parts.append({"type": "image_url", "image_url": {"url": f"{number}-{index}.png"}})
-        made.append(row(f"picture {number}", messages=[{"role": "user", "content": parts}], max_tokens=48))
+        made.append(row(f"image {number}", messages=[{"role": "user", "content": parts}], max_tokens=48))
         made.append(row(f"text {number}", "Hello!", temperature=number % 3, n=1 + number % 2, max_tokens=48,
                         ignore_eos=True))  # fmt: skip
     missing = [{"type": "image_url", "image_url": {"url": "no.png"}}]
@@ -91,7 +91,7 @@ def test_three_replicas_and_then_two_of_which_one_is_killed_answer_as_one(folder
     status, said = ended(job)
     assert status == 1, said
     wait_until_gone(whole)
-    assert 5 <= num_rows(output) < 2 * NUM_PICTURES
+    assert 5 <= num_rows(output) < 2 * NUM_IMAGES
     job = start_real(folder, output.name, "--data-parallel-size", "2")
     before = num_rows(output)
     wait_for_rows(job, output, before + 1)

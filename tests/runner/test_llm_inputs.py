@@ -1,4 +1,4 @@
-"""What the Python API takes: pictures by address, sampling that is settled before it is queued, the limits of a row."""
+"""What the Python API takes: images by address, sampling that is settled before it is queued, the limits of a row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def asks(part: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [part, {"type": "text", "text": "Which shapes are there?"}]}]
 
 
-def test_a_picture_by_address_is_the_picture(llm: LLM, folder: Path) -> None:
+def test_an_image_by_address_is_the_image(llm: LLM, folder: Path) -> None:
     data = (folder / "a.png").read_bytes()
     inline = "data:image/png;base64," + base64.b64encode(data).decode()
     (expected,) = llm.chat(asks({"type": "image", "image": data}), GREEDY)
@@ -71,15 +71,15 @@ def test_a_part_that_is_not_taken_is_told_what_is(llm: LLM) -> None:
 
 def test_prompts_come_in_vllms_shapes(llm: LLM, folder: Path) -> None:
     text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Which shapes are there?<|im_end|>\n"
-    data, picture = (folder / "a.png").read_bytes(), Image.open(folder / "a.png")
+    data, image = (folder / "a.png").read_bytes(), Image.open(folder / "a.png")
     ids = llm.engine.processor.tokenizer.encode(text, add_special_tokens=False).ids
     (expected,) = llm.generate([{"prompt": text, "images": [data]}], GREEDY)
     assert expected.outputs == expected.completions
     shapes = [
-        {"prompt": text, "multi_modal_data": {"image": picture}},
+        {"prompt": text, "multi_modal_data": {"image": image}},
         {"prompt": text, "multi_modal_data": {"image": [data], "video": None}, "mm_processor_kwargs": None},
         {"prompt_token_ids": ids, "multi_modal_data": {"image": data}},
-        {"prompt_token_ids": ids, "prompt": text, "multi_modal_data": {"image": [picture]}},
+        {"prompt_token_ids": ids, "prompt": text, "multi_modal_data": {"image": [image]}},
     ]
     assert [found.outputs[0].token_ids for found in llm.generate(shapes, GREEDY)] == [expected.token_ids] * 4
     plain = llm.generate([{"prompt_token_ids": [5, 6]}, {"prompt": "x", "multi_modal_data": None}, [5, 6]], GREEDY)

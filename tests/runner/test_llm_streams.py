@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 MAX_NUM_SEQS = 4
 EXAMPLES = [draw_example(seed) for seed in TEST_SEEDS[:6]]
 CONVERSATIONS = [example.conversation() for example in EXAMPLES]
-NO_PICTURE = [{"role": "user", "content": [{"type": "image", "image": b"junk"}, {"type": "text", "text": "Which?"}]}]
+NO_IMAGE = [{"role": "user", "content": [{"type": "image", "image": b"junk"}, {"type": "text", "text": "Which?"}]}]
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,9 @@ def test_results_come_as_they_finish(llm: LLM) -> None:
     assert [(index, len(output.token_ids)) for index, output in stream] == [(1, 2), (3, 4), (2, 20), (0, 40)]
 
 
-@pytest.mark.parametrize("has_pictures", [False, True])
-def test_an_iterator_is_read_as_the_work_goes_on(llm: LLM, has_pictures: bool) -> None:
-    items = CONVERSATIONS if has_pictures else [[{"role": "user", "content": "which"}]]
+@pytest.mark.parametrize("has_images", [False, True])
+def test_an_iterator_is_read_as_the_work_goes_on(llm: LLM, has_images: bool) -> None:
+    items = CONVERSATIONS if has_images else [[{"role": "user", "content": "which"}]]
     source = Counted(items, 100_000)
     most_ahead = MAX_NUM_SEQS + 2 * max_waiting_requests(MAX_NUM_SEQS) + 2
     stream = llm.chat(source, GREEDY, stream_results=True)
@@ -143,7 +143,7 @@ def test_what_an_iterator_raises_reaches_the_caller_and_the_next_call_is_as_ever
 
 
 def test_a_bad_conversation_is_named_and_the_next_call_is_as_ever(llm: LLM, expected: list[list[int]]) -> None:
-    for conversations in ([*CONVERSATIONS, NO_PICTURE], iter([*CONVERSATIONS, NO_PICTURE])):
+    for conversations in ([*CONVERSATIONS, NO_IMAGE], iter([*CONVERSATIONS, NO_IMAGE])):
         with pytest.raises(RequestError, match=r"prompt 6: messages\[0\].content\[0\]: not an image") as caught:
             llm.chat(conversations, GREEDY)
         assert (caught.value.code, caught.value.param) == ("image_not_recognised", "messages[0].content[0]")
@@ -151,7 +151,7 @@ def test_a_bad_conversation_is_named_and_the_next_call_is_as_ever(llm: LLM, expe
     assert [output.token_ids for output in llm.chat(CONVERSATIONS, GREEDY)] == expected
 
 
-def test_what_shows_without_a_picture_read_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_what_shows_without_an_image_read_is_refused_before_anything_runs(llm: LLM) -> None:
     before = llm.stats()
     fine: list[Any] = [[{"role": "user", "content": "which"}]] * 200  # more than may wait
     for bad, params in (([{"role": "user", "content": []}], GREEDY), ("x", GREEDY), (7, GREEDY),
@@ -165,7 +165,7 @@ def test_what_shows_without_a_picture_read_is_refused_before_anything_runs(llm: 
 
 
 def test_errors_may_be_results_in_their_place(llm: LLM, expected: list[list[int]]) -> None:
-    bad = [NO_PICTURE, [{"role": "user", "content": []}], [{"role": "user", "content": "red " * 3000}], 7]
+    bad = [NO_IMAGE, [{"role": "user", "content": []}], [{"role": "user", "content": "red " * 3000}], 7]
     mixed = [item for pair in itertools.zip_longest(CONVERSATIONS, bad) for item in pair if item is not None]
     results = llm.chat(mixed, GREEDY, return_errors=True)
     failed = {index: output.error_code for index, output in enumerate(results) if output.finish_reason == "error"}

@@ -1,4 +1,4 @@
-"""LLM's workers: started by the first picture, limited as a job's are, gone with `close`."""
+"""LLM's workers: started by the first image, limited as a job's are, gone with `close`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_gone(pids: list[int]) -> None:
             os.kill(pid, 0)
 
 
-def test_workers_start_with_the_first_picture_stay_and_end_with_close(llm: LLM) -> None:
+def test_workers_start_with_the_first_image_stay_and_end_with_close(llm: LLM) -> None:
     llm.generate(["which"], GREEDY)
     llm.chat([{"role": "user", "content": "which"}], GREEDY)
     assert workers_of(llm) == []
@@ -77,7 +77,7 @@ def test_a_long_text_is_prepared_in_a_worker(llm: LLM) -> None:
     assert len(workers_of(llm)) == 1
 
 
-def test_a_picture_that_wants_too_much_memory_fails_by_name_alone(llm: LLM) -> None:
+def test_an_image_that_wants_too_much_memory_fails_by_name_alone(llm: LLM) -> None:
     conversations = [CONVERSATION, asks(huge()), CONVERSATION]
     first, failed, last = llm.chat(conversations, GREEDY, return_errors=True)
     assert failed.error_code in ("image_out_of_memory", "preprocessing_out_of_memory")

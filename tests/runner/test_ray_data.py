@@ -22,7 +22,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.faults.poisoned_strategy import install, poisoned_copy
-from tests.films import film, moving_picture
+from tests.videos import moving_frames, video_of
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "enforce_eager": True}
@@ -96,8 +96,8 @@ def test_raw_prompts_have_a_column_of_their_own(predictor: LLMPredictor) -> None
     assert out["generated_tokens"] == [output.token_ids for output in found]
 
 
-def test_settings_of_films_are_for_raw_prompts_too_unless_they_bring_their_own(checkpoint: Any) -> None:
-    data, text = film(moving_picture(30)), "<|vision_start|><|video_pad|><|vision_end|>"
+def test_settings_of_videos_are_for_raw_prompts_too_unless_they_bring_their_own(checkpoint: Any) -> None:
+    data, text = video_of(moving_frames(30)), "<|vision_start|><|video_pad|><|vision_end|>"
     own, few, many = {"fps": 5}, {"num_frames": 2}, {"num_frames": 8}
     rows = [{"prompt": text, "videos": [data]}, {"prompt": text, "videos": [data], "mm_processor_kwargs": own}, "which"]
     predictor = LLMPredictor(str(checkpoint("qwen3_vl")), platform="cpu", dtype="float32", max_num_seqs=4,

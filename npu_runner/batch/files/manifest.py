@@ -22,7 +22,7 @@ from npu_runner.errors import ConfigError
 FORMAT = 2
 """Of the file. 1 had no `npu_runner`; such a file is read, and written as 2 when its output goes on."""
 DECODERS = "prompts.decoders"
-"""Versions of the libraries that decode pictures and films, among the settings."""
+"""Versions of the libraries that decode images and videos, among the settings."""
 _READABLE = (1, FORMAT)
 _ABSENT = "(not there)"
 

@@ -197,7 +197,7 @@ class RemotePlan:
                               "sees it under the same path")
         media = self.server.media.allowed_dir
         if media is not None and not Path(media).is_dir():
-            raise ConfigError(f"{host}: there is no folder {media} (allowed_media_dir); pictures are read where the "
+            raise ConfigError(f"{host}: there is no folder {media} (allowed_media_dir); images are read where the "
                               "replica is")
         if self.shared_input is not None:
             _look_at(self.shared_input, host)

@@ -1,8 +1,8 @@
 """One self-contained HTML page over a job's answers: made for looking. Knows nothing of the engine.
 
 Reads the output and the input again, a row at a time, so it shows resumed rows as well and holds only what is shown.
-Pictures are decoded in a worker process: what kills it there is a picture that cannot be shown. A thumbnail takes less
-than the model's own picture: JPEG is decoded at an eighth of its size where that is enough, and what would still be
+Images are decoded in a worker process: what kills it there is an image that cannot be shown. A thumbnail takes less
+than the model's own image: JPEG is decoded at an eighth of its size where that is enough, and what would still be
 larger than 50 megapixels is not shown.
 """
 
@@ -32,7 +32,7 @@ from npu_runner.batch.job.summary import is_as_expected
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.batch.rows.openai_response import texts_of
 from npu_runner.errors import JobError, RequestError
-from npu_runner.prompts.media.image_formats import open_picture
+from npu_runner.prompts.media.image_formats import open_encoded
 from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.media import load_media
 from npu_runner.prompts.media.video_files import VideoFile
@@ -42,12 +42,12 @@ from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 
 _MAX_THUMBNAILS_PER_ROW = 8
 _MAX_TEXT = 4000
-_MAX_PENDING = 64  # pictures on their way to a worker and back
+_MAX_PENDING = 64  # images on their way to a worker and back
 _MAX_KINDS = 40
 _MOST_FIELDS = 60
 _MOST_CHARS = 400
 SIDE = 360
-FRAMES = 6  # of a film, at half the side
+FRAMES = 6  # of a video, at half the side
 MAX_DECODED_PIXELS = 50_000_000
 
 FAILED, UNEXPECTED, EXPECTED, ANSWERED = "failed", "unexpected", "expected", "answered"
@@ -56,15 +56,15 @@ _ORDER = (FAILED, UNEXPECTED, EXPECTED, ANSWERED)
 
 @dataclass
 class Card:
-    """One row on the page. `turns`: (role, text); `pictures`: data URLs, or None for one that cannot be shown; `films`:
-    the places of those that are strips of a film's frames."""
+    """One row on the page. `turns`: (role, text); `images`: data URLs, or None for one that cannot be shown; `videos`:
+    the places of those that are strips of a video's frames."""
 
     name: str
     outcome: str
     turns: list[tuple[str, str]] = field(default_factory=list)
-    pictures: list[str | None] = field(default_factory=list)
-    films: set[int] = field(default_factory=set)
-    num_more_pictures: int = 0
+    images: list[str | None] = field(default_factory=list)
+    videos: set[int] = field(default_factory=set)
+    num_more_images: int = 0
     answers: list[tuple[str, str, list[tuple[str, str]]]] = field(default_factory=list)
     """(reasoning, content, its fields where it is a JSON object) of each completion."""
     expected: str | None = None
@@ -73,13 +73,13 @@ class Card:
 
 
 @dataclass(frozen=True)
-class _Picture:
-    """A task: the picture `url` is to stand on this card in this place."""
+class _Image:
+    """A task: the image `url` is to stand on this card in this place."""
 
     card: int
     place: int
     url: str
-    is_film: bool
+    is_video: bool
 
 
 @dataclass
@@ -107,7 +107,7 @@ def write_report(
 ) -> None:
     """Write the page. Of a huge job it shows `max_rows` rows, failed and unexpected ones first, and says so.
 
-    `errors`: the file of failed rows, if there is one beside the `output`. `worker` bounds what decodes pictures; of
+    `errors`: the file of failed rows, if there is one beside the `output`. `worker` bounds what decodes images; of
     rows above `max_row_bytes` the answer alone is shown. Raises JobError, whatever goes wrong: the answers are all
     there by now.
     """
@@ -132,7 +132,7 @@ def make_report(
     place: Place, options: BatchOptions, max_source_pixels: int, file: InputFile, rows: InputScan,
     destination: Destination,
 ) -> None:  # fmt: skip
-    """The page of a job's output, with a worker process that decodes its pictures."""
+    """The page of a job's output, with a worker process that decodes its images."""
     assert destination.path is not None, "refused at the start"
     worker = PoolLimits(
         num_workers=1,
@@ -172,22 +172,22 @@ def _page(cards: list[Card], counts: _Counts, num_rows: int, output: str) -> Any
     )
 
 
-def _lay_out(pairs: Iterator[tuple[dict[str, Any], dict[str, Any]]], cards: list[Card]) -> Iterator[_Picture]:
-    """Append a card for each row to `cards` on the way; yields the pictures that they lack yet."""
+def _lay_out(pairs: Iterator[tuple[dict[str, Any], dict[str, Any]]], cards: list[Card]) -> Iterator[_Image]:
+    """Append a card for each row to `cards` on the way; yields the images that they lack yet."""
     for request, answer in pairs:
         card, urls = _card(request, answer)
         cards.append(card)
         for place, url in enumerate(urls):
-            yield _Picture(len(cards) - 1, place, url, place in card.films)
+            yield _Image(len(cards) - 1, place, url, place in card.videos)
 
 
-def _fill_in(cards: list[Card], pictures: Iterator[_Picture], thumbnails: ThumbnailMaker, worker: PoolLimits) -> None:
-    """Let a worker make the pictures. One that cannot be made, or takes the worker with it, stays None."""
+def _fill_in(cards: list[Card], images: Iterator[_Image], thumbnails: ThumbnailMaker, worker: PoolLimits) -> None:
+    """Let a worker make the images. One that cannot be made, or takes the worker with it, stays None."""
     num_pending = 0
-    with WorkerPool(_OfPicture(thumbnails), worker) as pool:
+    with WorkerPool(_OfImage(thumbnails), worker) as pool:
         while True:
-            while num_pending < _MAX_PENDING and (picture := next(pictures, None)) is not None:
-                pool.submit(picture)
+            while num_pending < _MAX_PENDING and (image := next(images, None)) is not None:
+                pool.submit(image)
                 num_pending += 1
             if not num_pending:  # all rows are looked at by now
                 return
@@ -195,15 +195,15 @@ def _fill_in(cards: list[Card], pictures: Iterator[_Picture], thumbnails: Thumbn
             if finished is not None:
                 num_pending -= 1
                 if isinstance(finished.result, str):
-                    cards[finished.task.card].pictures[finished.task.place] = finished.result
+                    cards[finished.task.card].images[finished.task.place] = finished.result
 
 
 @dataclass(frozen=True)
-class _OfPicture:
+class _OfImage:
     thumbnails: ThumbnailMaker
 
-    def __call__(self, picture: _Picture) -> str | None:
-        return self.thumbnails.strip(picture.url) if picture.is_film else self.thumbnails(picture.url)
+    def __call__(self, image: _Image) -> str | None:
+        return self.thumbnails.strip(image.url) if image.is_video else self.thumbnails(image.url)
 
 
 class _Joined:
@@ -280,7 +280,7 @@ def _reasonings(answer: dict[str, Any]) -> list[str]:
 
 
 def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[str]]:
-    """The card of a row, and what its pictures are called, which are all None on it yet."""
+    """The card of a row, and what its images are called, which are all None on it yet."""
     error = answer["error"]
     expected = _metadata(request).get("expected")
     card = Card(
@@ -303,9 +303,9 @@ def _card(request: dict[str, Any], answer: dict[str, Any]) -> tuple[Card, list[s
     urls: list[str] = []
     for message in messages if isinstance(messages, list) else []:
         _add_message(card, message, urls)
-    card.num_more_pictures = max(0, len(urls) - _MAX_THUMBNAILS_PER_ROW)
+    card.num_more_images = max(0, len(urls) - _MAX_THUMBNAILS_PER_ROW)
     del urls[_MAX_THUMBNAILS_PER_ROW:]
-    card.pictures = [None] * len(urls)
+    card.images = [None] * len(urls)
     return card, urls
 
 
@@ -322,7 +322,7 @@ def _add_message(card: Card, message: Any, urls: list[str]) -> None:
         for name in ("image_url", "video_url"):
             url = part.get(name)
             if isinstance(url, dict) and isinstance(url.get("url"), str):
-                card.films |= {len(urls)} if name == "video_url" else set()
+                card.videos |= {len(urls)} if name == "video_url" else set()
                 urls.append(url["url"])
     if texts:
         card.turns.append((str(message.get("role"))[:20], "\n".join(texts)[:_MAX_TEXT]))
@@ -348,11 +348,11 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class ThumbnailMaker:
-    """A data: URL of the picture behind a URL; None when it cannot be shown. Picklable."""
+    """A data: URL of the image behind a URL; None when it cannot be shown. Picklable."""
 
     allowed_media_dir: Path | None
     max_source_pixels: int
-    """A picture that declares more was refused by the job and is not opened here either, ..."""
+    """An image that declares more was refused by the job and is not opened here either, ..."""
     max_media_bytes: int = LIMITS.max_media_bytes
     """... nor one whose file is larger."""
 
@@ -365,7 +365,7 @@ class ThumbnailMaker:
         return _as_url(image)
 
     def strip(self, url: str) -> str | None:
-        """The same of a film: a strip of its frames."""
+        """The same of a video: a strip of its frames."""
         try:
             return _as_url(_strip(self._load(url)))
         except RequestError:
@@ -386,7 +386,7 @@ def _as_url(image: Image.Image) -> str:
 
 
 def _strip(data: bytes) -> Image.Image:
-    """Some of a film's frames side by side, from the first to the last."""
+    """Some of a video's frames side by side, from the first to the last."""
     with VideoFile(data) as file:
         indices = np.linspace(0, file.num_frames - 1, min(FRAMES, file.num_frames)).round().astype(int).tolist()
         frames = []
@@ -401,11 +401,11 @@ def _strip(data: bytes) -> Image.Image:
 
 
 def _opened_small(data: bytes, max_source_pixels: int) -> Image.Image | None:
-    """The header of a picture whose decoder can make it smaller on the way; None of one whose decoder cannot."""
+    """The header of an image whose decoder can make it smaller on the way; None of one whose decoder cannot."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own bomb warning: our limit is checked right after
-            image = open_picture(data, max_source_pixels)
+            image = open_encoded(data, max_source_pixels)
     except RequestError:
         raise
     except Exception:  # noqa: BLE001 - hostile bytes raise anything: open_image names it

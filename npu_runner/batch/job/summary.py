@@ -270,7 +270,7 @@ class JobSummary:
         if self.num_unfinished:
             rows += f", {self.num_unfinished} not finished"
         lines = [f"rows      {rows}"]
-        num_pictures = stats.vision_cache_hits + stats.vision_cache_misses
+        num_images = stats.vision_cache_hits + stats.vision_cache_misses
         if tally.num_done:
             of_reasoning = f" ({tally.num_reasoning_tokens} of reasoning)" if tally.num_reasoning_tokens else ""
             lines += [
@@ -280,7 +280,7 @@ class JobSummary:
                 f"{self._per_second(tally.num_done):.2f} rows/s, "
                 f"{self._per_second(tally.num_completion_tokens):.1f} completion tokens/s; "
                 f"{self.wait_seconds:.1f} s waiting for preprocessing",
-                f"caches    {stats.vision_cache_hits} of {num_pictures} pictures from the vision cache, "
+                f"caches    {stats.vision_cache_hits} of {num_images} images from the vision cache, "
                 f"{_share(stats.prefix_cache_hits, stats.prefix_cache_queries):.0%} of prompt tokens from the prefix "
                 "cache",
                 f"KV cache  peak {stats.kv_blocks_peak} of {stats.kv_blocks_total} blocks, "

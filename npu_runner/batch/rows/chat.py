@@ -30,27 +30,27 @@ class TextPart(Strict):
 
 
 class ImageUrl(Strict):
-    """Where a picture is: a data: URL, file:// or a path. Detail is the checkpoint's, but for "low"."""
+    """Where an image is: a data: URL, file:// or a path. Detail is the checkpoint's, but for "low"."""
 
     url: str = Field(min_length=1)
     detail: Literal["auto", "high", "low"] | None = None
 
 
 class ImagePart(Strict):
-    """A picture in a message."""
+    """An image in a message."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
 class VideoUrl(Strict):
-    """Where a film is, as with pictures."""
+    """Where a video is, as with images."""
 
     url: str = Field(min_length=1)
 
 
 class VideoPart(Strict):
-    """A film in a message."""
+    """A video in a message."""
 
     type: Literal["video_url"]
     video_url: VideoUrl
@@ -193,7 +193,7 @@ class ChatBody(RequestBody):
         return None
 
     def to_conversation(self) -> list[dict[str, Any]]:
-        """Plain messages, pictures not loaded yet."""
+        """Plain messages, images not loaded yet."""
         return [message.model_dump(exclude_none=True) for message in self.messages]
 
     def prepare(

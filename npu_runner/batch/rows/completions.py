@@ -44,9 +44,9 @@ class CompletionBody(RequestBody):
         "suffix": ("",),
     }
     instead: ClassVar[Mapping[str, str]] = {
-        "mm_processor_kwargs": "; a prompt of this endpoint has no films, send them in messages to "
+        "mm_processor_kwargs": "; a prompt of this endpoint has no videos, send them in messages to "
         "/v1/chat/completions",
-        "multi_modal_data": "; pictures and films go in messages to /v1/chat/completions",
+        "multi_modal_data": "; images and videos go in messages to /v1/chat/completions",
         "best_of": "; ask for n completions with logprobs and choose",
         "suffix": "; write the model's own tokens for filling in the middle into the prompt",
     }

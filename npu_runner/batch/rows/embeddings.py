@@ -1,6 +1,6 @@
 """Reads bodies of /v1/embeddings and writes their answers: vectors of raw prompts or of a conversation. No files here.
 
-`input` is OpenAI's, `messages` vLLM's form for text and pictures. Knows nothing of tokens or of how a vector is made.
+`input` is OpenAI's, `messages` vLLM's form for text and images. Knows nothing of tokens or of how a vector is made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads rows of OpenAI's batch format: the fields that every row has, and what a wrong one is called.
 
-What may stand in a body is its endpoint's to say. Knows nothing of files, pictures, tokens or the engine.
+What may stand in a body is its endpoint's to say. Knows nothing of files, images, tokens or the engine.
 """
 
 from __future__ import annotations

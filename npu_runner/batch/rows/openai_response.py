@@ -1,4 +1,4 @@
-"""Writes rows of OpenAI's batch result format. Knows nothing of files, pictures or how an answer came about.
+"""Writes rows of OpenAI's batch result format. Knows nothing of files, images or how an answer came about.
 
 A row's bytes follow from the request, the answer and the job's manifest alone: no clock, no counter, no chance.
 So a resumed job writes the ids that an undisturbed one would have written.

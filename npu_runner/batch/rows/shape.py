@@ -63,7 +63,7 @@ class ShapeReader:
     def feed(self, piece: bytes) -> None:
         """The next bytes, in order."""
         if self._is_in_string and self._depth > 1 and not self._rest and b'"' not in piece and b"\\" not in piece:
-            return  # the middle of a picture
+            return  # the middle of an image
         piece = self._rest + piece
         # Pairs of backslashes first: the one that is left before a quote then escapes it.
         flat = piece.replace(b"\\\\", b"__") if b"\\" in piece else piece

@@ -33,7 +33,7 @@ class Executor(ABC):
         """The result of the oldest step under way, which is rank 0's, once all ranks have run it."""
 
     @abstractmethod
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         """Forget every step under way, interrupted at whatever place: no later `collect` returns its result."""
 
     def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput:

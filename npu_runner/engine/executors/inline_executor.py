@@ -39,7 +39,8 @@ class InlineExecutor(Executor):
         assert len(self._under_way) < RING_SIZE, f"{RING_SIZE} steps are under way already"
         runner = self._ready_runner()
         step = _Step(batch)
-        # Behind a step that failed there is nothing to go on from: it is for whoever collects that one to abandon both.
+        # Behind a step that failed there is nothing to go on from: it is for whoever collects that one to roll back
+        # both.
         if not any(before.error for before in self._under_way):
             try:
                 with self._border(batch):
@@ -53,7 +54,7 @@ class InlineExecutor(Executor):
         step = self._under_way.popleft()
         if step.error is not None:
             raise step.error
-        assert step.handle is not None, "a step behind one that failed is abandoned with it"
+        assert step.handle is not None, "a step behind one that failed is rolled back with it"
         with self._border(step.batch):
             output = runner.collect(step.handle)
         assert output is not None, "rank 0 always samples"
@@ -77,10 +78,10 @@ class InlineExecutor(Executor):
             raise EngineDeadError(CLOSED)
         return self._runner
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         self._under_way.clear()
         if self._runner is not None:
-            # The interrupt may have come while a picture was being booked, here in this process.
+            # The interrupt may have come while an image was being booked, here in this process.
             self._runner.vision_cache.release()
 
     @property
@@ -103,6 +104,6 @@ def runner_counters(runner: ModelRunner) -> RunnerCounters:
     cache, seconds = runner.vision_cache.counters, runner.steps.clock.seconds
     return RunnerCounters(
         vision_cache_hits=cache.hits, vision_cache_misses=cache.misses, vision_cache_evictions=cache.evictions,
-        vision_cache_bytes=cache.num_bytes, num_images_encoded=runner.steps.pictures.num_encoded,
+        vision_cache_bytes=cache.num_bytes, num_images_encoded=runner.steps.image_encoder.num_encoded,
         **{f"{phase}_seconds": seconds.get(phase, 0.0) for phase in STEP_PHASES},
     )  # fmt: skip

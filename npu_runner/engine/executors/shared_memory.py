@@ -3,7 +3,7 @@
 No rank runs in the engine's process: a collective that hangs because another rank died would hang the engine with it.
 Here the engine waits on sockets, sees a death at once and a stopped process soon, and ends the others itself.
 
-Calls are numbered. A reply says which call it answers, so that one to an abandoned call is never taken for another's.
+Calls are numbered. A reply says which call it answers, so that one to an rolled-back call is never taken for another's.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SharedMemoryExecutor(Executor):
         assert isinstance(output, ModelRunnerOutput), f"rank 0 answered with {type(output).__name__}"
         return output
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         # Ranks run what they were told of to its end; the place in the ring is free again once all have answered.
         self._oldest = self._last.number + 1
 

@@ -1,1 +1,1 @@
-"""Vision towers: patches of pictures in, embeddings for the decoder out."""
+"""Vision towers: patches of images in, embeddings for the decoder out."""

@@ -1,6 +1,6 @@
-"""What vision towers share: patch embedding, attention within pictures, and where patches stand. Knows no tower.
+"""What vision towers share: patch embedding, attention within images, and where patches stand. Knows no tower.
 
-P patches of all pictures, X values of a patch (row, column, frame of a film, channel), C hidden size, N heads, H head
+P patches of all images, X values of a patch (row, column, frame of a video, channel), C hidden size, N heads, H head
 dim, Q = H / 4 frequencies of an axis.
 """
 
@@ -20,14 +20,14 @@ from npu_runner.layers.norm import LayerNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
 from npu_runner.platforms.attention import AttentionBackend
 
-# What depends on a picture's size alone is kept for the last sizes, 40 bytes of the host's memory for each patch.
+# What depends on an image's size alone is kept for the last sizes, 40 bytes of the host's memory for each patch.
 cached_by_size = lru_cache(maxsize=64)
 
 
 class PatchEmbed(nn.Module):
     """The checkpoint's 3-D convolution, whose stride equals its kernel, as the matmul it is.
 
-    A picture is a film of equal frames: one frame goes through the sum of the frames' weights. Patches of a film are
+    An image is a video of equal frames: one frame goes through the sum of the frames' weights. Patches of a video are
     longer, the colours of each frame behind those of the one before.
     """
 

@@ -1,10 +1,10 @@
-"""From pictures' bytes to the patches that a tower takes: one copy and a few launches for all pictures of a step, of
+"""From images' bytes to the patches that a tower takes: one copy and a few launches for all images of a step, of
 whatever sizes. Knows no tower and no cache.
 
-A run is a row of pixels within a patch: what lies together in a picture and in a patch alike. In the device's memory
-all pictures are one row of runs, and patches gather theirs.
+A run is a row of pixels within a patch: what lies together in an image and in a patch alike. In the device's memory
+all images are one row of runs, and patches gather theirs.
 
-P patches of all pictures of a group, R runs of them, X values of a patch (row, column, frame of a film, channel).
+P patches of all images of a group, R runs of them, X values of a patch (row, column, frame of a video, channel).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _GATHERED = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 def cut_patches(groups: Sequence[Sequence[ImageInput]], beside: Sequence[Sequence[np.ndarray]],
                 settings_of: Callable[[ImageInput], ImageSettings], device: torch.device,
                 dtype: torch.dtype) -> list[tuple[Tensor, list[Tensor]]]:
-    """The patches (P, X) of each group, picture after picture, each in merge-block order; and what `beside` has for the
+    """The patches (P, X) of each group, image after image, each in merge-block order; and what `beside` has for the
     group, int32 and float32 arrays that travel with its pixels.
 
     That order is the one of transformers' Qwen2-VL image processor; PatchEmbed arranges its weight by X.
 
     Rescaled, less the mean, over the deviation, each in float32 as transformers does it, then rounded to `dtype`.
-    Pictures of one group have patches of one length; `settings_of` them are equal.
+    Images of one group have patches of one length; `settings_of` them are equal.
     """
     settings = [settings_of(group[0]) for group in groups]
     guests = [array for arrays in beside for array in arrays]
@@ -67,7 +67,7 @@ def cut_patches(groups: Sequence[Sequence[ImageInput]], beside: Sequence[Sequenc
 
 
 def _fill_runs(group: Sequence[ImageInput], settings: ImageSettings, runs_R: np.ndarray) -> None:
-    """Which run of all the group's pictures each row of each patch is."""
+    """Which run of all the group's images each row of each patch is."""
     patch, start, first_run = settings.patch_size, 0, 0
     for image in group:
         _, rows, columns = image.grid_thw

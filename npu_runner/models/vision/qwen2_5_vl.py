@@ -1,8 +1,8 @@
-"""The Qwen2.5-VL vision tower: most of its layers attend within windows of a picture. Knows no text.
+"""The Qwen2.5-VL vision tower: most of its layers attend within windows of an image. Knows no text.
 
 Source: the Qwen2.5-VL report, section 2.1.1 (arXiv 2502.13923).
 
-P patches of all pictures, G = merge^2 patches of a token, M = P / G picture tokens, X values of a patch, C hidden size,
+P patches of all images, G = merge^2 patches of a token, M = P / G image tokens, X values of a patch, C hidden size,
 H head dim, Q = H / 4 frequencies of an axis, D hidden size of the decoder.
 """
 
@@ -64,9 +64,9 @@ class WindowedMerger(nn.Module):
 
 
 class WindowedVisionTower(nn.Module):
-    """Tokens lie window after window while they go through the layers, and picture after picture again at the end.
+    """Tokens lie window after window while they go through the layers, and image after image again at the end.
 
-    A window is then a stretch of rows, as a picture is one of windows: attention in either needs no other plan than the
+    A window is then a stretch of rows, as an image is one of windows: attention in either needs no other plan than the
     lengths of the stretches.
     """
 
@@ -83,7 +83,7 @@ class WindowedVisionTower(nn.Module):
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Main embeddings (M, D), and no deepstack level.
 
-        `patches_PX` holds the pictures one after the other, each in merge-block order; `grids` their (height, width)
+        `patches_PX` holds the images one after the other, each in merge-block order; `grids` their (height, width)
         in patches; `places` what `places` makes of these.
         """
         config, group = self.config, self.config.spatial_merge_size**2
@@ -125,7 +125,7 @@ class WindowedVisionTower(nn.Module):
 
 @cached_by_size
 def _window_order(height: int, width: int, side: int) -> tuple[np.ndarray, list[int]]:
-    """Tokens of a height x width picture window by window (M,) and how many each has; the last ones are cut short."""
+    """Tokens of a height x width image window by window (M,) and how many each has; the last ones are cut short."""
     places = np.arange(height * width, dtype=np.int32).reshape(height, width)
     windows = [places[row : row + side, column : column + side].ravel()
                for row in range(0, height, side) for column in range(0, width, side)]

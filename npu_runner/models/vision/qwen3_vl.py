@@ -1,6 +1,6 @@
 """The Qwen3-VL vision tower: patches in, embeddings for the decoder and its deepstack levels out. Knows no text.
 
-P patches of all pictures, M = P / merge^2 picture tokens, X values of a patch (row, column, channel), C hidden size,
+P patches of all images, M = P / merge^2 image tokens, X values of a patch (row, column, channel), C hidden size,
 N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden size of the decoder.
 """
 
@@ -99,12 +99,12 @@ class VisionTower(nn.Module):
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Main embeddings (M, D) and one (M, D) per deepstack level.
 
-        `patches_PX` holds the pictures one after the other, each in merge-block order; `grids` their (height, width)
+        `patches_PX` holds the images one after the other, each in merge-block order; `grids` their (height, width)
         in patches; `places` what `places` makes of these.
         """
         places_P2, taps_P4, weights_P4, cos_SQ, sin_SQ = places
         x_PC = self.patch_embed(patches_PX)
-        # The learned square grid, resampled bilinearly (corners aligned) to each picture's grid.
+        # The learned square grid, resampled bilinearly (corners aligned) to each image's grid.
         x_PC = x_PC + (self.pos_embed(taps_P4) * weights_P4[..., None]).sum(1).to(x_PC.dtype)
         cos_PH, sin_PH = (both_halves(F.embedding(places_P2, table).flatten(1), self.config, self.attention)
                           for table in (cos_SQ, sin_SQ))

@@ -29,7 +29,7 @@ from npu_runner.platforms.cuda.attention_tiles import (
 )
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.heads import norm_rotary_store
-from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, picture_attention, plan_pictures
+from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention, plan_images
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload
@@ -150,10 +150,10 @@ class TritonAttention(AttentionBackend):
         )
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> VisionPlan:
-        return plan_pictures(lengths, device)
+        return plan_images(lengths, device)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
         if self._split_heads.take(q_TNH, k_TNH, v_TNH, scale):
-            return picture_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True)
-        return picture_attention(q_TNH, k_TNH, v_TNH, plan, scale,
-                                 tower_tile(q_TNH.shape[-1], q_TNH.dtype, self.gpu))
+            return image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True)
+        return image_attention(q_TNH, k_TNH, v_TNH, plan, scale,
+                               tower_tile(q_TNH.shape[-1], q_TNH.dtype, self.gpu))

@@ -77,7 +77,7 @@ def first_seen_pages(context_lens_B: np.ndarray, query_lens_B: np.ndarray, windo
 
 
 class FlashInferAttention(TritonAttention):
-    """The cache is written, and pictures are seen, as in TritonAttention."""
+    """The cache is written, and images are seen, as in TritonAttention."""
 
     name = "flashinfer"
 

@@ -1,9 +1,9 @@
-"""The vision tower's attention on CUDA: all pictures of a call in one kernel. Knows no cache and no model.
+"""The vision tower's attention on CUDA: all images of a call in one kernel. Knows no cache and no model.
 
-What torch's scaled_dot_product_attention takes first on recent GPUs, cuDNN, builds a plan for every new pair of picture
-size and number of pictures: 35 ms each on an H200, in the midst of serving. Nothing here depends on sizes.
+What torch's scaled_dot_product_attention takes first on recent GPUs, cuDNN, builds a plan for every new pair of image
+size and number of images: 35 ms each on an H200, in the midst of serving. Nothing here depends on sizes.
 
-T tokens, N heads, H head dim, B pictures.
+T tokens, N heads, H head dim, B images.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _CHECKED_LENGTHS, _TOLERANCE = (273, 64, 5), 2e-2
 
 
 class VisionPlan(NamedTuple):
-    """Tokens of each picture, and where they begin: `starts_B1` int32 on the device, the end of the last behind it."""
+    """Tokens of each image, and where they begin: `starts_B1` int32 on the device, the end of the last behind it."""
 
     lengths: list[int]
     starts_B1: Tensor
 
 
-def plan_pictures(lengths: Sequence[int], device: torch.device) -> VisionPlan:
+def plan_images(lengths: Sequence[int], device: torch.device) -> VisionPlan:
     starts_B1 = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=starts_B1[1:])
     return VisionPlan(list(lengths), upload(starts_B1, device))
 
 
-def picture_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float,
-                      tile: Tile, *, is_split: bool = False) -> Tensor:
-    """Full attention within each picture, (T, N, H); heads of one token lie together. `is_split`: see `SplitHeads`."""
+def image_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float,
+                    tile: Tile, *, is_split: bool = False) -> Tensor:
+    """Full attention within each image, (T, N, H); heads of one token lie together. `is_split`: see `SplitHeads`."""
     num_heads, head_dim = q_TNH.shape[1:]
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q_TNH, k_TNH, v_TNH)), "heads of one token lie together"
     longest = max(plan.lengths)
-    assert longest * max(x.stride(0) for x in (q_TNH, k_TNH, v_TNH)) < 2**31, "places within a picture fit into 32 bits"
+    assert longest * max(x.stride(0) for x in (q_TNH, k_TNH, v_TNH)) < 2**31, "places within an image fit into 32 bits"
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    kernel = vision_kernels.split_pictures if is_split else vision_kernels.pictures
+    kernel = vision_kernels.split_images if is_split else vision_kernels.images
     widths = dict(zip(("FIRST", "REST"), SPLIT_HEAD, strict=True)) if is_split else {"HEAD": head_width(head_dim)}
     kernel[(triton.cdiv(longest, tile.rows), num_heads, len(plan.lengths))](
         q_TNH, k_TNH, v_TNH, out_TNH, plan.starts_B1, q_TNH.stride(0), k_TNH.stride(0), v_TNH.stride(0),
@@ -71,7 +71,7 @@ class SplitHeads:
         self._is_right: dict[tuple[object, ...], bool] = {}
 
     def take(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
-        """Waits for the device where a kernel is used for the first time; the start's made-up pictures are that."""
+        """Waits for the device where a kernel is used for the first time; the start's made-up images are that."""
         first, rest = SPLIT_HEAD
         is_split = self._fits and first < q_TNH.shape[2] <= first + rest and q_TNH.dtype != torch.float32
         if not is_split or torch.compiler.is_compiling():
@@ -92,8 +92,8 @@ class SplitHeads:
     def _compare(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
         q_TNH, k_TNH, v_TNH = made_up = [_like(x, sum(_CHECKED_LENGTHS), seed)
                                          for seed, x in enumerate((q_TNH, k_TNH, v_TNH))]
-        plan = plan_pictures(_CHECKED_LENGTHS, q_TNH.device)
-        found_TNH = picture_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True).float()
+        plan = plan_images(_CHECKED_LENGTHS, q_TNH.device)
+        found_TNH = image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True).float()
         parts = zip(*(x.float().transpose(0, 1).split(_CHECKED_LENGTHS, dim=1) for x in made_up), strict=True)
         expected_TNH = torch.cat([(torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v).transpose(0, 1)
                                   for q, k, v in parts])

@@ -1,9 +1,9 @@
-"""Triton kernels of a vision tower's attention: online softmax (arXiv 2205.14135) within pictures. Knows no cache.
+"""Triton kernels of a vision tower's attention: online softmax (arXiv 2205.14135) within images. Knows no cache.
 
 Softmax is in base 2: FACTOR is the scale times log2(e), above 0. Products are exact in float32 inputs (no TF32), sums
-are float32 always. `pictures` takes a head dim H (HEAD_DIM) as HEAD dims, a power of 2; what is beyond H is 0.
+are float32 always. `images` takes a head dim H (HEAD_DIM) as HEAD dims, a power of 2; what is beyond H is 0.
 
-`split_pictures` is for an H that is little more than a power of 2, as FIRST dims and up to REST others: 72 and 80 dims
+`split_images` is for an H that is little more than a power of 2, as FIRST dims and up to REST others: 72 and 80 dims
 then take five eighths of the products of 128. Only for 16 bits, and not to be trusted unseen: ptxas 12.8 (of triton
 3.6) adds to 64-bit descriptors of products that lie in shared memory, and in some tiles takes the upper half from a
 register that holds another's address. The products then read elsewhere: wrong numbers, or an access that a GPU refuses.
@@ -23,7 +23,7 @@ from npu_runner.platforms.cuda.attention_kernels import load_rows, weigh
 @triton.jit
 def _step(queries, highest, total, sums, k, v, start, length, stride_k, stride_v, MASKED: tl.constexpr,
           FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, COLUMNS: tl.constexpr):
-    """COLUMNS tokens of a picture from its token `start` on; MASKED: not all of them are among its `length`."""
+    """COLUMNS tokens of an image from its token `start` on; MASKED: not all of them are among its `length`."""
     columns = start + tl.arange(0, COLUMNS)
     dims = tl.arange(0, HEAD)
     is_there = None
@@ -43,9 +43,9 @@ def _step(queries, highest, total, sums, k, v, start, length, stride_k, stride_v
 
 
 @triton.jit
-def pictures(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.constexpr, FACTOR: tl.constexpr,
-             HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """ROWS tokens of one head and one picture over all of that picture; only its last columns are masked."""
+def images(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.constexpr, FACTOR: tl.constexpr,
+           HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """ROWS tokens of one head and one image over all of that image; only its last columns are masked."""
     head = tl.program_id(1)
     begin = tl.load(starts + tl.program_id(2)).to(tl.int64)
     length = (tl.load(starts + tl.program_id(2) + 1) - begin).to(tl.int32)
@@ -79,7 +79,7 @@ def pictures(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.c
 def _split_step(q0, q1, highest, total, sums0, sums1, k, v, start, length, stride_k, stride_v, MASKED: tl.constexpr,
                 FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
                 COLUMNS: tl.constexpr):
-    """COLUMNS tokens of a picture from its token `start` on; MASKED: not all of them are among its `length`."""
+    """COLUMNS tokens of an image from its token `start` on; MASKED: not all of them are among its `length`."""
     columns = start + tl.arange(0, COLUMNS)
     d0 = tl.arange(0, FIRST)
     d1 = FIRST + tl.arange(0, REST)
@@ -104,10 +104,10 @@ def _split_step(q0, q1, highest, total, sums0, sums1, k, v, start, length, strid
 
 
 @triton.jit
-def split_pictures(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.constexpr, FACTOR: tl.constexpr,
-                   HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr):
-    """ROWS tokens of one head and one picture over all of that picture; only its last columns are masked."""
+def split_images(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.constexpr, FACTOR: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+                 COLUMNS: tl.constexpr):
+    """ROWS tokens of one head and one image over all of that image; only its last columns are masked."""
     head = tl.program_id(1)
     begin = tl.load(starts + tl.program_id(2)).to(tl.int64)
     length = (tl.load(starts + tl.program_id(2) + 1) - begin).to(tl.int32)

@@ -23,7 +23,7 @@ _GRAPH_BUFFER_MIB = 64
 # The variables that torch_npu's allocator of device memory reads. Wheels of TorchNPU 26.2.0 for torch 2.10 and later
 # also read torch's own name; where both are set, empty or not, they do not start. Older ones read the vendor's alone.
 VENDORS, TORCHS = "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-# Segments that grow lose less memory to pictures of ever different sizes.
+# Segments that grow lose less memory to images of ever different sizes.
 WANTED = "expandable_segments:True"
 _PINNED = "pin_memory_expandable_segments"
 NO_CAPTURE = f"{_PINNED}:True: torch_npu captures no graph with it"

@@ -1,4 +1,4 @@
-"""Opens files below one folder and nothing else, whoever exchanges folders and links there meanwhile.
+"""Opens files below one folder and nothing else, even while another process replaces folders and links there.
 
 A name is walked component by component from the folder's descriptor, and the system follows no link: each is read and
 walked here. A check of the whole path before it is opened would be a guess by then. Knows nothing of what files hold.
@@ -17,7 +17,7 @@ from pathlib import Path
 _NAMED = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK) | os.O_NOFOLLOW | os.O_CLOEXEC
 # The same of a folder only: with it the system mounts what is mounted on demand.
 _FOLDER = _NAMED | os.O_DIRECTORY
-# Not blocking: a pipe that nobody writes to must not hang a worker.
+# Not blocking: a pipe without a writer must not hang a worker.
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 # As many as Linux follows.
 _MAX_LINKS = 40

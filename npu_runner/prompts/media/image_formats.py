@@ -1,4 +1,4 @@
-"""Which kinds of picture files are opened, and what Pillow's decoders need to be told first. Knows nothing of pixels.
+"""Which kinds of image files are opened, and what Pillow's decoders need to be told first. Knows nothing of pixels.
 
 Plugins are imported by name: nothing outside this list ever sees the bytes. What a file declares is bounded before it
 is decoded, also where a file holds another one (icons) or says its size twice (JPEG 2000, HEIC).
@@ -50,8 +50,8 @@ _ICON = b"\0\0\1\0"
 _CODESTREAM = b"\xff\x4f\xff\x51"
 
 
-def open_picture(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image.Image:
-    """The picture with its header read and nothing decoded, but for an icon that is a bitmap. Raises RequestError for
+def open_encoded(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image.Image:
+    """The image with its header read and nothing decoded, but for an icon that is a bitmap. Raises RequestError for
     one that declares too much, and whatever Pillow raises."""
     head = bytes(data[:12])
     if head.startswith(_ICON):
@@ -75,7 +75,7 @@ def wants_heif_package(head: bytes) -> bool:
 
 
 def check_pixels(width: int, height: int, max_source_pixels: int) -> None:
-    """Raises RequestError for a picture that is too large."""
+    """Raises RequestError for an image that is too large."""
     if width * height > max_source_pixels:
         raise RequestError(
             f"the image declares {width}x{height} pixels, more than the {max_source_pixels} allowed "
@@ -85,16 +85,16 @@ def check_pixels(width: int, height: int, max_source_pixels: int) -> None:
 
 
 def _open_icon(data: bytes, max_source_pixels: int) -> Image.Image:
-    """Pillow decodes icons as it opens them. The largest picture in one is a PNG file, opened as any other, or a bitmap
+    """Pillow decodes icons as it opens them. The largest image in one is a PNG file, opened as any other, or a bitmap
     whose declared size is looked at first."""
     icon = IcoImagePlugin.IcoFile(io.BytesIO(data))
     if not icon.entry:
-        raise SyntaxError("an icon without pictures")
+        raise SyntaxError("an icon without images")
     frame = data[icon.entry[0].offset:]
     if frame.startswith(b"\x89PNG"):
         return Image.open(io.BytesIO(frame), formats=["PNG"])
     width, height = BmpImagePlugin.DibImageFile(io.BytesIO(frame)).size
-    check_pixels(width, height // 2, max_source_pixels)  # a mask as high as the picture lies behind it
+    check_pixels(width, height // 2, max_source_pixels)  # a mask as high as the image lies behind it
     return Image.open(io.BytesIO(data), formats=["ICO"])
 
 
@@ -107,7 +107,7 @@ def _check_codestream(data: bytes, max_source_pixels: int) -> None:
 
 
 def _check_extents(data: bytes, max_source_pixels: int) -> None:
-    """HEIC and AVIF: the picture is often cut out of larger ones, which are decoded whole. All that the file's list of
+    """HEIC and AVIF: the image is often cut out of larger ones, which are decoded whole. All that the file's list of
     properties declares count."""
     meta = _box(data, b"meta")
     at = meta.find(b"ispe")

@@ -1,4 +1,4 @@
-"""How a checkpoint wants its pictures: sizes, patches, normalisation. Knows nothing of pixels."""
+"""How a checkpoint wants its images: sizes, patches, normalisation. Knows nothing of pixels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """Everything that decides which numbers the vision tower sees for a picture.
+    """Everything that decides which numbers the vision tower sees for an image.
 
     The device computes `(pixel * rescale_factor - image_mean) / image_std` per channel; a checkpoint that wants no
     rescaling or no normalisation has 1, 0 and 1 here. Defaults are those of transformers' Qwen2-VL image processor.
@@ -41,7 +41,7 @@ class ImageSettings:
 
     @property
     def side_multiple(self) -> int:
-        """Height and width of a resized picture are multiples of this: one merged token's side in pixels."""
+        """Height and width of a resized image are multiples of this: one merged token's side in pixels."""
         return self.patch_size * self.merge_size
 
     def to_json(self) -> dict[str, Any]:
@@ -58,11 +58,11 @@ class ImageSettings:
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Prompt tokens of a picture that already has its final size."""
+        """Prompt tokens of an image that already has its final size."""
         return (height // self.side_multiple) * (width // self.side_multiple)
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Final (height, width) of a picture: the rule of Qwen2-VL's image processor (`smart_resize`).
+        """Final (height, width) of an image: the rule of Qwen2-VL's image processor (`smart_resize`).
 
         Sides become multiples of `side_multiple`, the area comes between min_pixels and max_pixels, the shape stays
         as near as that allows. Raises RequestError when one side is more than 200 times the other.
@@ -90,7 +90,7 @@ class ImageSettings:
         return rounded_height, rounded_width
 
     def with_low_detail(self) -> ImageSettings:
-        """OpenAI's `detail: low`: no more pixels than a picture of 512 x 512, as far as the model takes so few."""
+        """OpenAI's `detail: low`: no more pixels than an image of 512 x 512, as far as the model takes so few."""
         most = max(self.min_pixels, LOW_DETAIL_PIXELS)
         return replace(self, max_pixels=min(self.max_pixels, most))
 
@@ -113,7 +113,7 @@ class ImageSettings:
         for short in range(1, math.isqrt(math.floor(most)) + 1):
             # Rounding takes less than a token from the short side.
             yield short, min(math.floor(most) // short, MAX_ASPECT_RATIO * (short + 1))
-        # Growing rounds both sides up, so a picture just over `short - 1` tokens high becomes `short` high.
+        # Growing rounds both sides up, so an image just over `short - 1` tokens high becomes `short` high.
         thinnest = math.sqrt(least / MAX_ASPECT_RATIO)
         for short in range(max(1, math.ceil(thinnest)), math.ceil(math.sqrt(least)) + 1):
             yield short, max(short, math.ceil(least / max(short - 1, thinnest)))
@@ -125,7 +125,7 @@ def read_image_settings(
     """Settings of the checkpoint in `folder`, with the user's bounds on the area where given.
 
     `processor_config.json` (its `image_processor` entry) goes before `preprocessor_config.json`, as in transformers.
-    Raises ModelError for a checkpoint whose pictures we cannot prepare, ConfigError for bounds that contradict.
+    Raises ModelError for a checkpoint whose images we cannot prepare, ConfigError for bounds that contradict.
     """
     values = (read_json(folder, "processor_config.json") or {}).get("image_processor")
     source = "processor_config.json"

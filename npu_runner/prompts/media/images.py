@@ -1,10 +1,10 @@
-"""Turns an encoded picture into the resized uint8 pixels the vision tower expects. Knows nothing of prompts or devices.
+"""Turns an encoded image into the resized uint8 pixels the vision tower expects. Knows nothing of prompts or devices.
 
 What a person would expect is done: transparency lies on white, EXIF rotation is applied, 16-bit grey is scaled to
 8 bit, an animation is its first frame. What cannot be shown faithfully is a RequestError.
 
 Beside what the decoder takes, a source pixel takes 8 bytes at most, whatever its mode: it is converted in strips, and
-each step lets go of the picture before it.
+each step lets go of the image before it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from npu_runner.prompts.media.image_formats import (
     HEIF_REMEDY,
     check_pixels,
     is_heif,
-    open_picture,
+    open_encoded,
     wants_heif_package,
 )
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import ImageInput
 
-# H, W sides of the resized picture
+# H, W sides of the resized image
 
 _REMEDY = "convert it to JPEG or PNG"
 _MAGIC = {
@@ -54,7 +54,7 @@ def prepare_image(
     source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = LIMITS.max_source_pixels,
     is_low: bool = False,
 ) -> ImageInput:
-    """Decode, upright, flatten and resize one picture. Raises RequestError, never anything else, for a bad one.
+    """Decode, upright, flatten and resize one image. Raises RequestError, never anything else, for a bad one.
 
     is_low: with low detail.
     """
@@ -81,7 +81,7 @@ def open_image(
     max_source_pixels: int = LIMITS.max_source_pixels,
     settings: ImageSettings | None = None,
 ) -> Image.Image:
-    """The picture as upright 8-bit RGB. With `settings`, a shape the model refuses is refused before decoding.
+    """The image as upright 8-bit RGB. With `settings`, a shape the model refuses is refused before decoding.
 
     Raises RequestError with code image_empty, image_not_recognised, image_too_large, image_aspect_ratio,
     image_truncated, image_broken, image_mode or image_out_of_memory.
@@ -101,11 +101,11 @@ def open_image(
         settings.fit(height, width)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a decoder's remarks about odd metadata are nobody's concern here
+            warnings.simplefilter("ignore")  # a decoder's remarks about odd metadata are of no use here
             image.load()
             check_pixels(*image.size, max_source_pixels)  # some kinds show their true size only now
             orientation = exif_orientation(image)
-            image = source = _to_rgb(image)  # the decoded picture is let go before it is turned
+            image = source = _to_rgb(image)  # the decoded image is let go before it is turned
             return image if orientation not in _TURNS else image.transpose(_TURNS[orientation])
     except RequestError:
         raise
@@ -124,7 +124,7 @@ def _open(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image
     try:
         with warnings.catch_warnings(), _pillow_allows(max_source_pixels):
             warnings.simplefilter("ignore")  # Pillow's own bomb warning: our limit is checked right after
-            return open_picture(data, max_source_pixels)
+            return open_encoded(data, max_source_pixels)
     except (UnidentifiedImageError, SyntaxError) as error:
         raise _not_recognised(bytes(data[:32])) from error
     except RequestError:
@@ -233,6 +233,6 @@ def exif_orientation(image: Image.Image) -> int | None:
     """As EXIF says; an unreadable EXIF block counts as upright."""
     try:
         orientation = image.getexif().get(_EXIF_ORIENTATION)
-    except Exception:  # noqa: BLE001 - broken metadata raises anything; the picture itself is sound
+    except Exception:  # noqa: BLE001 - broken metadata raises anything; the image itself is sound
         return None
     return orientation if isinstance(orientation, int) else None

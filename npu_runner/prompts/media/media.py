@@ -1,4 +1,4 @@
-"""Fetches the bytes that an address of a picture or a film means: inline data, a file in the allowed folder, no more.
+"""Fetches the bytes that an address of an image or a video means: inline data, a file in the allowed folder, no more.
 
 Addresses are counted and measured first; each different one is then read once, when its turn comes. Knows nothing of
 what the bytes are. No network: a job reads only what its owner put on this machine.
@@ -38,7 +38,7 @@ class MediaRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """A picture or a film that is still an address. `where`: the field that it stood in first."""
+    """An image or a video that is still an address. `where`: the field that it stood in first."""
 
     url: str
     where: str
@@ -114,7 +114,7 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
     addresses = [part for message in messages for part in _parts(message) if _is_address(part)]
     if len(addresses) > rules.max_images:
         raise RequestError(
-            f"messages: {len(addresses)} pictures and films, at most {rules.max_images} are allowed "
+            f"messages: {len(addresses)} images and videos, at most {rules.max_images} are allowed "
             "(max_images_per_prompt)",
             "too_many_images",
             "messages",
@@ -130,7 +130,7 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
     total = sum({media.url: media.num_bytes() for media in known.values()}.values())
     if total > rules.max_total_bytes:
         raise RequestError(
-            f"messages: the {len(known)} different pictures and films have {total} bytes together, at most "
+            f"messages: the {len(known)} different images and videos have {total} bytes together, at most "
             f"{rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
             "media_too_large",
             "messages",
@@ -155,7 +155,7 @@ def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[st
     detail = value.get("detail") if isinstance(value, Mapping) else None
     if detail not in DETAILS if kind == "image" else detail is not None:
         raise RequestError(
-            f"{where}.detail: {str(detail)[:40]!r} is not supported; of pictures low, high and auto are",
+            f"{where}.detail: {str(detail)[:40]!r} is not supported; of images low, high and auto are",
             code="unsupported_field",
             param=f"{where}.detail",
         )

@@ -1,6 +1,6 @@
 """Three-dimensional rotary positions of Qwen-VL prompts (M-RoPE). Knows nothing of text or pixels.
 
-Source: the Qwen2-VL report, section 2.1 (arXiv 2409.12191), with Qwen3-VL's rule that every picture is one time step.
+Source: the Qwen2-VL report, section 2.1 (arXiv 2409.12191), with Qwen3-VL's rule that every image is one time step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def mrope_positions(
 ) -> tuple[np.ndarray, int]:
     """Positions int32 (3, T) and the delta: token i after the prompt has position i + delta in all three rows.
 
-    Text counts up in all rows. A picture's tokens share one time; its rows and columns count from that same number,
-    and the text after it goes on past the picture's longer side. `spans` are in prompt order; grids by image_index.
+    Text counts up in all rows. An image's tokens share one time; its rows and columns count from that same number,
+    and the text after it goes on past the image's longer side. `spans` are in prompt order; grids by image_index.
     """
     positions_3T = np.empty((3, num_tokens), dtype=np.int32)
     next_position, token = 0, 0

@@ -1,9 +1,9 @@
-"""Opens encoded films and decodes the frames that are asked for, upright, one at a time. Knows nothing of prompts.
+"""Opens encoded videos and decodes the frames that are asked for, upright, one at a time. Knows nothing of prompts.
 
-What a file declares is bounded before a frame is decoded. A film is read twice: once to learn where its frames are,
-without decoding any, and once to decode the groups of pictures in which a wanted one lies. Sound is never touched.
+What a file declares is bounded before a frame is decoded. A video is read twice: once to learn where its frames are,
+without decoding any, and once to decode the groups of images in which a wanted one lies. Sound is never touched.
 
-PyAV is loaded with the first film: who sends none does not need it.
+PyAV is loaded with the first video: who sends none does not need it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from npu_runner.request.limits import LIMITS
 # Demuxers by name. Playlists and the like are none of them: they would have the decoder open other files.
 _CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,h264,hevc,m4v,ivf,gif"
 _NO_PTS = -(1 << 63)
-# A film that ends earlier than it says was cut off. Rounded times, and a last frame that does not say how long it is
+# A video that ends earlier than it says was cut off. Rounded times, and a last frame that does not say how long it is
 # shown, are no reason to say so.
 _MISSING_SECONDS = 0.2
 _MISSING_FRAMES = 2
@@ -38,7 +38,7 @@ _MAX_DETAIL_CHARS = 200
 
 
 class VideoFile:
-    """A film whose frames were counted. A context.
+    """A video whose frames were counted. A context.
 
     Raises RequestError with code video_package_missing, video_empty, video_not_recognised, video_no_stream,
     video_too_long, video_too_many_frames, video_too_large, video_truncated, video_broken or video_out_of_memory.
@@ -46,7 +46,7 @@ class VideoFile:
 
     def __init__(self, data: bytes):
         if not data:
-            raise RequestError("the film has zero bytes", "video_empty")
+            raise RequestError("the video has zero bytes", "video_empty")
         self._av = _load_av()
         self._data = data
         with self._opened() as (container, stream):
@@ -57,7 +57,7 @@ class VideoFile:
         self.num_frames = len(self._pts)
         """In the order in which they are shown; which time each one has, its file may say or not."""
         if not self.num_frames:
-            raise RequestError("the film has no frames", "video_empty")
+            raise RequestError("the video has no frames", "video_empty")
 
     def __enter__(self) -> VideoFile:
         return self
@@ -75,7 +75,7 @@ class VideoFile:
                 while number < index:
                     number, frame = next(found, (len(self._pts), None))
                 if number != index or frame is None:
-                    raise RequestError(f"frame {index} of {self.num_frames} cannot be decoded; encode the film again",
+                    raise RequestError(f"frame {index} of {self.num_frames} cannot be decoded; encode the video again",
                                        "video_broken")
                 self._check_size(frame)
                 yield _upright(frame)
@@ -104,13 +104,13 @@ class VideoFile:
     def _check_size(self, frame: Any) -> None:
         if (frame.width, frame.height) != (self.width, self.height):
             raise RequestError(
-                f"the film declares {self.width}x{self.height} pixels and has a frame of {frame.width}x{frame.height}; "
-                "encode it again", "video_size_changes",
+                f"the video declares {self.width}x{self.height} pixels and has a frame of {frame.width}x{frame.height}"
+                "; encode it again", "video_size_changes",
             )  # fmt: skip
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[Any, Any]]:
-        """The container and its first film, with the decoder's errors as ours."""
+        """The container and its first video, with the decoder's errors as ours."""
         # Decoders hear of the options, too, also of those that learn what is in the file. A worker has a core.
         codec_options = {"max_pixels": str(LIMITS.max_video_pixels), "threads": "1"}
         what = "opened"
@@ -120,14 +120,14 @@ class VideoFile:
                 metadata_errors="replace",
             ) as container:  # fmt: skip
                 what = "decoded"
-                stream = _film_of(container)
+                stream = _video_of(container)
                 stream.codec_context.options = codec_options
                 with _memory_told_from_damage(stream):
                     yield container, stream
         except RequestError:
             raise
         except MemoryError as error:
-            raise RequestError("the film needs more memory than there is; scale it down",
+            raise RequestError("the video needs more memory than there is; scale it down",
                                "video_out_of_memory") from error
         except Exception as error:  # decoders fed with hostile bytes raise anything; only this row may fail
             raise _decoding_error(self._data, error, what) from error
@@ -138,40 +138,40 @@ def _load_av() -> Any:
         return importlib.import_module("av")
     except ImportError as error:
         raise RequestError(
-            f"films are decoded by PyAV, which is not there ({error}); pip install 'npu-runner[video]'",
+            f"videos are decoded by PyAV, which is not there ({error}); pip install 'npu-runner[video]'",
             "video_package_missing",
         ) from error
 
 
-def _film_of(container: Any) -> Any:
+def _video_of(container: Any) -> Any:
     av_disposition = importlib.import_module("av.stream").Disposition.attached_pic
     for stream in container.streams.video:
-        if not stream.disposition & av_disposition:  # the cover of a record is no film
+        if not stream.disposition & av_disposition:  # the cover of a record is no video
             if stream.codec_context is None:
-                raise RequestError("the film is in a codec that PyAV does not decode; encode it again",
+                raise RequestError("the video is in a codec that PyAV does not decode; encode it again",
                                    "video_not_recognised")
             return stream
-    raise RequestError("the file has no film, only sound or text", "video_no_stream")
+    raise RequestError("the file has no video, only sound or text", "video_no_stream")
 
 
 def _check_declared(container: Any, stream: Any) -> None:
     seconds = _declared_seconds(container, stream)
     if seconds > LIMITS.max_video_seconds:
         raise RequestError(
-            f"the film declares {seconds:.0f} seconds, at most {LIMITS.max_video_seconds} are allowed "
+            f"the video declares {seconds:.0f} seconds, at most {LIMITS.max_video_seconds} are allowed "
             "(max_video_seconds); cut it", "video_too_long",
         )  # fmt: skip
     _check_count(stream.frames)
     if not 0 < stream.width * stream.height <= LIMITS.max_video_pixels:
         # A decoder that is told of the limit forgets the size beyond it.
-        raise RequestError(f"the film declares no size, or more than the {LIMITS.max_video_pixels} pixels allowed "
+        raise RequestError(f"the video declares no size, or more than the {LIMITS.max_video_pixels} pixels allowed "
                            "(max_video_pixels); scale it down", "video_too_large")
 
 
 def _check_count(num_frames: int) -> None:
     if num_frames > LIMITS.max_video_frames:
         raise RequestError(
-            f"the film has {num_frames} frames or more, at most {LIMITS.max_video_frames} are allowed "
+            f"the video has {num_frames} frames or more, at most {LIMITS.max_video_frames} are allowed "
             "(max_video_frames); cut it", "video_too_many_frames",
         )  # fmt: skip
 
@@ -186,7 +186,7 @@ def _declared_seconds(container: Any, stream: Any) -> float:
 
 
 def _scan(container: Any, stream: Any) -> tuple[array[int], list[int]]:
-    """The time stamp of each frame that is shown, in the order of the file, and where groups of pictures begin in it.
+    """The time stamp of each frame that is shown, in the order of the file, and where groups of images begin in it.
 
     Raises RequestError for a file that ends before it should.
     """
@@ -210,7 +210,7 @@ def _scan(container: Any, stream: Any) -> tuple[array[int], list[int]]:
     is_cut = missing > max(_MISSING_SECONDS + _MISSING_FRAMES / _rate(stream), _MISSING_SHARE * declared)
     if num_packets < stream.frames or (end_seconds and is_cut):
         raise RequestError(
-            f"the film is cut off: it declares {stream.frames or 'an unknown number of'} frames and {declared:.1f} "
+            f"the video is cut off: it declares {stream.frames or 'an unknown number of'} frames and {declared:.1f} "
             f"seconds, {num_packets} frames and {end_seconds - start:.1f} seconds are there; upload it again",
             "video_truncated",
         )
@@ -218,7 +218,7 @@ def _scan(container: Any, stream: Any) -> tuple[array[int], list[int]]:
 
 
 def _wanted_groups(pts: Sequence[int], starts: Sequence[int], wanted: set[int]) -> list[bool]:
-    """For each group of pictures whether it has to be decoded. Frames shown before the first one of their group may
+    """For each group of images whether it has to be decoded. Frames shown before the first one of their group may
     lean on the group before it, but on none before that."""
     bounds = [*starts, len(pts)]
     groups = [pts[begin:end] for begin, end in pairwise(bounds)]
@@ -228,8 +228,8 @@ def _wanted_groups(pts: Sequence[int], starts: Sequence[int], wanted: set[int]) 
 
 
 def _numbered(frames: Sequence[Any], index_of: dict[int, int], start: int) -> Iterator[tuple[int, Any]]:
-    """Those that are shown. A damaged one damages all that lean on it; before `start`, where decoding began, they lean
-    on what was not decoded, and nobody wants them."""
+    """Those that are shown. A damaged one damages all that depend on it. Before `start`, where decoding began, they
+    depend on frames that were not decoded, and are not used."""
     for frame in frames:
         if frame.is_corrupt and (frame.pts is None or frame.pts >= start):
             raise _damaged(frame)
@@ -246,7 +246,7 @@ def _by_count(container: Any, stream: Any) -> Iterator[tuple[int, Any]]:
 
 def _damaged(frame: Any) -> RequestError:
     when = "" if frame.time is None else f" after {frame.time:.1f} seconds"
-    return RequestError(f"the film is damaged{when}; encode it again", "video_broken")
+    return RequestError(f"the video is damaged{when}; encode it again", "video_broken")
 
 
 def _upright(frame: Any) -> np.ndarray:
@@ -257,7 +257,7 @@ def _upright(frame: Any) -> np.ndarray:
         return pixels_HWC
     a, b, _, c, d = np.frombuffer(bytes(matrix), dtype=np.int32)[:5].tolist()
     if (a or d) and (b or c):
-        raise RequestError("the film is to be turned by an angle that is no multiple of 90 degrees; encode it upright",
+        raise RequestError("the video is to be turned by an angle that is no multiple of 90 degrees; encode it upright",
                            "video_rotation")
     if b and c:
         pixels_HWC, a, d = pixels_HWC.swapaxes(0, 1), c, b
@@ -266,7 +266,7 @@ def _upright(frame: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def _memory_told_from_damage(stream: Any) -> Iterator[None]:
-    """Decoders that get no memory for a frame call the film broken: then there is none for two pictures of it, too."""
+    """Decoders that get no memory for a frame call the video broken: then there is none for two images of it, too."""
     try:
         yield
     except ValueError as error:
@@ -280,9 +280,9 @@ def _memory_told_from_damage(stream: Any) -> Iterator[None]:
 def _decoding_error(data: bytes, error: Exception, what: str) -> RequestError:
     detail = f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]
     if data[4:8] == b"ftyp" and b"moov" not in data:
-        return RequestError(f"the film is cut off: its table of contents is missing ({detail}); upload it again",
+        return RequestError(f"the video is cut off: its table of contents is missing ({detail}); upload it again",
                             "video_truncated")
     if what == "opened":
-        return RequestError(f"not a film this runner reads, or only a part of one ({detail}); encode it as H.264 in "
+        return RequestError(f"not a video this runner reads, or only a part of one ({detail}); encode it as H.264 in "
                             "MP4", "video_not_recognised")
-    return RequestError(f"the film cannot be decoded ({detail}); encode it as H.264 in MP4", "video_broken")
+    return RequestError(f"the video cannot be decoded ({detail}); encode it as H.264 in MP4", "video_broken")

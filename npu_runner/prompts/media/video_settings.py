@@ -1,6 +1,6 @@
-"""How a checkpoint wants its films: which frames, how large, the times it is told. Knows nothing of files or pixels.
+"""How a checkpoint wants its videos: which frames, how large, the times it is told. Knows nothing of files or pixels.
 
-The rules are those of transformers' Qwen3-VL video processor, in whose terms a film is frames x height x width.
+The rules are those of transformers' Qwen3-VL video processor, in whose terms a video is frames x height x width.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from npu_runner.prompts.media.image_settings import (
 from npu_runner.request.limits import LIMITS, shown
 
 ASSUMED_FPS = 24.0
-"""Of a film that does not say how fast it is."""
+"""Of a video that does not say how fast it is."""
 _DEFAULTS = {
     "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
     "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
@@ -35,18 +35,18 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """Everything that decides which numbers the vision tower sees for a film."""
+    """Everything that decides which numbers the vision tower sees for a video."""
 
     frame: ImageSettings
     """Patches and colours of a frame; its min_pixels and max_pixels bound the pixels of all frames together."""
     fps: float = 2.0
     """Frames taken of each second, ..."""
     num_frames: int | None = None
-    """... or how many of the whole film, whatever its length."""
+    """... or how many of the whole video, whatever its length."""
     min_frames: int = 4
     max_frames: int = 768
     cap_pixels_per_frame: bool = False
-    """A frame takes no more than `max_video_tokens`, nor than its share of the film's pixels."""
+    """A frame takes no more than `max_video_tokens`, nor than its share of the video's pixels."""
     max_video_tokens: int = 768
 
     def asked(self, kwargs: Mapping[str, Any]) -> VideoSettings:
@@ -60,7 +60,7 @@ class VideoSettings:
         return replace(wanted, min_frames=min(wanted.min_frames, wanted.max_frames))
 
     def sample(self, num_source_frames: int, source_fps: float) -> np.ndarray:
-        """Which of a film's frames are shown: int64, ascending, evenly from the first to the last."""
+        """Which of a video's frames are shown: int64, ascending, evenly from the first to the last."""
         num_frames = self.num_frames
         if num_frames is None:
             num_frames = int(num_source_frames / source_fps * self.fps)
@@ -75,20 +75,20 @@ class VideoSettings:
         return [(times[start] + times[start + group - 1]) / 2 for start in range(0, len(times), group)]
 
     def fit(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Final (height, width) of the frames of a film, `smart_resize` in transformers.
+        """Final (height, width) of the frames of a video, `smart_resize` in transformers.
 
-        Sides become multiples of one token's, the film comes between its least and its most pixels. Raises RequestError
-        when one side is more than 200 times the other.
+        Sides become multiples of one token's, the video comes between its least and its most pixels. Raises
+        RequestError when one side is more than 200 times the other.
         """
         side, group = self.frame.side_multiple, self.frame.temporal_patch_size
-        num_frames = max(num_frames, group)  # a film of one frame shows it twice
+        num_frames = max(num_frames, group)  # a video of one frame shows it twice
         least, most = self.frame.min_pixels, self._most_pixels(num_frames)
         if min(height, width) < side:
             grow = max(side / height, side / width)
             height, width = int(height * grow), int(width * grow)
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
             raise RequestError(
-                f"the film is {width}x{height} pixels, a ratio of more than {MAX_ASPECT_RATIO}; crop it",
+                f"the video is {width}x{height} pixels, a ratio of more than {MAX_ASPECT_RATIO}; crop it",
                 code="video_aspect_ratio",
             )
         fitted = round(height / side) * side, round(width / side) * side
@@ -112,7 +112,7 @@ class VideoSettings:
         return max(min(cap, most // num_frames), int(self.frame.min_pixels * 1.05)) * num_frames
 
     def largest_frame(self, max_tokens: int) -> tuple[int, int]:
-        """(height, width) with the most tokens, up to `max_tokens`, that a frame of any film can get."""
+        """(height, width) with the most tokens, up to `max_tokens`, that a frame of any video can get."""
         group = self.frame.temporal_patch_size
         most = self._most_pixels(group) // group
         least = min(most, -(-self.frame.min_pixels // group))
@@ -146,7 +146,7 @@ def read_video_settings(
     """Settings of the checkpoint in `folder`, with the user's own where given.
 
     The files are looked at in transformers' order. Raises ModelError for a checkpoint that has none of them, or one
-    whose films we cannot prepare.
+    whose videos we cannot prepare.
     """
     values, source = _read_values(folder)
     try:
@@ -169,12 +169,12 @@ def _read_values(folder: Path) -> tuple[Mapping[str, Any], str]:
         values = read_json(folder, name)
         if isinstance(values, Mapping):
             return values, name
-    raise ModelError(f"{folder}: video_preprocessor_config.json is missing, which says how films are prepared")
+    raise ModelError(f"{folder}: video_preprocessor_config.json is missing, which says how videos are prepared")
 
 
 def _from_values(values: Mapping[str, Any]) -> VideoSettings:
     if not values.get("do_sample_frames", True):
-        raise ValueError("do_sample_frames is false, but films are sampled here")
+        raise ValueError("do_sample_frames is false, but videos are sampled here")
     own = {name: value for name, value in values.items() if name not in ("min_pixels", "max_pixels")}
     size = own.get("size", _DEFAULTS["size"])
     if not isinstance(size, Mapping) or not size.get("shortest_edge") or not size.get("longest_edge"):

@@ -1,7 +1,7 @@
-"""Turns an encoded film into pairs of resized frames, each as a picture of six colours. Knows nothing of prompts.
+"""Turns an encoded video into pairs of resized frames, each as an image of six colours. Knows nothing of prompts.
 
 More than two where a checkpoint's patches are deeper. A pair is what the tower sees at once, what a prompt has a place
-for, and what the vision cache keeps: a film that is shown again, or overlaps another one, costs only what is new.
+for, and what the vision cache keeps: a video that is shown again, or overlaps another one, costs only what is new.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from npu_runner.request.prompt_inputs import ImageInput
 
 @dataclass(frozen=True)
 class Video:
-    """A film of a message that was not read yet: encoded bytes, or their address."""
+    """A video of a message that was not read yet: encoded bytes, or their address."""
 
     source: bytes | Media
 
     @classmethod
     def of(cls, given: Any, where: str) -> Video:
-        """Whatever a film may be given as: encoded bytes of any kind, their address, or one of these.
+        """Whatever a video may be given as: encoded bytes of any kind, their address, or one of these.
 
         Raises RequestError naming `where`.
         """
@@ -41,14 +41,14 @@ class Video:
             return cls(bytes(given))
         if isinstance(given, Media):
             return cls(given)
-        message = (f"{where}: the encoded bytes of a film are needed, not {type(given).__name__}; decoded frames do "
-                   "not say when they are shown: encode them, or send them as pictures")
+        message = (f"{where}: the encoded bytes of a video are needed, not {type(given).__name__}; decoded frames do "
+                   "not say when they are shown: encode them, or send them as images")
         raise RequestError(message, "invalid_type", where)
 
 
 @dataclass(frozen=True)
 class VideoInput:
-    """A film as the tower sees it, and when each pair is shown, in seconds."""
+    """A video as the tower sees it, and when each pair is shown, in seconds."""
 
     pairs: list[ImageInput]
     timestamps: list[float]
@@ -57,7 +57,7 @@ class VideoInput:
 def prepare_video(data: bytes, settings: VideoSettings, *, check_tokens: Callable[[int], None]) -> VideoInput:
     """Sample, decode and resize. `check_tokens` is told how many tokens the pairs will have, before they are decoded.
 
-    Raises RequestError, never anything else, for a bad film.
+    Raises RequestError, never anything else, for a bad video.
     """
     with VideoFile(data) as file:
         indices = settings.sample(file.num_frames, file.fps).tolist()
@@ -70,7 +70,7 @@ def prepare_video(data: bytes, settings: VideoSettings, *, check_tokens: Callabl
 
 def _resized(pixels_HWC: np.ndarray, num_frames: int, settings: VideoSettings) -> np.ndarray:
     height, width = settings.fit(num_frames, *pixels_HWC.shape[:2])
-    # Pillow on uint8, as for pictures.
+    # Pillow on uint8, as for images.
     image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
     return np.asarray(image.resize((width, height), resample=Image.Resampling(settings.frame.resample)))
 
@@ -92,6 +92,6 @@ def _pair(frames: list[np.ndarray], settings: VideoSettings) -> ImageInput:
 
 
 def no_videos(why: str, where: str) -> RequestError:
-    """The error of a film for a model that takes none."""
-    return RequestError(f"{where}: this model takes no films here: {why}; send frames of it as pictures",
+    """The error of a video for a model that takes none."""
+    return RequestError(f"{where}: this model takes no videos here: {why}; send frames of it as images",
                         "model_has_no_video", where)

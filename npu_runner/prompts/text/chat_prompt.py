@@ -1,4 +1,4 @@
-"""Renders a checked conversation through the chat template into token ids. Knows nothing of pictures' pixels.
+"""Renders a checked conversation through the chat template into token ids. Knows nothing of images' pixels.
 
 What a person typed stays text: messages, calls and tools with control tokens in them are rendered between fences.
 """
@@ -18,7 +18,7 @@ from npu_runner.prompts.text.messages import Conversation
 from npu_runner.prompts.text.tools import map_strings, strings_in
 from npu_runner.request.limits import plain_template_kwargs
 
-_UNSAID = "tools"  # the role in whose name tools are typed: nobody's, so that every control token in them counts
+_UNSAID = "tools"  # the role under which tools are escaped: none, so that every control token in them counts
 
 
 @dataclass(frozen=True, kw_only=True)

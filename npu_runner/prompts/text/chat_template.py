@@ -1,4 +1,4 @@
-"""Finds a checkpoint's chat template and renders it as transformers does. Knows nothing of tokens or pictures.
+"""Finds a checkpoint's chat template and renders it as transformers does. Knows nothing of tokens or images.
 
 Templates come from checkpoints, so they run in jinja2's sandbox and see plain strings, lists and dicts only.
 """
@@ -51,7 +51,7 @@ class ChatTemplate:
         """What it reads beside the conversation: names that `chat_template_kwargs` may have."""
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Raises RequestError for a name that the template never reads: whoever gives it expects it to do something."""
+        """Raises RequestError for a name that the template never reads: it would have no effect."""
         for name in kwargs:
             where = f"chat_template_kwargs.{name[:60]}"
             if name in _OURS or name in self.token_variables:

@@ -23,7 +23,7 @@ class ControlTokens:
         self, tokenizer: Tokenizer, template_literals: Sequence[str] = (), always: Iterable[str] = (), *,
         of_assistants: Iterable[str] = (),
     ):  # fmt: skip
-        """`always`: tokens that count whatever their flags (the picture's); `of_assistants`: those that do in all
+        """`always`: tokens that count whatever their flags (the image's); `of_assistants`: those that do in all
         messages but the assistant's own (the tags of reasoning)."""
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
@@ -53,7 +53,7 @@ class ControlTokens:
         """Token ids of `text`; control tokens in it are control tokens unless they are fenced.
 
         `add_special_tokens`: with what the checkpoint's post-processor puts around a text (a BOS token).
-        Raises RequestError when a control token comes out that nobody wrote as one.
+        Raises RequestError when a control token comes out that was not written as one.
         """
         pieces = [text] if fences is None else self._split_at(fences, text)
         ids: list[int] = []

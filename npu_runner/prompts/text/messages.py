@@ -1,6 +1,6 @@
-"""Checks OpenAI-style messages and splits them into plain text for the template and pictures. Knows no tokens.
+"""Checks OpenAI-style messages and splits them into plain text for the template and images. Knows no tokens.
 
-Roles: system, developer (the same as system), user, assistant, tool. Pictures belong to users. Parsing what was parsed
+Roles: system, developer (the same as system), user, assistant, tool. Images belong to users. Parsing what was parsed
 changes nothing.
 """
 
@@ -29,7 +29,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Conversation:
-    """`messages`: what the template sees; `seen`: (picture or film, where it stood) in prompt order."""
+    """`messages`: what the template sees; `seen`: (image or video, where it stood) in prompt order."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     seen: list[tuple[bytes | Image.Image | Media | Video, str]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Conversation:
 
 
 def parse_messages(messages: Any, *, has_vision: bool, max_images: int, needs_text: bool = True) -> Conversation:
-    """A checked conversation. Raises RequestError naming the field. `needs_text`: a picture alone says nothing.
+    """A checked conversation. Raises RequestError naming the field. `needs_text`: an image alone says nothing.
 
     Without vision every content is one string (text parts joined by newlines), which is what such templates expect.
     """
@@ -169,9 +169,9 @@ def _part(part: Any, role: str, where: str, seen: list[tuple[Any, str]]) -> dict
 def _video_part(part: Mapping[str, Any], role: str, where: str, seen: list[tuple[Any, str]]) -> dict[str, str]:
     video = Video.of(part.get("video"), f"{where}.video")
     if role != "user":
-        raise RequestError(f"{where}: films belong in user messages, not in {role} ones", "image_role", where)
+        raise RequestError(f"{where}: videos belong in user messages, not in {role} ones", "image_role", where)
     seen.append((video, where))
-    return {"type": "video", "video": "video"}  # as for a picture
+    return {"type": "video", "video": "video"}  # as for an image
 
 
 def checked_text(text: Any, where: str) -> str:
@@ -190,13 +190,13 @@ def _check_seen(conversation: Conversation, has_vision: bool, max_images: int) -
         return
     if not has_vision:
         raise RequestError(
-            "this model reads text only; remove the pictures and films or choose a model with vision",
+            "this model reads text only; remove the images and videos or choose a model with vision",
             "model_has_no_vision",
             conversation.seen[0][1],
         )
     if len(conversation.seen) > max_images:
         raise RequestError(
-            f"messages: {len(conversation.seen)} pictures and films, at most {max_images} are allowed "
+            f"messages: {len(conversation.seen)} images and videos, at most {max_images} are allowed "
             "(max_images_per_prompt)",
             "too_many_images",
             "messages",

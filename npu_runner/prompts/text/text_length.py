@@ -28,7 +28,7 @@ class TextLength:
 
         No token stands for more characters than the longest one has. Of a text that is shorter than that, but longer
         than text usually is, the pieces are counted until they are clearly too many. `is_cut`: the end will be kept
-        alone, so that only what nobody should have to tokenize is refused.
+        alone, so that only text too long to tokenize is refused.
         """
         num_chars = sum(map(len, texts))
         if num_chars <= self.max_model_len * _USUAL_CHARS:
@@ -48,7 +48,7 @@ class TextLength:
         if num_tokens >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens, the model takes {self.max_model_len} with at least one "
-                f"generated; shorten it, send smaller pictures or raise max_model_len",
+                f"generated; shorten it, send smaller images or raise max_model_len",
                 code="prompt_too_long",
             )
 

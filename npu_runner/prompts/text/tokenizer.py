@@ -1,4 +1,4 @@
-"""Loads a checkpoint's tokenizer without transformers. Knows nothing of chats or pictures."""
+"""Loads a checkpoint's tokenizer without transformers. Knows nothing of chats or images."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _text_branch(schema: Any, place: str) -> Mapping[str, Any]:
 
 
 def _kinds(schema: Any, place: str) -> set[str]:
-    """The JSON types that a value may have, as far as whoever reads calls can see; none: it is taken for text.
+    """The JSON types that a value may have, as far as the parser of calls can see; none: it is taken for text.
 
     He looks at type, anyOf and oneOf, and follows no reference, so neither may a text lie behind one.
     """

@@ -133,7 +133,7 @@ def tool_parser(name: str) -> ToolParser:
         raise ConfigError(f"tool_call_parser: {name!r} is not one of {known}")
     try:
         parser = points[name].load()()
-    except Exception as error:  # the border to somebody else's package
+    except Exception as error:  # the border to another package
         raise ConfigError(f"tool_call_parser {name!r} does not load ({type(error).__name__}: {error})") from error
     if not isinstance(parser, ToolParser):
         raise ConfigError(f"tool_call_parser {name!r}: {points[name].value} is no ToolParser")
@@ -143,7 +143,7 @@ def tool_parser(name: str) -> ToolParser:
 def find_tool_parser(setting: str, template: str | None) -> str | None:
     """The name of the parser that `setting` means for this template; None: calls stay text, or none is known.
 
-    Raises ConfigError for a name that nobody has.
+    Raises ConfigError for an unknown name.
     """
     if setting != "auto":
         if setting != "none":
@@ -180,7 +180,7 @@ def parse_calls(
         content, calls = tool_parser(name).parse(text, tools)
     except (ValueError, RecursionError):  # json's errors are ValueErrors
         return text, []
-    except Exception as error:  # noqa: BLE001 - the border to somebody else's parser; one answer of it may fail
+    except Exception as error:  # noqa: BLE001 - the border to a package's parser; one answer of it may fail
         logger.warning("tool_call_parser %r failed (%s: %s); the answer is text", name, type(error).__name__, error)
         return text, []
     return (content, calls if is_parallel else calls[:1]) if calls else (text, [])

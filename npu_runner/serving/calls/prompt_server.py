@@ -84,7 +84,7 @@ class PromptEndpoint(Endpoint):
         if isinstance(prompt, PromptTask) and prompt.is_worth_a_worker and self.pool.num_workers:
             try:
                 task = prompt.sendable(self._max_source_pixels)
-                self.pool.submit(NumberedTask(place, task), task.num_chars + num_bytes(task.pictures))
+                self.pool.submit(NumberedTask(place, task), task.num_chars + num_bytes(task.images))
                 return
             except RequestError as error:
                 prompt = error

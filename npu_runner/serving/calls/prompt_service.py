@@ -48,7 +48,7 @@ from npu_runner.strategies.opened import OpenedCheckpoint, open_checkpoint
 
 logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.2
-# Requests hold the caller's pictures: no further one is read while those that wait are larger together.
+# Requests hold the caller's images: no further one is read while those that wait are larger together.
 MAX_AHEAD_BYTES = 1 << 29
 _EXIT_SECONDS = 30.0
 
@@ -225,7 +225,7 @@ class LocalService(PromptService):
 
     def _run_of(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
         run = super()._run_of(numbers)
-        if not self.max_restarts:  # they are asked for once: their pictures are not kept
+        if not self.max_restarts:  # they are asked for once: their images are not kept
             self._requests.update(dict.fromkeys(numbers, True))
         return run
 

@@ -136,4 +136,4 @@ class Outbox:
         with contextlib.suppress(ChannelClosed):
             while (message := self._messages.get()) is not None:
                 self._channel.send_packed(message)
-                del message  # pictures of many rows, perhaps, and the next message may be long in coming
+                del message  # images of many rows, perhaps, and the next message may be long in coming

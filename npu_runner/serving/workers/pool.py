@@ -289,7 +289,7 @@ class WorkerPool(Generic[Task]):
     def _out_of_memory(self) -> WorkerFailure:
         limit = self._limits.worker_memory_bytes
         allowed = "this host has" if limit is None else f"the {limit} bytes it may take (worker_memory_bytes)"
-        message = f"preparing this row needs more memory than {allowed}; make the row or its pictures smaller"
+        message = f"preparing this row needs more memory than {allowed}; make the row or its images smaller"
         return WorkerFailure("preprocessing_out_of_memory", message)
 
     def _replace(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:

@@ -14,7 +14,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.prompt_forms import RawPrompt
-from npu_runner.prompts.sending import checked_conversation, sendable_pictures
+from npu_runner.prompts.sending import checked_conversation, sendable_images
 from npu_runner.prompts.text.messages import check_ending
 from npu_runner.request.prompt_inputs import PromptInputs
 
@@ -36,21 +36,21 @@ class PromptProcessor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTask(ABC):
-    """A prompt to be prepared. `pictures`: and films, each with where it stands, in order."""
+    """A prompt to be prepared. `images`: and videos, each with where it stands, in order."""
 
-    pictures: Sequence[tuple[Any, str]] = ()
+    images: Sequence[tuple[Any, str]] = ()
     num_chars: int = 0
     is_plain: bool = True
-    """All of it but the pictures is of Python's own types, which any process knows."""
+    """All of it but the images is of Python's own types, which any process knows."""
 
     @property
     def is_worth_a_worker(self) -> bool:
         """It takes longer than the way there and back."""
-        return self.is_plain and (bool(self.pictures) or self.num_chars >= _LEAST_CHARS)
+        return self.is_plain and (bool(self.images) or self.num_chars >= _LEAST_CHARS)
 
     def sendable(self, max_source_pixels: int) -> PromptTask:
-        """The same, picklable. Raises RequestError for a picture that cannot be."""
-        return replace(self, pictures=sendable_pictures(self.pictures, max_source_pixels))
+        """The same, picklable. Raises RequestError for an image that cannot be."""
+        return replace(self, images=sendable_images(self.images, max_source_pixels))
 
     @abstractmethod
     def prepare(self, processor: PromptProcessor) -> PromptInputs:
@@ -59,7 +59,7 @@ class PromptTask(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTask(PromptTask):
-    """A conversation that was parsed: `messages` hold text and, where a picture stands, a part that says so."""
+    """A conversation that was parsed: `messages` hold text and, where an image stands, a part that says so."""
 
     messages: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -68,10 +68,10 @@ class ChatTask(PromptTask):
     for anything."""
 
     def prepare(self, processor: PromptProcessor) -> PromptInputs:
-        pictures = (picture for picture, _ in self.pictures)
+        images = (image for image, _ in self.images)
         messages = [
             {**message, "content": [
-                {"type": kind, kind: next(pictures)} if (kind := part["type"]) in ("image", "video") else part
+                {"type": kind, kind: next(images)} if (kind := part["type"]) in ("image", "video") else part
                 for part in message["content"]
             ]} if isinstance(message["content"], list) else message
             for message in self.messages
@@ -81,14 +81,14 @@ class ChatTask(PromptTask):
 
 @dataclass(frozen=True, kw_only=True)
 class TextTask(PromptTask):
-    """A raw prompt: text or token ids. Its films stand behind its pictures, wherever their placeholders do."""
+    """A raw prompt: text or token ids. Its videos stand behind its images, wherever their placeholders do."""
 
     prompt: Any
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self, processor: PromptProcessor) -> PromptInputs:
-        seen = [each for each, _ in self.pictures]
-        images, videos = ([each for each in seen if isinstance(each, Video) is is_film] for is_film in (False, True))
+        seen = [each for each, _ in self.images]
+        images, videos = ([each for each in seen if isinstance(each, Video) is is_video] for is_video in (False, True))
         return processor.from_text(self.prompt, images, videos, mm_processor_kwargs=self.mm_processor_kwargs)
 
 
@@ -97,13 +97,13 @@ def chat_task(
     tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
     continue_final_message: bool = False, mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTask:  # fmt: skip
-    """Raises RequestError for what can be seen without reading an address or decoding a picture."""
+    """Raises RequestError for what can be seen without reading an address or decoding an image."""
     conversation = checked_conversation(messages, rules, has_vision=has_vision)
     check_ending(conversation, add_generation_prompt, continue_final_message)
     asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
              "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs}
     return ChatTask(
-        messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, pictures=conversation.seen,
+        messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, images=conversation.seen,
         options={name: value for name, value in asked.items() if value is not None},
         num_chars=sum(len(text) for _, text in conversation.texts()),
     )  # fmt: skip
@@ -112,9 +112,9 @@ def chat_task(
 def text_task(raw: RawPrompt) -> TextTask:
     """Where its prompt is neither text nor token ids, preparing it says so."""
     prompt = raw.prompt
-    pictures = [(image, f"images[{number}]") for number, image in enumerate(raw.images)]
-    pictures += [(video, f"videos[{number}]") for number, video in enumerate(raw.videos)]
-    settings: dict[str, Any] = {"pictures": pictures, "mm_processor_kwargs": raw.mm_processor_kwargs}
+    images = [(image, f"images[{number}]") for number, image in enumerate(raw.images)]
+    images += [(video, f"videos[{number}]") for number, video in enumerate(raw.videos)]
+    settings: dict[str, Any] = {"images": images, "mm_processor_kwargs": raw.mm_processor_kwargs}
     if isinstance(prompt, str):
         return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), **settings)
     is_plain = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)

@@ -142,7 +142,7 @@ def check_plain_prefill_with_running_key_totals() -> None:
 
 
 def check_images_attend_without_a_mask() -> None:
-    """The vision tower: heads of 72 padded to 128, sparse mode 0, pictures apart by their lengths."""
+    """The vision tower: heads of 72 padded to 128, sparse mode 0, images apart by their lengths."""
     lengths = [4, 16]
     q, k, v = (torch.nn.functional.pad(draw(20, 2, 72, dtype=torch.float16, seed=i), (0, 56)) for i in range(3))
     out, _ = torch_npu.npu_fused_infer_attention_score(

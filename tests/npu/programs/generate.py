@@ -25,7 +25,7 @@ WORDS = ["which", "of", "the", "two", "pictures", "shows", "a", "circle,", "and"
 
 @dataclasses.dataclass
 class Case:
-    """One engine and what it is asked. prompts: "shapes", "texts", "long texts", "pictures" or "films", as many as
+    """One engine and what it is asked. prompts: "shapes", "texts", "long texts", "images" or "videos", as many as
     `count`."""
 
     model: str
@@ -79,22 +79,22 @@ def make_prompts(llm: LLM, case: Case) -> list[Any]:
         return [processor.from_text(line) for line in lines]
     if case.prompts == "long texts":
         return [processor.from_text(" ".join((WORDS * 12)[: 3 + 24 * index])) for index in range(case.count)]
-    if case.prompts == "films":
-        return [processor(conversation(index, has_film=True)) for index in range(case.count)]
-    assert case.prompts == "pictures", case.prompts
+    if case.prompts == "videos":
+        return [processor(conversation(index, has_video=True)) for index in range(case.count)]
+    assert case.prompts == "images", case.prompts
     return [processor(conversation(index)) for index in range(case.count)]
 
 
-def conversation(index: int, *, has_film: bool = False) -> list[dict[str, Any]]:
-    """0, 1 or 2 pictures of odd sizes around some words, and a film."""
+def conversation(index: int, *, has_video: bool = False) -> list[dict[str, Any]]:
+    """0, 1 or 2 images of odd sizes around some words, and a video."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": " ".join(WORDS[: 2 + index % 9])}]
     images = draw_example(TEST_SEEDS[300 + index]).images[: index % 3]
     for number, image in enumerate(images):
         parts.insert((index + number) % (len(parts) + 1), {"type": "image", "image": image})
-    if has_film:
-        from tests.films import film, moving_picture
+    if has_video:
+        from tests.videos import moving_frames, video_of
 
-        data = film(moving_picture(5 + 7 * index, 60 + 20 * index, 90, seed=index))
+        data = video_of(moving_frames(5 + 7 * index, 60 + 20 * index, 90, seed=index))
         parts.insert(index % (len(parts) + 1), {"type": "video", "video": data})
     return [{"role": "user", "content": parts}]
 

@@ -18,7 +18,7 @@ DIMENSIONS = (None, 40, 7)
 
 
 def read(case: dict[str, Any]) -> dict[str, Any]:
-    """`model`, `settings`, and `count` conversations, some with pictures where the model sees any."""
+    """`model`, `settings`, and `count` conversations, some with images where the model sees any."""
     settings = case["settings"]
     with LLM(case["model"], runner="pooling", **settings) as llm:
         processor = llm.engine.processor

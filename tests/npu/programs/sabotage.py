@@ -40,7 +40,7 @@ SABOTAGES: dict[str, tuple[str, str, str, Change]] = {
         self, [max(1, length - 1) for length in lens], *rest)),
     "a scale of its own": ("NpuAttention", "vision", TOWER, lambda good: lambda self, q, k, v, plan, scale: good(
         self, q, k, v, plan, 128**-0.5)),
-    "pictures see each other": ("NpuAttention", "plan_vision", TOWER, lambda good: lambda self, lengths, device: good(
+    "images see each other": ("NpuAttention", "plan_vision", TOWER, lambda good: lambda self, lengths, device: good(
         self, [sum(lengths)], device)),
 }
 

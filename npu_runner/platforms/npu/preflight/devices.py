@@ -188,7 +188,7 @@ def _allocator(environment: Environment, is_eager: bool, torch_npu: str | None) 
     if not set_here:
         return Check(name, "ok", f"not set; npu-runner sets {alloc.WANTED}")
     if torch_npu and alloc.VENDORS not in environment and not reads_torchs_alloc_conf(torch_npu):
-        return Check(name, "warning", f"{alloc.TORCHS} is set, which torch_npu {torch_npu} does not read: pictures of "
+        return Check(name, "warning", f"{alloc.TORCHS} is set, which torch_npu {torch_npu} does not read: images of "
                      "ever different sizes fragment the memory", f"export {name}={alloc.WANTED}")
     return _allocator_value(set_here[0], environment[set_here[0]], is_eager)
 
@@ -197,7 +197,7 @@ def _allocator_value(variable: str, value: str, is_eager: bool) -> Check:
     name, found = alloc.VENDORS, value if variable == alloc.VENDORS else f"{variable}={value}"
     entries = alloc.entries(value)
     if entries.get("expandable_segments", "").lower() != "true":
-        return Check(name, "warning", f"{found!r} is without {alloc.WANTED}: pictures of ever different sizes fragment "
+        return Check(name, "warning", f"{found!r} is without {alloc.WANTED}: images of ever different sizes fragment "
                      "the memory", f"export {variable}={alloc.WANTED}, or unset it")
     # torch_npu says so at the first allocation.
     others = [key for key in ("max_split_size_mb", "garbage_collection_threshold") if key in entries]

@@ -1,4 +1,4 @@
-"""The oracle for films: transformers' decoding, sampling, sizes, patches and text, each called as it stands there.
+"""The oracle for videos: transformers' decoding, sampling, sizes, patches and text, each called as it stands there.
 
 Its video processor as a whole needs torchvision, of which there is no build for this torch. What it would do between
 these steps is spelled out here: Pillow's bicubic resize (that of transformers' own image processor, which the tests of
@@ -30,7 +30,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def decode(data: bytes, **settings: Any) -> tuple[np.ndarray, Any]:
-    """The sampled frames (T, H, W, 3) and transformers' metadata. A film is decoded as it lies in its file: turning it
+    """The sampled frames (T, H, W, 3) and transformers' metadata. A video is decoded as it lies in its file: turning it
     is nothing transformers does here."""
     sampler = SimpleNamespace(**{"fps": 2, "min_frames": 4, "max_frames": 768, "num_frames": None, **settings})
 
@@ -41,16 +41,16 @@ def decode(data: bytes, **settings: Any) -> tuple[np.ndarray, Any]:
 
 
 def frame_size(num_frames: int, height: int, width: int, size: dict[str, int]) -> tuple[int, int]:
-    """A film of one frame is one transformers refuses; here it is shown twice."""
+    """A video of one frame is one transformers refuses; here it is shown twice."""
     return smart_resize(num_frames=max(num_frames, DEPTH), height=height, width=width, temporal_factor=DEPTH,
                         factor=PATCH * MERGE, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
 
 
-def film_inputs(path: Path, films: Sequence[bytes]) -> dict[str, torch.Tensor]:
+def video_inputs(path: Path, videos: Sequence[bytes]) -> dict[str, torch.Tensor]:
     """pixel_values_videos and video_grid_thw."""
     settings = read_settings(path)
     patches, grids = [], []
-    for data in films:
+    for data in videos:
         frames, _ = decode(data)
         height, width = frame_size(*frames.shape[:3], settings["size"])
         resized = [np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
@@ -64,8 +64,8 @@ def film_inputs(path: Path, films: Sequence[bytes]) -> dict[str, torch.Tensor]:
     return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
 
 
-def film_text(data: bytes, grid_thw: Sequence[int]) -> str:
-    """What transformers' processor writes in the place of the film's placeholder."""
+def video_text(data: bytes, grid_thw: Sequence[int]) -> str:
+    """What transformers' processor writes in the place of the video's placeholder."""
     _, metadata = decode(data)
     processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
     processor.video_processor = SimpleNamespace(merge_size=MERGE, temporal_patch_size=DEPTH)

@@ -1,4 +1,4 @@
-"""The start tries no larger picture than a prompt has room for; a larger one is an error of its own row alone."""
+"""The start tries no larger image than a prompt has room for; a larger one is an error of its own row alone."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LONGEST_EDGE = 16_777_216
 MAX_MODEL_LEN = 100
 SETTINGS: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN, "dtype": "float32",
                             "kv_cache_bytes": 1 << 22}
-HAS_FILMS = sorted(set(filter(sees_images, FAMILIES)) - {"qwen2_5_vl"})
+HAS_VIDEOS = sorted(set(filter(sees_images, FAMILIES)) - {"qwen2_5_vl"})
 
 
 @pytest.fixture(scope="module", params=sorted(filter(sees_images, FAMILIES)))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that takes pictures as large as the published Qwen3-VL does."""
+    """A checkpoint that takes images as large as the published Qwen3-VL does."""
     folder = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         settings = json.loads((folder / "preprocessor_config.json").read_text())
@@ -43,7 +43,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @contextmanager
 def patches_through_the_tower() -> Iterator[list[int]]:
-    """Patches of each picture that any tower takes inside."""
+    """Patches of each image that any tower takes inside."""
     seen: list[int] = []
 
     def note(module: Any, arguments: Any) -> None:
@@ -67,7 +67,7 @@ def chat_of(seen: Any, kind: str = "image") -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": kind, kind: seen}, {"type": "text", "text": "which"}]}]
 
 
-def pictures_of(llm: LLM) -> tuple[Any, Any]:
+def shown_images_of(llm: LLM) -> tuple[Any, Any]:
     """The largest that a prompt has room for, and one row of tokens more."""
     side, rng = side_of(llm), np.random.default_rng(3)
     num_text = len(llm.engine.processor(chat_of(reference.random_image(rng, 8 * side, side))).token_ids) - 8
@@ -78,18 +78,18 @@ def pictures_of(llm: LLM) -> tuple[Any, Any]:
     return fitting, larger
 
 
-def test_the_start_tries_no_larger_picture_than_a_prompt_has_room_for(path: Path, platform_name: str) -> None:
+def test_the_start_tries_no_larger_image_than_a_prompt_has_room_for(path: Path, platform_name: str) -> None:
     with patches_through_the_tower() as seen, LLM(path, platform=platform_name, **SETTINGS):
         pass
     assert seen, "the tower is tried at the start"
-    # A merged token is four patches. Where no memory is measured a small picture takes the same path.
+    # A merged token is four patches. Where no memory is measured a small image takes the same path.
     is_measured = pick_platform(platform_name).memory.info() is not None
     assert max(seen) == 4 * (MAX_MODEL_LEN - 1 if is_measured else 64)
 
 
-def test_the_largest_picture_that_fits_is_answered_and_one_more_row_is_refused(path: Path, platform_name: str) -> None:
+def test_the_largest_image_that_fits_is_answered_and_one_more_row_is_refused(path: Path, platform_name: str) -> None:
     with LLM(path, platform=platform_name, **SETTINGS) as llm:
-        fitting, larger = pictures_of(llm)
+        fitting, larger = shown_images_of(llm)
         prompt = llm.engine.processor(chat_of(fitting))
         assert len(prompt.token_ids) == MAX_MODEL_LEN - 1, "with one generated it is full"
         with patches_through_the_tower() as seen:
@@ -97,15 +97,15 @@ def test_the_largest_picture_that_fits_is_answered_and_one_more_row_is_refused(p
     assert answered.token_ids == reference.generate(path, prompt.token_ids, [fitting], max_new_tokens=1)[0]
     assert refused.error_code == "prompt_too_long"
     assert f"the model takes {MAX_MODEL_LEN}" in str(refused.error)
-    assert seen == [np.prod(prompt.images[0].grid_thw)], "no other picture reaches the tower"
+    assert seen == [np.prod(prompt.images[0].grid_thw)], "no other image reaches the tower"
 
 
-@pytest.mark.parametrize("path", HAS_FILMS, indirect=True)
-def test_a_film_larger_than_a_prompt_never_reaches_the_tower(path: Path, platform_name: str) -> None:
+@pytest.mark.parametrize("path", HAS_VIDEOS, indirect=True)
+def test_a_video_larger_than_a_prompt_never_reaches_the_tower(path: Path, platform_name: str) -> None:
     pytest.importorskip("av")  # an extra: the other tests do without it
-    from tests.films import film, moving_picture
+    from tests.videos import moving_frames, video_of
 
-    small, large = (film(moving_picture(4, size, size)) for size in (128, 512))
+    small, large = (video_of(moving_frames(4, size, size)) for size in (128, 512))
     with LLM(path, platform=platform_name, **SETTINGS) as llm, patches_through_the_tower() as seen:
         refused, answered = llm.chat([chat_of(large, "video"), chat_of(small, "video")], greedy(1), return_errors=True)
     assert refused.error_code == "prompt_too_long"
@@ -115,7 +115,7 @@ def test_a_film_larger_than_a_prompt_never_reaches_the_tower(path: Path, platfor
 
 def test_embeddings_have_the_same_room(path: Path, platform_name: str) -> None:
     with patches_through_the_tower() as seen, LLM(path, platform=platform_name, runner="pooling", **SETTINGS) as llm:
-        fitting, larger = pictures_of(llm)
+        fitting, larger = shown_images_of(llm)
         assert max(seen) <= 4 * (MAX_MODEL_LEN - 1)
         seen.clear()
         with pytest.raises(RequestError, match=f"the model takes {MAX_MODEL_LEN}"):
@@ -126,7 +126,7 @@ def test_embeddings_have_the_same_room(path: Path, platform_name: str) -> None:
     assert_same(result.embedding, expected_vector(path, prompt.token_ids, [fitting]))
 
 
-def test_where_not_even_the_smallest_picture_fits_the_start_is_tried_all_the_same(
+def test_where_not_even_the_smallest_image_fits_the_start_is_tried_all_the_same(
         path: Path, platform_name: str) -> None:
     few: dict[str, Any] = {**SETTINGS, "max_model_len": 4}
     with patches_through_the_tower() as seen, LLM(path, platform=platform_name, **few) as llm:

@@ -1,8 +1,8 @@
-"""The pictures of a step: each through the tower once, its rows kept in a cache and put into the embeddings.
+"""The images of a step: each through the tower once, its rows kept in a cache and put into the embeddings.
 
-The same picture in ten prompts, or in two chunks of one, is encoded once. Knows no scheduler.
+The same image in ten prompts, or in two chunks of one, is encoded once. Knows no scheduler.
 
-T tokens in the step, M picture tokens in the step, D hidden size.
+T tokens in the step, M image tokens in the step, D hidden size.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from npu_runner.strategies import LoadStrategy, StagedImages, VisionEmbeddings
 
 
 @dataclass(frozen=True)
-class StepPictures:
-    """What is there of a step's pictures before the tower: those that were cached, by content hash, and the others in
+class StepImages:
+    """What is there of a step's images before the tower: those that were cached, by content hash, and the others in
     the groups that go through it together. `ahead` has the first group, where it was sent ahead."""
 
     found: dict[bytes, VisionEmbeddings]
@@ -32,10 +32,10 @@ class StepPictures:
     ahead: SideResult[Sequence[ImageInput]] | None
 
 
-class Pictures:
-    """What a strategy's tower makes of pictures, kept in `cache` as far as that goes.
+class ImageEncoder:
+    """What a strategy's tower makes of images, kept in `cache` as far as that goes.
 
-    max_tokens: the tower takes no more merged tokens at once, unless it is one picture. side_stream: where pictures are
+    max_tokens: the tower takes no more merged tokens at once, unless it is one image. side_stream: where images are
     sent to the device and cut into patches while the step before runs; None: in front of the tower.
     """
 
@@ -48,32 +48,32 @@ class Pictures:
         self.max_tokens = max_tokens
         self.num_encoded = 0
 
-    def stage(self, images: Sequence[ImageInput]) -> StepPictures:
-        """Look for a step's pictures in the cache, and send those that are not there ahead of the step.
+    def stage(self, images: Sequence[ImageInput]) -> StepImages:
+        """Look for a step's images in the cache, and send those that are not there ahead of the step.
 
         Called once the steps before have been handed to the device, before anything waits for them. Chunks of a prompt
-        that sample nothing are not waited for, so it is here that pictures of one step at most are ahead of others.
+        that sample nothing are not waited for, so it is here that images of one step at most are ahead of others.
         """
         values = {image.content_hash: self.cache.get(image.content_hash) for image in images}
         groups = self._groups([image for image in images if values[image.content_hash] is None])
         found = {key: value for key, value in values.items() if value is not None}
-        return StepPictures(found, groups, self._send_ahead(groups[0]) if groups else None)
+        return StepImages(found, groups, self._send_ahead(groups[0]) if groups else None)
 
     def _send_ahead(self, images: Sequence[ImageInput]) -> SideResult[Sequence[ImageInput]] | None:
         if self._side_stream is None:
             return None
         return self._side_stream.run(lambda: self._strategy.stage_images(self._model, images))
 
-    def encode(self, pictures: StepPictures) -> dict[bytes, VisionEmbeddings]:
+    def encode(self, images: StepImages) -> dict[bytes, VisionEmbeddings]:
         """Embeddings by content hash of all of a step's; those not cached go through the tower together.
 
-        Uses `pictures` up: the step keeps it until it is collected, and no picture's memory.
+        Uses `images` up: the step keeps it until it is collected, and no image's memory.
         """
-        found = dict(pictures.found)
-        pictures.found.clear()
-        for index, together in enumerate(pictures.groups):
+        found = dict(images.found)
+        images.found.clear()
+        for index, together in enumerate(images.groups):
             # Only the first group was sent ahead: as a rule there is one.
-            ahead = pictures.ahead if index == 0 else None
+            ahead = images.ahead if index == 0 else None
             values = self._strategy.encode_images(self._model, together if ahead is None else _joined(ahead))
             if ahead is not None and self._side_stream is not None:
                 self._side_stream.mark_read()
@@ -84,7 +84,7 @@ class Pictures:
         return found
 
     def _groups(self, images: Sequence[ImageInput]) -> list[list[ImageInput]]:
-        """As a rule one: only a chunk that has to reach a boundary may touch more pictures than a step should."""
+        """As a rule one: only a chunk that has to reach a boundary may touch more images than a step should."""
         groups: list[list[ImageInput]] = []
         room = 0
         for image in images:
@@ -95,13 +95,13 @@ class Pictures:
             room -= image.num_tokens
         return groups
 
-    def show(self, batch: ScheduledBatch, pictures: StepPictures, x_TD: Tensor,
+    def show(self, batch: ScheduledBatch, images: StepImages, x_TD: Tensor,
              rows_T: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
-        """Put the pictures' rows into the embeddings; returns those and what the first layers add.
+        """Put the images' rows into the embeddings; returns those and what the first layers add.
 
         `rows_T` says which row each token shows. Tokens gather, nothing is scattered: that sorts on some devices.
         """
-        embeddings = self.encode(pictures)
+        embeddings = self.encode(images)
         self.cache.pin_only({s.content_hash: embeddings[s.content_hash] for s in batch.image_slices if not s.is_last})
         cuts = [(embeddings[s.content_hash], slice(s.first_row, s.first_row + s.num_rows)) for s in batch.image_slices]
         zero_1D = x_TD.new_zeros((1, x_TD.shape[1]))
@@ -138,8 +138,8 @@ class VisionCacheCounters:
 class VisionCache(Generic[Value]):
     """Least recently used goes first. A value larger than the whole cache is not kept.
 
-    A picture that a prefill chunk was cut through is pinned until the next prefill step, beyond the bound if need be:
-    the tower must not run twice for one picture of a prompt under way.
+    An image that a prefill chunk was cut through is pinned until the next prefill step, beyond the bound if need be:
+    the tower must not run twice for one image of a prompt under way.
     """
 
     def __init__(self, max_bytes: int):
@@ -174,7 +174,7 @@ class VisionCache(Generic[Value]):
         self._pinned = values
 
     def release(self) -> None:
-        """Give up every value: whoever needs one has it made again."""
+        """Evicts every value; one that is needed is computed again."""
         self.counters.evictions += len(self._values)
         self.counters.num_bytes = 0
         self._values.clear()

@@ -1,4 +1,4 @@
-"""Where memory is measured, the start fills a step with the largest pictures that a prompt has room for."""
+"""Where memory is measured, the start fills a step with the largest images that a prompt has room for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_MODEL_LEN, STEP_TOKENS = 100, 256
 PROGRAM = """
 import json, sys
 from npu_runner import LLM
-from tests.oracle.test_largest_picture import patches_through_the_tower
+from tests.oracle.test_largest_image import patches_through_the_tower
 with patches_through_the_tower() as seen, LLM(
         sys.argv[1], platform="npu", dtype="float32", attention_backend="fused", graph_mode="eager", max_num_seqs=2,
         max_model_len=int(sys.argv[2]), max_num_batched_tokens=int(sys.argv[3]), vision_cache_bytes=1 << 20) as llm:
@@ -23,7 +23,7 @@ with patches_through_the_tower() as seen, LLM(
 """
 
 
-def test_the_worst_step_has_as_many_of_the_largest_pictures_as_fit(checkpoint: Any) -> None:
+def test_the_worst_step_has_as_many_of_the_largest_images_as_fit(checkpoint: Any) -> None:
     """5 s: one start on the emulation."""
     path = checkpoint("qwen3_vl", num_hidden_layers=2, seed=5)
     settings = json.loads((path / "preprocessor_config.json").read_text())
@@ -35,5 +35,5 @@ def test_the_worst_step_has_as_many_of_the_largest_pictures_as_fit(checkpoint: A
     result = json.loads(done.stdout.splitlines()[-1])
     largest, rest = 4 * (MAX_MODEL_LEN - 1), 4 * (STEP_TOKENS - 2 * (MAX_MODEL_LEN - 1))
     assert result["most"] == STEP_TOKENS
-    assert max(result["seen"]) == largest, "65,536 patches are a picture that no prompt here can have"
+    assert max(result["seen"]) == largest, "65,536 patches are an image that no prompt here can have"
     assert sorted(result["seen"][-3:]) == [rest, largest, largest], "the worst step is full"

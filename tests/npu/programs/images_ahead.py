@@ -1,10 +1,10 @@
-"""Generates from pictures with two steps under way on the emulated device, and says what was so when each was staged.
+"""Generates from images with two steps under way on the emulated device, and says what was so when each was staged.
 
-    python -m tests.npu.programs.pictures_ahead MODEL RESULTS.json FAILURE...
+    python -m tests.npu.programs.images_ahead MODEL RESULTS.json FAILURE...
 
-For each FAILURE an engine of its own, in which the device fails like that while pictures are staged for the second
-time; "" is none, "fault" a kernel on the stream of the pictures that reads what is not there. "chunks" is none either:
-there all pictures are one prompt's, whose chunks show about one each.
+For each FAILURE an engine of its own, in which the device fails like that while images are staged for the second
+time; "" is none, "fault" a kernel on the stream of the images that reads what is not there. "chunks" is none either:
+there all images are one prompt's, whose chunks show about one each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.oracle.reference import random_image
 from tests.oracle.running import runner_of
 
 SIZES = ((64, 64), (128, 96), (64, 96), (160, 96), (32, 96), (96, 128))
-# A step takes two of these prompts at most, so that pictures come in several steps.
+# A step takes two of these prompts at most, so that images come in several steps.
 SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 64, "dtype": "float32",
                             "vision_cache_bytes": 1 << 20}
 FAULT, CHUNKS = "fault", "chunks"
@@ -33,16 +33,16 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 def prompts_of(llm: LLM) -> list[Any]:
     rng = np.random.default_rng(3)
-    pictures = [{"type": "image", "image": random_image(rng, *size)} for size in SIZES]
+    images = [{"type": "image", "image": random_image(rng, *size)} for size in SIZES]
     text = {"type": "text", "text": "which"}
-    return [llm.engine.processor([{"role": "user", "content": [picture, text]}]) for picture in pictures]
+    return [llm.engine.processor([{"role": "user", "content": [image, text]}]) for image in images]
 
 
 def prompt_of_all(llm: LLM) -> list[Any]:
-    """The pictures of `prompts_of` in one prompt."""
+    """The images of `prompts_of` in one prompt."""
     rng = np.random.default_rng(3)
-    pictures = [{"type": "image", "image": random_image(rng, *size)} for size in SIZES]
-    return [llm.engine.processor([{"role": "user", "content": [*pictures, {"type": "text", "text": "which"}]}])]
+    images = [{"type": "image", "image": random_image(rng, *size)} for size in SIZES]
+    return [llm.engine.processor([{"role": "user", "content": [*images, {"type": "text", "text": "which"}]}])]
 
 
 def fail(failure: str) -> None:
@@ -51,7 +51,7 @@ def fail(failure: str) -> None:
     if failure == FAULT:
         torch.nn.functional.embedding(torch.full((1,), 1 << 20).npu(), torch.zeros(4, 4).npu())
     elif failure != CHUNKS:
-        torch.npu.empty_cache()  # nothing is at hand: pictures need memory of their own
+        torch.npu.empty_cache()  # nothing is at hand: images need memory of their own
         set_failures(failure)
 
 

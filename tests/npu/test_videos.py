@@ -1,4 +1,4 @@
-"""Films on the npu platform: the tokens of the cpu platform, and patches of pairs cut where pictures' are."""
+"""Videos on the npu platform: the tokens of the cpu platform, and patches of pairs cut where images' are."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.npu, pytest.mark.slow]
 emulated = pytest.mark.skipif(has_real_cann(), reason="a device's attention takes no float32: compared in bfloat16")
 
 
-@pytest.mark.full("a process over the emulation; pictures go the same way there, films on the cpu")
+@pytest.mark.full("a process over the emulation; images go the same way there, videos on the cpu")
 @emulated
 def test_tokens_equal_cpu(checkpoint: Any, tmp_path: Path) -> None:
     cases = [Case(str(checkpoint(family)), {"graph_mode": "reduce-overhead", "graph_batch_sizes": [1, 4],
-                                            **SMALL, **FLOAT32}, "films", 4)
+                                            **SMALL, **FLOAT32}, "videos", 4)
              for family in ("qwen3_vl", "qwen3_5")]  # fmt: skip
     for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
         assert result["tokens"] == on_cpu(case)["tokens"]

@@ -1,4 +1,4 @@
-"""A job over pictures of every kind: each is answered, each hostile one fails by name and by itself."""
+"""A job over images of every kind: each is answered, each hostile one fails by name and by itself."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def asks(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The error, or None, of each picture's row, of a job whose workers have little memory."""
-    folder = tmp_path_factory.mktemp("pictures")
+    """The error, or None, of each image's row, of a job whose workers have little memory."""
+    folder = tmp_path_factory.mktemp("images")
     for kind in KINDS:
         data = made(photo(64, 64), kind, **({"sizes": [(64, 64)]} if kind == "ICO" else {}))
         (folder / f"good.{kind}").write_bytes(data)
@@ -48,7 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_good_picture_is_answered_and_half_of_it_is_not(found: dict[str, Any], kind: str) -> None:
+def test_a_good_image_is_answered_and_half_of_it_is_not(found: dict[str, Any], kind: str) -> None:
     assert found[f"good.{kind}"] is None
     assert found[f"cut.{kind}"]["code"] in ("image_truncated", "image_broken", "image_not_recognised")
     assert found[f"cut.{kind}"]["param"] == "messages[0].content[0].image_url"
@@ -60,5 +60,5 @@ def test_a_bomb_fails_by_name(found: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_a_picture_that_needs_more_memory_than_a_worker_has_fails_alone(found: dict[str, Any], kind: str) -> None:
+def test_an_image_that_needs_more_memory_than_a_worker_has_fails_alone(found: dict[str, Any], kind: str) -> None:
     assert found[f"large.{kind}"]["code"] in NO_MEMORY

@@ -1,4 +1,4 @@
-"""Makes films for tests, with PyAV: of one pace or another, turned, with sound, or declaring what is not there."""
+"""Makes videos for tests, with PyAV: of one pace or another, turned, with sound, or declaring what is not there."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import numpy as np
 RATE = 10
 
 
-def moving_picture(num_frames: int, width: int = 96, height: int = 64, seed: int = 0) -> list[np.ndarray]:
+def moving_frames(num_frames: int, width: int = 96, height: int = 64, seed: int = 0) -> list[np.ndarray]:
     """uint8 (height, width, 3) frames, each other than the one before: blocks of random colours that move on."""
     blocks = np.random.default_rng(seed).integers(0, 256, (height // 8, num_frames + width // 8, 3), dtype=np.uint8)
     return [blocks[:, start : start + width // 8].repeat(8, 0).repeat(8, 1) for start in range(num_frames)]
 
 
-def film(
+def video_of(
     frames: Sequence[np.ndarray], *, times: Sequence[int] | None = None, rate: int = RATE, kind: str = "mp4",
     codec: str = "libx264", rotation: int | None = None, has_sound: bool = False, group: int | None = None,
     faststart: bool = False, options: dict[str, str] | None = None,
 ) -> bytes:  # fmt: skip
-    """An encoded film. `times`: when each frame is shown, in 1/rate seconds; None: one after the other. `group`: frames
-    from one key frame to the next."""
+    """An encoded video. `times`: when each frame is shown, in 1/rate seconds; None: one after the other. `group`:
+    frames from one key frame to the next."""
     with tempfile.NamedTemporaryFile() as file:  # by name: the table of contents is moved to the front at the end
         _write(file.name, frames, times, rate, kind, codec, rotation, has_sound, group, faststart, options or {})
         return Path(file.name).read_bytes()

@@ -1,6 +1,6 @@
-"""Counts what a prefill step with pictures costs on the emulated device, for 1 and for 8 pictures of different sizes.
+"""Counts what a prefill step with images costs on the emulated device, for 1 and for 8 images of different sizes.
 
-    python -m tests.npu.programs.picture_cost MODEL RESULTS.json
+    python -m tests.npu.programs.image_cost MODEL RESULTS.json
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.oracle.reference import random_image
 from tests.oracle.running import runner_of
 
 SIZES = ((64, 64), (128, 96), (64, 96), (160, 96), (32, 96), (96, 128), (96, 96), (32, 64))
-NUM_PICTURES = (1, len(SIZES))
+NUM_IMAGES = (1, len(SIZES))
 
 
 def prompt_with(llm: LLM, count: int, seed: int) -> Any:
@@ -29,7 +29,7 @@ def prompt_with(llm: LLM, count: int, seed: int) -> Any:
 
 
 def of_a_step(llm: LLM, count: int) -> dict[str, Any]:
-    """Counters over the prefill of a prompt that shows `count` pictures that nobody has seen."""
+    """Counters over the prefill of a prompt that shows `count` images that nobody has seen."""
     llm.engine.add_request(str(count), prompt_with(llm, count, seed=count),
                            SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     torch.npu.synchronize()
@@ -44,7 +44,7 @@ def of_a_step(llm: LLM, count: int) -> dict[str, Any]:
 
 
 def of_staging(llm: LLM, count: int) -> Any:
-    """Counters over what happens to pictures before the tower."""
+    """Counters over what happens to images before the tower."""
     runner = runner_of(llm)
     images = prompt_with(llm, count, seed=0).images
     torch.npu.synchronize()
@@ -63,7 +63,7 @@ def main(model: str, results_path: str) -> None:
              async_scheduling=False) as llm:
         of_a_step(llm, 2)  # settles what is lazy
         found = {str(count): {"step": of_a_step(llm, count), "staging": of_staging(llm, count)}
-                 for count in NUM_PICTURES}
+                 for count in NUM_IMAGES}
     Path(results_path).write_text(json.dumps(found))
 
 
