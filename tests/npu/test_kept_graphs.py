@@ -28,7 +28,8 @@ def run(model: Path, graphs: Path, folder: Path, num_ranks: int = 1, **emulation
 def changed_copy(folder: Path) -> Path:
     """Our package with one layer changed: a number in the norm. Tests run there as they do here."""
     shutil.copytree(ROOT / "npu_runner", folder / "npu_runner", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "tests").symlink_to(ROOT / "tests")
+    for name in ("tests", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
     source = folder / "npu_runner/layers/norm.py"
     text = source.read_text()
     assert "self.eps = eps" in text
