@@ -11,7 +11,7 @@ ERROR_CODES = {
                "jobs on the device"),
     "207008": ("the device's streams are used up", "give fewer --graph-batch-sizes; end other jobs on the device"),
     "107002": ("no device was chosen in this thread", "a fault of the program: report it"),
-    "107030": ("an operation that a capture does not allow, as a rule memory that had to be found", "lower "
+    "107030": ("an operation that a capture does not allow, usually a memory allocation", "lower "
                "--memory-utilization by 0.05, or run with --enforce-eager"),
     "161001": ("an operator got a null argument", "torch_npu and CANN do not fit each other: see the version table"),
     "161002": ("an operator refuses an argument", "the message names it; compare versions with the table, report it"),
