@@ -20,6 +20,7 @@ from bench_common import ROOT, commit, versions
 from npu_runner import LLM, SamplingParams
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.runner.step import StepUnderWay
 
 STEPS = 32
 
@@ -44,20 +45,26 @@ def measure(llm: LLM, prompt_lens: list[int]) -> dict[str, float]:
     rng = np.random.default_rng(0)
     prompts = [PromptInputs(token_ids=rng.integers(0, 500, length).tolist()) for length in prompt_lens]
     runner: Any = llm.engine._executor._runner  # type: ignore[attr-defined]
-    execute = runner.execute_model
+    submit, collect = runner.submit, runner.collect
     seconds: list[float] = []
+    started = 0.0
 
-    def timed(batch: ScheduledBatch) -> Any:
+    def begin(batch: ScheduledBatch) -> StepUnderWay:
+        nonlocal started
         started = time.perf_counter()
-        output = execute(batch)
+        under_way: StepUnderWay = submit(batch)
+        return under_way
+
+    def end(under_way: StepUnderWay) -> Any:  # before the next step begins: on the CPU no two are under way
+        output, batch = collect(under_way), under_way.step.batch
         if not batch.is_prefill and batch.batch_size == len(prompts):
             seconds.append(time.perf_counter() - started)
         return output
 
-    runner.execute_model = timed
+    runner.submit, runner.collect = begin, end
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True))
-    runner.execute_model = execute
+    runner.submit, runner.collect = submit, collect
     rise = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     ordered = sorted(1000 * value for value in seconds)
     return {"contexts": sum(prompt_lens), "median_ms": statistics.median(ordered), "min_ms": ordered[0],

@@ -27,7 +27,6 @@ from bench_common import commit, versions
 from npu_runner.ray_data import LLMPredictor
 
 WAYS = ("batch", "chat", "stream", "ray")
-_CLOCK = "BENCH_CLOCK"
 
 
 def main() -> None:

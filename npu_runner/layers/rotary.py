@@ -30,7 +30,6 @@ class RotaryTable(nn.Module):
         angles_PH = torch.cat((angles_PF, angles_PF), dim=-1)
         self.register_buffer("cos_PH", (angles_PH.cos() * attention_factor).to(device, dtype), persistent=False)
         self.register_buffer("sin_PH", (angles_PH.sin() * attention_factor).to(device, dtype), persistent=False)
-        self.is_mrope = config.rope.mrope_section is not None
         if config.rope.mrope_section is not None:
             make_axes = interleaved_axes if config.rope.mrope_is_interleaved else sectioned_axes
             axis_F = make_axes(config.rope.mrope_section, len(inverse_F))

@@ -128,11 +128,6 @@ class ChatProcessor:
     def __reduce__(self) -> tuple[Callable[..., ChatProcessor], tuple[Any, ...]]:
         return _read_again, (type(self), self.model_path, self.settings, self._file_digests, self._package_versions)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Without one only `from_text` works."""
-        return self._template is not None
-
     def parser_of_calls(self) -> str | None:
         """The name of what reads calls out of an answer; None: they are to stay text.
 

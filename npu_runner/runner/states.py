@@ -129,7 +129,7 @@ class StatePool:
                 tensor[:, target].copy_(tensor[:, source])
 
     def zero(self) -> None:
-        """Frees all slots."""
+        """Every slot is as it was made: no sequence has begun in it."""
         self.conv_states.zero_()
         self.states.zero_()
 

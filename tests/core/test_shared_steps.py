@@ -82,7 +82,7 @@ def test_copies_find_what_is_left_of_a_full_cache() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_abandoned_step_offers_nothing(depth: int) -> None:
+def test_a_step_that_is_rolled_back_offers_nothing(depth: int) -> None:
     world = make_world(depth=depth)
     for _ in range(3):
         world.add_prompt(PromptInputs(list(range(20))), 38)

@@ -247,7 +247,7 @@ def test_a_prefix_computed_again_lives_as_long_as_its_new_blocks() -> None:
     assert world.scheduler.num_preemptions == 0
 
 
-def test_an_abandoned_step_leaves_no_snapshot() -> None:
+def test_a_step_that_is_rolled_back_leaves_no_snapshot() -> None:
     world = make_world()
     prompt = PromptInputs(list(range(18)))
     sequence = world.add_prompt(prompt)

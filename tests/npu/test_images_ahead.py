@@ -20,7 +20,7 @@ pytestmark = [
 # What outlives the pixels is put aside; gather, cast, times, minus, over, cast again.
 MOST_LAUNCHES = 7
 # Each image's embeddings and its two deepstack levels are cut out of the call's.
-COPIES_OF_A_IMAGE = 3
+COPIES_OF_AN_IMAGE = 3
 # The step's arrays, its images with where their patches stand, and the settings of a new row of the sampler.
 COPIES_TO_THE_DEVICE = 3
 MEMORY_COMES_BACK, MEMORY_IS_GONE = "aclrtMallocPhysical:1-3:207001", "aclrtMallocPhysical:1+:207001"
@@ -62,7 +62,7 @@ def test_a_step_with_eight_images_copies_as_often_as_one_with_one(cost: dict[str
     one, eight = cost["1"]["step"], cost["8"]["step"]
     assert eight["copies"]["h2d"]["calls"] == one["copies"]["h2d"]["calls"] == COPIES_TO_THE_DEVICE
     assert (one["copies"]["d2h"]["calls"], eight["copies"]["d2h"]["calls"]) == (1, 1)
-    assert num_calls(eight["launches"]) - num_calls(one["launches"]) == 7 * COPIES_OF_A_IMAGE
+    assert num_calls(eight["launches"]) - num_calls(one["launches"]) == 7 * COPIES_OF_AN_IMAGE
     assert num_calls(eight["syncs"]) == 1, "the sampled token is waited for, once"
 
 

@@ -3,7 +3,7 @@
 No rank runs in the engine's process: a collective that hangs because another rank died would hang the engine with it.
 Here the engine waits on sockets, sees a death at once and a stopped process soon, and ends the others itself.
 
-Calls are numbered. A reply says which call it answers, so that one to an rolled-back call is never taken for another's.
+Calls are numbered. A reply says which call it answers, so that one to a rolled-back call is never taken for another's.
 """
 
 from __future__ import annotations

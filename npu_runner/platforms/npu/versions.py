@@ -90,13 +90,6 @@ def wheel_for(torch: str, cann: str | None) -> str | None:
     return next((pair.torch_npu for pair in exact or fitting), None)
 
 
-def requirement() -> str:
-    """What pip may install: nothing older than the oldest wheel above, and none that is refused."""
-    oldest = min((pair.torch_npu for pair in PAIRINGS), key=_order)
-    refused = sorted((wheel for wheel in OLD_WHEELS if _order(wheel) > _order(oldest)), key=_order)
-    return "".join([f"torch-npu>={oldest}", *(f",!={wheel}" for wheel in refused)])
-
-
 def _is_old_wheel(torch_npu: str) -> bool:
     same_torch = [_order(pair.torch_npu) for pair in PAIRINGS if release(pair.torch) == release(torch_npu)]
     return _order(torch_npu) < min(same_torch or [_order(pair.torch_npu) for pair in PAIRINGS])

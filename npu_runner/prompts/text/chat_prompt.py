@@ -18,7 +18,7 @@ from npu_runner.prompts.text.messages import Conversation
 from npu_runner.prompts.text.tools import map_strings, strings_in
 from npu_runner.request.limits import plain_template_kwargs
 
-_UNSAID = "tools"  # the role under which tools are escaped: none, so that every control token in them counts
+_UNSAID = "tools"  # stands where a role would: no role, so that every control token in tools counts as typed
 
 
 @dataclass(frozen=True, kw_only=True)
