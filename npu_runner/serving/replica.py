@@ -124,7 +124,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Returned:
-    """The answer to `recall`: rows that were not begun and never will be, the last ones first; or none."""
+    """The answer to `recall`: rows that are not finished unless they are submitted again, the last first; or none."""
 
     indices: Sequence[int]
 
