@@ -158,6 +158,8 @@ class LocalService(PromptService):
     def __init__(self, config: RunnerConfig, options: PreprocessingOptions, max_restarts: float = 0):
         checkpoint = open_checkpoint(config)
         super().__init__(checkpoint, checkpoint.config)
+        # An engine after a restart opens the same folder, whatever a hub id stands for by then.
+        self._same_folder = checkpoint.config.replace(model=str(checkpoint.path), revision=None)
         self._options = options
         self.max_restarts = max_restarts
         self.engine: LLMEngine = LLMEngine(checkpoint)
@@ -214,7 +216,7 @@ class LocalService(PromptService):
 
     def _load(self) -> LLMEngine:
         if not self._is_new:  # the one before has died, and is closed
-            self.engine = load_engine(self.config)
+            self.engine = load_engine(self._same_folder)
         self._is_new = False
         return self.engine
 
