@@ -114,8 +114,8 @@ class StatePool:
 
     def __init__(self, plan: StatePlan, shape: StateShape, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.plan = plan
-        self.conv_states = _zeros((shape.num_layers, plan.num_slots, *shape.layer.conv_state_shape), dtype, device)
-        self.states = _zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
+        self.conv_states = flat_zeros((shape.num_layers, plan.num_slots, *shape.layer.conv_state_shape), dtype, device)
+        self.states = flat_zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
         bind_states(model, self.conv_states, self.states)
 
     @property
@@ -145,6 +145,6 @@ class StatePool:
                 tensor[:, :num_seqs].copy_(values)
 
 
-def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Flat first: a device may keep memory of five dimensions in a layout that no other view of it has.
+def flat_zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that were allocated flat: a device may keep memory of five dimensions in a layout that other views lack."""
     return torch.zeros(math.prod(sizes), dtype=dtype, device=device).view(sizes)
