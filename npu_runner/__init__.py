@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from npu_runner.request.sampling_params import SamplingParams
     from npu_runner.request.structured_outputs import StructuredOutputsParams
 
-__version__ = "0.1.0"
+__version__ = "0.5.0"
 __all__ = ["LLM", "PoolingParams", "RunnerConfig", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {

@@ -70,7 +70,8 @@ class CacheConfig:
     block_size: int | None = None
     """Tokens per KV block; None: the platform's, which its attention kernels decide."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache. None: measured from free device memory; on the cpu platform 1 GiB."""
+    """Size of the KV cache; more than is free when the model starts to load is refused. None: measured from free device
+    memory; on the cpu platform 1 GiB."""
     memory_utilization: float = 0.9
     """Share of the device's memory for weights, activations and KV cache together. It has no effect on the cpu
     platform, where the cache has a fixed size."""
@@ -125,8 +126,8 @@ class PromptConfig:
     """auto: where the checkpoint has tokens that enclose reasoning, the reasoning is split off the answer. none: the
     answer stays as the model wrote it."""
     tool_call_parser: str = "auto"
-    """How tool calls are parsed from answers to rows with tools: hermes, qwen3_coder, the name of an installed
-    package's parser, or none (they stay text). auto: the form that the chat template asks for."""
+    """Format of tool calls in answers: hermes, qwen3_coder, the name of an installed package's parser, or none (they
+    stay text). auto: the format of the chat template."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -185,7 +186,7 @@ class RunnerConfig:
     checkpoint's modules.json (sentence-transformers) says so, else generate."""
     platform: str = "auto"
     """npu, cuda, cpu, or the name of an installed package's; auto takes the usable one of highest priority (ours: in
-    that order)."""
+    that order), and is an error where devices are there and cannot be used."""
     dtype: str = one_of("auto", "float32", "bfloat16", "float16")
     """auto: the checkpoint's own, except on the cpu platform, which computes in float32."""
     attention_backend: str = "auto"
@@ -196,9 +197,9 @@ class RunnerConfig:
     """Most tokens of a prompt and its answer together; None: the checkpoint's, 32,768 at most, lowered to what the KV
     cache holds."""
     prepare_structured_outputs: bool = False
-    """Requests with structured_outputs (response_format, guided_*) will come: what all rules share is built while the
-    weights load. Without it that happens when the first such request comes, and all requests wait for a second or more.
-    npu-runner batch sets it where there is a response_schema."""
+    """Build the token table of structured_outputs (response_format, guided_*) while the weights load. Without it the
+    first such request builds it, and all requests wait for a second or more. npu-runner batch sets it if there is a
+    response_schema."""
     seed: int = 0
     """Seed of requests without a seed of their own, and of dummy weights."""
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)

@@ -28,15 +28,15 @@ class WeightsError(ModelError):
 
 
 class OutOfMemoryError(ConfigError):
-    """The device cannot hold what the settings, or one step's requests, ask for; the message is the memory ledger and
-    the remedy."""
+    """The device's memory is too small for the settings, or for one step's requests. The message has the memory ledger
+    and the remedy."""
 
 
 class RequestError(NpuRunnerError):
-    """One request cannot be served and it is the caller's fault; nothing else is harmed.
+    """One request cannot be served, by the caller's fault. Other requests are not affected.
 
-    `code` is a short machine-readable name (`image_too_large`), `param` the offending field if there is one.
-    Whatever they repeat of the request, they stay short: a megabyte of somebody's name belongs into no answer.
+    `code` is a short machine-readable name (`image_too_large`), `param` the offending field if there is one. Both are
+    shortened, because they may repeat a megabyte of the request.
     """
 
     def __init__(self, message: str, code: str = "invalid_request", param: str | None = None):
@@ -50,7 +50,7 @@ class RequestError(NpuRunnerError):
 
 
 class StepError(NpuRunnerError):
-    """A step raised what nobody expected, on a device that works: one of its requests is the cause."""
+    """A step raised an unexpected error on a working device: one of its requests is the cause."""
 
 
 class GenerationError(NpuRunnerError):
@@ -60,8 +60,8 @@ class GenerationError(NpuRunnerError):
 class EngineDeadError(NpuRunnerError):
     """A rank or the engine died; the message names the rank and the phase. The job can be resumed.
 
-    `request_ids` were in the step that did not end. `blame`: the code of what one of them has likely caused (an error
-    was raised in the step, or memory ran out); None where a device failed or a rank was killed, which says little.
+    `request_ids` were in the step that did not end. `blame`: the error code, if one of them is the likely cause (the
+    step raised an error, or memory ran out). None if a device failed or a rank was killed.
     """
 
     def __init__(self, message: str, *, request_ids: tuple[str, ...] = (), blame: str | None = None):
@@ -73,7 +73,7 @@ class EngineDeadError(NpuRunnerError):
 class ReplicaDeadError(EngineDeadError):
     """A replica died, or its engine did; the message says which one and how. Picklable.
 
-    `rows`: the indices of those that were in the step that did not end; None where nobody knows (it was killed).
+    `rows`: the indices of those that were in the step that did not end; None if unknown (it was killed).
     """
 
     def __init__(self, message: str, *, request_ids: tuple[str, ...] = (), blame: str | None = None,
@@ -91,7 +91,7 @@ class JobError(NpuRunnerError):
 
 
 class OutputLostError(JobError):
-    """The file of answers was removed, replaced, cut or written by somebody else while the job wrote it."""
+    """The output was removed, replaced, cut or written by another process during the job."""
 
 
 def _replica_dead(message: str, request_ids: tuple[str, ...], blame: str | None,

@@ -20,24 +20,24 @@ from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import plain_number, raw_prompt
-from npu_runner.prompts.text.effort import kwargs_with_effort
+from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import plain_template_kwargs, shown
 from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from npu_runner.serving.calls.prompt_server import Request
 from npu_runner.serving.calls.prompt_service import make_service
 from npu_runner.serving.calls.turns import Call, Turns
-from npu_runner.serving.replicas.options import ReplicaOptions
-from npu_runner.serving.workers.options import PreprocessingOptions
+from npu_runner.serving.calls.unsaid_limit import UnsaidLimit
+from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
 from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, text_task
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids (a list, an array or a tensor), {"prompt": text or ids, "images": [PIL image or bytes, ...],
 "videos": [bytes, ...]}, vLLM's {"prompt" or "prompt_token_ids", "multi_modal_data": {"image": ..., "video": ...}}, each
-with "mm_processor_kwargs" if it likes, or an already prepared prompt."""
+optionally with "mm_processor_kwargs", or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; image parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; video
 parts {"type": "video", "video": bytes} or vLLM's video_url."""
@@ -63,8 +63,8 @@ class LLM:
                 print(result.text)
 
     Images and long texts are prepared in worker processes, ahead of the model. These start with the first of them and
-    end with `close`. With `data_parallel_size` there are several of it, each in a process of its own with devices and
-    workers of its own; answers are those of one, to rounding.
+    end with `close`. With `data_parallel_size` there are several engines, each in its own process with its own devices
+    and workers. Answers are those of one engine, to rounding.
 
     One call is answered at a time. Those of other threads wait for one that has lists of prompts and of results. Beside
     one with an iterator on either side, and inside such an iterator, a call is a RequestError.
@@ -97,6 +97,11 @@ class LLM:
         """Fields of SamplingParams that the checkpoint sets."""
         return self._service.generation_defaults
 
+    def get_default_sampling_params(self, *, for_chat: bool = False) -> SamplingParams:
+        """What `generate`, or `chat`, takes where a call gives none: generation_config.json's, then OpenAI's."""
+        limit = UnsaidLimit(self.generation_defaults, None if for_chat else DEFAULT_MAX_TOKENS)
+        return limit.bounded(SamplingParams(**self.generation_defaults))
+
     @property
     def num_requests(self) -> int:
         """So far: the request_id of the next one is request-<num_requests>."""
@@ -121,10 +126,12 @@ class LLM:
                  stream_results: bool = False, return_errors: bool = False) -> list[RequestOutput] | Results:
         """Continue raw prompts. One prompt may stand alone; one SamplingParams may serve all prompts.
 
-        Everything else is as in `chat`.
+        Without max_tokens a completion has the checkpoint's max_new_tokens, or 16, as rows of /v1/completions. Where
+        such a limit cuts one off, that is logged once a process. Everything else is as in `chat`.
         """
         items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        return self._run(items, sampling_params, _text_task, use_tqdm, stream_results, return_errors)
+        return self._run(items, sampling_params, _text_task, use_tqdm, stream_results, return_errors,
+                         DEFAULT_MAX_TOKENS)
 
     @overload
     def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
@@ -159,8 +166,10 @@ class LLM:
         the text as the model writes them. With `continue_final_message` the answer goes on with the last message, the
         assistant's; with `add_generation_prompt` False the prompt ends behind it.
 
-        `conversations` may be an iterator of any length, and so may `sampling_params`: it is read in this thread, a few
-        hundred ahead of the results at most. `stream_results` gives an iterator of (index of the conversation, result)
+        Without max_tokens an answer has the checkpoint's max_new_tokens, or what the model's length leaves.
+
+        `conversations` and `sampling_params` may be iterators of any length. They are read in this thread, at most a
+        few hundred ahead of the results. `stream_results` gives an iterator of (index of the conversation, result)
         instead of a list, each as it finishes; with both, memory stays flat. The next call ends an iterator that was
         not read to its end.
 
@@ -169,21 +178,16 @@ class LLM:
         `return_errors` such a conversation is a result with finish_reason `error`, `error` and `error_code` instead, as
         one always is that makes the model fail.
         """
-        rules = MediaRules(
-            allowed_dir=allowed_media_dir, max_images=self.config.prompts.max_images_per_prompt,
-            max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes,
-        )
-        processor = self.processor
+        rules = self._media_rules(allowed_media_dir)
         kwargs = None if chat_template_kwargs is None else plain_template_kwargs(dict(chat_template_kwargs))
-        kwargs_and_effort = kwargs_with_effort(kwargs, reasoning_effort, processor.template_reads)
+        kwargs_and_effort = kwargs_with_effort(kwargs, reasoning_effort, self.processor.template_reads)
         checked_tools = None if tools is None else parse_tools(tools)
 
         def parse(messages: Any) -> PromptTask:
             return chat_task(
-                messages, kwargs_and_effort, rules, has_vision=processor.has_vision, tools=checked_tools,
+                messages, kwargs_and_effort, rules, has_vision=self.processor.has_vision, tools=checked_tools,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                mm_processor_kwargs=mm_processor_kwargs,
-            )  # fmt: skip
+                mm_processor_kwargs=mm_processor_kwargs)
 
         items: Iterable[Any] = [conversations] if _is_one_conversation(conversations) else conversations
         return self._run(items, sampling_params, parse, use_tqdm, stream_results, return_errors)
@@ -232,21 +236,29 @@ class LLM:
 
     # -- one call --------------------------------------------------------------------------------------------------
 
+    def _media_rules(self, allowed_dir: Path | str | None) -> MediaRules:
+        return MediaRules(
+            allowed_dir=allowed_dir, max_images=self.config.prompts.max_images_per_prompt,
+            max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
+
     def _run(self, items: Iterable[Any], sampling_params: _AnyParams | Iterable[_AnyParams] | None, parse: _Parse,
-             use_tqdm: bool, stream_results: bool, return_errors: bool) -> list[RequestOutput] | Results:
+             use_tqdm: bool, stream_results: bool, return_errors: bool,
+             max_tokens: int | None = None) -> list[RequestOutput] | Results:
+        """`max_tokens`: where neither params nor the checkpoint say any; None: the model's length."""
         if not isinstance(items, Iterable):
             raise RequestError(f"prompts: a list or an iterator is needed, not {type(items).__name__}", "invalid_type")
         total = len(items) if isinstance(items, Sized) else None
+        limit = UnsaidLimit(self.generation_defaults, max_tokens)
         params = self._params(sampling_params, total)
         if isinstance(items, Sequence) and not return_errors:
             self.processor.check_rules(params if isinstance(params, Sequence) else ())
-            for index, request in enumerate(self._requests(items, params, parse)):
+            for index, request in enumerate(self._requests(items, params, parse, limit)):
                 if isinstance(request.prompt, RequestError):
                     raise _with_index(index, request.prompt)
-        requests = self._requests(items, params, parse)
+        requests = self._requests(items, params, parse, limit)
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
-        results = self._results(call, requests, read_seconds, total, use_tqdm, return_errors)
+        results = self._results(call, requests, read_seconds, total, use_tqdm, return_errors, limit)
         call.follow(results)
         if stream_results:
             return results
@@ -269,7 +281,7 @@ class LLM:
         return list(islice(given, count))  # an iterator can be read only once
 
     def _requests(self, items: Iterable[Any], params: _AnyParams | Iterable[_AnyParams],
-                  parse: _Parse) -> Iterator[Request]:
+                  parse: _Parse, limit: UnsaidLimit) -> Iterator[Request]:
         """Each item with its settings, the errors among them as such."""
         wanted = repeat(params) if isinstance(params, (SamplingParams, PoolingParams)) else iter(params)
         last = resolved = None
@@ -281,14 +293,14 @@ class LLM:
                 if not isinstance(one, (SamplingParams, PoolingParams)):
                     raise _no_params(one)
                 if one is not last or resolved is None:
-                    last, resolved = one, self.processor.resolve_params(one)
+                    last, resolved = one, self.processor.resolve_params(limit.bounded(one))
                 prompt: PromptTask | PromptInputs | RequestError = parse(item)
             except RequestError as error:
                 prompt = error
             yield Request(resolved or SamplingParams(), prompt)
 
     def _results(self, call: Call, requests: Iterator[Request], read_seconds: float, total: int | None, use_tqdm: bool,
-                 return_errors: bool) -> Generator[tuple[int, RequestOutput]]:
+                 return_errors: bool, limit: UnsaidLimit) -> Generator[tuple[int, RequestOutput]]:
         self._turns.take(call)
         if self._is_torn:
             self._reset()  # again, if an interrupt came before it was done the first time
@@ -300,8 +312,10 @@ class LLM:
                     if isinstance(found, RequestError) and not return_errors:
                         raise _with_index(index, found)
                     bar.update()
-                    name = f"request-{first + index}"
-                    yield index, RequestOutput.failed(name, found) if isinstance(found, RequestError) else found
+                    if isinstance(found, RequestError):
+                        found = RequestOutput.failed(f"request-{first + index}", found)
+                    limit.look_at(found)
+                    yield index, found
                     if not self._turns.is_current(call):
                         raise RequestError("these results ended when the LLM was called again, or closed",
                                            code="results_ended")

@@ -1,7 +1,7 @@
 """A callable class for Ray Data's `Dataset.map_batches`: conversations in, answers beside them, errors in a column.
 
-Columns have the names of `ray.data.llm`. Imports neither Ray nor, before an actor is made, torch: whoever only writes
-the pipeline pays for neither. Knows nothing of files.
+Columns have the names of `ray.data.llm`. Imports neither Ray nor, before an actor is made, torch, so a program that
+only writes the pipeline starts fast. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class LLMPredictor:
         dataset.map_batches(LLMPredictor, fn_constructor_kwargs={"model": "path/to/checkpoint"},
                             compute=ray.data.ActorPoolStrategy(size=8), resources={"NPU": 1}, batch_size=1024)
 
-    A row has `messages`, OpenAI-style as in `LLM.chat`, or `prompt`, a raw text; and, if it wants, `sampling_params`,
-    an object of SamplingParams' fields. Its columns stay, and there come: generated_text, generated_tokens (ids),
-    num_input_tokens, num_generated_tokens, finish_reason, reasoning_content (None: the model did not think, or nobody
-    split it off) and __inference_error__: empty where the row was answered, else "code: message".
+    A row has `messages`, OpenAI-style as in `LLM.chat`, or `prompt`, a raw text. Optional: `sampling_params`, an object
+    of SamplingParams' fields. Its columns stay. New columns: generated_text, generated_tokens (ids), num_input_tokens,
+    num_generated_tokens, finish_reason, reasoning_content (None: no thinking, or not split off). `__inference_error__`
+    is empty, or "code: message".
     """
 
     def __init__(self, model: str, *, sampling_params: Mapping[str, Any] | None = None,
                  allowed_media_dir: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
                  mm_processor_kwargs: Mapping[str, Any] | None = None, **settings: Any):
         """`sampling_params`: what rows leave open; what that leaves open is the checkpoint's generation_config, then
-        SamplingParams' defaults. `allowed_media_dir`, `chat_template_kwargs`, `mm_processor_kwargs`: as in
-        `LLM.chat`; the last is for raw prompts, too, that bring none. `settings`: LLM's.
+        SamplingParams' defaults, and for max_tokens `LLM`'s. `allowed_media_dir`, `chat_template_kwargs`,
+        `mm_processor_kwargs`: as in `LLM.chat`; the last is for raw prompts, too, that bring none. `settings`: LLM's.
 
         Raises what LLM raises, and ConfigError for wrong `sampling_params`.
         """
@@ -148,8 +148,8 @@ def _sampling_params(asked: Any, defaults: Mapping[str, Any]) -> SamplingParams:
 
 
 def _as_given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrow gives each row the fields of all rows: those that are not this one's are None, or not a number, and whole
-    numbers have become floats."""
+    """Arrow gives each row the fields of all rows. Fields of other rows are None or NaN, and integers have become
+    floats."""
     present = {name: value for name, value in fields.items() if value is not None and value == value}
     return {
         name: int(value) if name in _WHOLE_NUMBERS and isinstance(value, float) and value.is_integer() else value

@@ -16,8 +16,7 @@ from bench_common import commit, versions
 from torch import Tensor
 
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.ops import Ops
-from npu_runner.platforms.torch_ops import TorchOps
+from npu_runner.platforms.ops import Ops, TorchOps
 
 Operator = Callable[[Ops], object]
 

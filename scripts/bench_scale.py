@@ -59,9 +59,9 @@ from npu_runner.serving.replica import (
     RowRun,
 )
 from npu_runner.serving.replicas.fleet import Fleet
+from npu_runner.serving.replicas.load_balancer import RowQueue
 from npu_runner.serving.replicas.placement import Placement
 from npu_runner.serving.replicas.process_replica import ProcessReplica
-from npu_runner.serving.replicas.row_queue import RowQueue
 
 MAX_ROWS = 512
 ROWS_A_STEP = 64
@@ -79,7 +79,7 @@ class EchoReplica(Replica):
         self._events: list[Event] = []
         self._num_done = 0
 
-    def start(self, wake: Callable[[], None]) -> None:
+    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version=npu_runner.__version__, settings={}, ledger="", max_rows=MAX_ROWS)
         self._events.append(Ready(facts))
 
@@ -183,7 +183,7 @@ def measure(
         scan = file.scan()
         scan_seconds = time.perf_counter() - started
         book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
-        hooks = hooks_for(book, suspects, print)
+        hooks = hooks_for(book, suspects, Progress("lines"), lambda settings: None)
         if is_carried:
             hooks = dataclasses.replace(hooks, make_run=book.run_with_data)
         replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray)

@@ -8,6 +8,7 @@
 #   --npus N            devices of each host, instead of the /dev/davinci* that it has
 #   --root DIR          folder of this project on every host (the one that this script lies in)
 #   --before COMMAND    what every host runs first, as 'source /opt/venv/bin/activate'
+#   --container NAME    on every host all of this runs in its running container NAME (`docker exec`)
 #   --dry-run           show what would be run, and where; nothing is run
 # Nothing is started before every host was reached and was found to have the same npu-runner, the same Ray and devices.
 # ssh must come in without a password. RAY_AUTH_MODE is handed on where it is set; a token lies in ~/.ray on every host.
@@ -19,14 +20,18 @@ fail() {
 }
 
 action=${1:-}
+if [ "$action" = --help ]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit
+fi
 [ "$action" = start ] || [ "$action" = stop ] || fail "the first argument is start or stop, not '$action'"
 shift
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-hosts=() port=6379 npus='' before='' is_dry=''
+hosts=() port=6379 npus='' before='' container='' is_dry=''
 while [ $# -gt 0 ]; do
     case $1 in
         --dry-run) is_dry=1; shift; continue ;;
-        --hosts | --hosts-file | --port | --npus | --root | --before) [ $# -gt 1 ] || fail "$1: its value is missing" ;;
+        --hosts | --hosts-file | --port | --npus | --root | --before | --container) [ $# -gt 1 ] || fail "$1: its value is missing" ;;
         *) fail "unknown option '$1'" ;;
     esac
     case $1 in
@@ -39,6 +44,7 @@ while [ $# -gt 0 ]; do
         --npus) npus=$2 ;;
         --root) root=$2 ;;
         --before) before=$2 ;;
+        --container) container=$2 ;;
     esac
     shift 2
 done
@@ -59,14 +65,22 @@ remote() {
 in_environment() {
     remote "${RAY_AUTH_MODE:+RAY_AUTH_MODE=$RAY_AUTH_MODE }scripts/run_ascend.sh --exec $1"
 }
+# The same words for the shell of the host, or of its container.
+placed() {
+    if [ -n "$container" ]; then
+        printf 'docker exec %q bash -c %q' "$container" "$1"
+    else
+        printf '%s' "$1"
+    fi
+}
 # Run it on a host; what it prints is the answer.
 ask() {
-    ssh -o BatchMode=yes -o ConnectTimeout=10 "$1" "$2" </dev/null
+    ssh -o BatchMode=yes -o ConnectTimeout=10 "$1" "$(placed "$2")" </dev/null
 }
 # Run it on a host, or show it.
 run() {
     if [ -n "$is_dry" ]; then
-        printf '%s: %s\n' "$1" "$2"
+        printf '%s: %s\n' "$1" "$(placed "$2")"
     else
         ask "$1" "$2" >&2
     fi
@@ -93,7 +107,8 @@ check() {
     local host first='' versions wrong=0 count
     for host in "${hosts[@]}"; do
         if ! ask "$host" true; then
-            printf 'ray_ascend.sh: %s: cannot be reached by ssh without a password\n' "$host" >&2
+            printf 'ray_ascend.sh: %s: cannot be reached by ssh without a password%s\n' "$host" \
+                "${container:+, or has no running container $container}" >&2
             wrong=1
             continue
         fi
@@ -123,11 +138,11 @@ check() {
 show_checks() {
     local host
     for host in "${hosts[@]}"; do
-        printf '%s: %s\n' "$host" "$(in_environment "$versions_of")"
-        [ -n "$npus" ] || printf '%s: %s\n' "$host" "$count_of"
+        run "$host" "$(in_environment "$versions_of")"
+        [ -n "$npus" ] || run "$host" "$count_of"
         counts+=("${npus:-<its /dev/davinci*>}")
     done
-    printf '%s: %s\n' "${hosts[0]}" "$address_of"
+    run "${hosts[0]}" "$address_of"
     address="<its address>:$port"
 }
 

@@ -8,12 +8,19 @@ bash scripts/setup_env.sh dev
 
 echo "== ruff"
 .venv/bin/ruff check .
-echo "== mypy"
-.venv/bin/mypy
 if command -v shellcheck >/dev/null; then
     echo "== shellcheck"
-    shellcheck scripts/*.sh .ci/run
+    shellcheck scripts/*.sh scripts/deploy/*.sh .ci/run
 fi
-echo "== pytest"
+echo "== pytest, and mypy beside it"
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+.venv/bin/mypy >"$types" 2>&1 &
+mypy=$!
+failed=0
 .venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope --no-loadscope-reorder \
-    -m "${TEST_MARKS-not full}" "$@"
+    -m "${TEST_MARKS-not full}" "$@" || failed=$?
+echo "== mypy"
+wait "$mypy" || failed=1
+cat "$types"
+exit "$failed"

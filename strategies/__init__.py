@@ -4,22 +4,29 @@ A family is one file here. It is found by the checkpoint's `model_type`, and imp
 olmo2.py. Where no file has that name, what stands before the last underscore counts: `qwen3_5_moe_text` is in
 qwen3_5.py. A strategy of another package is an entry point of the group `npu_runner.strategies`: its name is the
 `model_type`, its value a `LoadStrategy` subclass.
+
+A checkpoint's folder is opened once (`open_checkpoint`), and what that found is handed on whole. It loads no weights.
 """
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from npu_runner.checkpoint.files import require_json
+from npu_runner.checkpoint.files import require_json, resolve_checkpoint
+from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.strategies.base import LoadStrategy, StagedImages, VisionEmbeddings
 
-__all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "StagedImages", "VisionEmbeddings", "pick_strategy",
-           "strategies_by_model_type", "strategy_of"]
+__all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "OpenedCheckpoint", "StagedImages", "VisionEmbeddings",
+           "open_checkpoint", "pick_strategy", "strategies_by_model_type", "strategy_of"]
 
 ENTRY_POINT_GROUP = "npu_runner.strategies"
 
@@ -27,7 +34,7 @@ ENTRY_POINT_GROUP = "npu_runner.strategies"
 def pick_strategy(path: Path) -> LoadStrategy:
     """The strategy for the checkpoint folder `path`, by the `model_type` of its config.json.
 
-    Where none knows it, the generic one, if transformers does; else raises ModelError listing the types.
+    If no family serves it, the generic one, if transformers has it; else raises ModelError listing the types.
     """
     raw = require_json(path, "config.json")
     model_type = raw.get("model_type")
@@ -82,3 +89,43 @@ def _registered(entry: EntryPoint) -> type[LoadStrategy]:
     if not (isinstance(strategy, type) and issubclass(strategy, LoadStrategy)):
         raise ModelError(f"entry point {entry.name!r} ({entry.value}) is not a LoadStrategy subclass")
     return strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedCheckpoint:
+    """What `open_checkpoint` found."""
+
+    path: Path
+    strategy: LoadStrategy
+    config: RunnerConfig
+    """As the family serves it."""
+    model_config: ModelConfig
+    processor: ChatProcessor
+    seconds: float
+    """That opening it took."""
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        """SamplingParams fields that the checkpoint sets."""
+        return dict(self.model_config.generation_defaults)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self.processor.end_token_ids(self.model_config)
+
+
+def open_checkpoint(config: RunnerConfig) -> OpenedCheckpoint:
+    """Opens the folder that `config.model` stands for.
+
+    Raises ModelError if the folder is no checkpoint or its family is not served, ConfigError if the family does not
+    serve a setting.
+    """
+    began = time.perf_counter()
+    path = resolve_checkpoint(config.model, config.revision)
+    strategy = pick_strategy(path)
+    resolved = strategy.resolve_config(config)
+    return OpenedCheckpoint(
+        path=path, strategy=strategy, config=resolved, model_config=strategy.model_config_for(resolved),
+        processor=strategy.processor(resolved), seconds=time.perf_counter() - began,
+    )

@@ -11,13 +11,12 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.config_reading import read_pooling
 from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig
-from npu_runner.checkpoint.pooling_config import read_pooling
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import ImageInput
 
 # P patches, X values of a patch, M image tokens, D hidden size of the decoder
@@ -36,7 +35,7 @@ class VisionEmbeddings:
 
 
 class TowerInputs(NamedTuple):
-    """What the tower takes together: images by their indices, their patches (P, X), and what it knows by their sizes
+    """One call of the tower: images by their indices, their patches (P, X), and what is computed from their sizes
     alone."""
 
     indices: list[int]
@@ -58,7 +57,7 @@ class StagedImages(list[ImageInput]):
         return [tensor for group in self._groups for tensor in (group.patches_PX, *group.places)]
 
     def take(self) -> Iterator[TowerInputs]:
-        """The groups, once: each one's memory is the caller's to let go of."""
+        """The groups, once; the caller owns each group's memory."""
         while self._groups:
             yield self._groups.pop(0)
 
@@ -92,7 +91,7 @@ class LoadStrategy(ABC):
         return read_pooling(self.path, config.runner)
 
     def model_config_for(self, config: RunnerConfig) -> ModelConfig:
-        """What `read_config` says, and how vectors are made of it where `config` or the checkpoint asks for them."""
+        """The result of `read_config`, with pooling if `config` or the checkpoint requests vectors."""
         return dataclasses.replace(self.read_config(), pooling=self.pooling(config))
 
     def processor(self, config: RunnerConfig) -> ChatProcessor:

@@ -28,7 +28,7 @@ class CausalLMStrategy(LoadStrategy):
     attention_class: ClassVar[type[DecoderAttention]] = DecoderAttention
     gated_delta_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
     left_out_prefixes: ClassVar[tuple[str, ...]] = ()
-    """Tensors whose names begin so are of parts that we know and do without."""
+    """Tensors whose names begin so belong to known parts that are not used."""
 
     @abstractmethod
     def model_config(self, config: RawConfig) -> ModelConfig:

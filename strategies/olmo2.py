@@ -14,7 +14,7 @@ from torch import Tensor
 
 from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
 from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
-from npu_runner.layers.norm import PartsRMSNorm, RMSNorm
+from npu_runner.layers.norm import Float32RMSNorm, PartsRMSNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.decoder import DecoderLayer
 from npu_runner.models.mixers.attention import DecoderAttention
@@ -37,6 +37,7 @@ class Olmo2Attention(DecoderAttention):
 
 class Olmo2Layer(DecoderLayer):
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    norm_class = Float32RMSNorm
     post_feedforward_layernorm: RMSNorm
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, cos_TR: Tensor, sin_TR: Tensor,

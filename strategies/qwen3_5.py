@@ -5,7 +5,7 @@ Knows nothing of caches, states or prompts.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from npu_runner.checkpoint.config_reading import (
     RawConfig,
@@ -23,6 +23,8 @@ from npu_runner.checkpoint.model_config import (
     RopeConfig,
 )
 from npu_runner.errors import ModelError
+from npu_runner.layers.norm import ZeroCentredRMSNorm
+from npu_runner.models.decoder import DecoderLayer
 from npu_runner.models.mixers.attention import GatedAttention
 from npu_runner.strategies.causal_lm import CausalLMStrategy
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, read_vision
@@ -33,19 +35,21 @@ _SECTION = (11, 11, 10)
 _ROTARY_SHARE = 0.25
 # Layers that predict the token after next; nothing here speculates.
 _MTP_PREFIXES = ("mtp.",)
-HYBRID_FIELDS: dict[str, Any] = {"head_dim": HEAD_DIM, "norm_is_zero_centred": True}
-"""The fields of ModelConfig that are the same in all models of this build."""
+
+class Qwen35Layer(DecoderLayer):
+    norm_class = ZeroCentredRMSNorm
 
 
 class Qwen35TextStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
+    layer_class = Qwen35Layer
     attention_class = GatedAttention
     left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
     has_experts: ClassVar[bool] = False
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(config, layers=_layers(config, self.has_experts), rope=hybrid_rope(config, _SECTION),
-                              **HYBRID_FIELDS)
+                              head_dim=HEAD_DIM)
 
 
 class Qwen35MoETextStrategy(Qwen35TextStrategy):
@@ -55,13 +59,14 @@ class Qwen35MoETextStrategy(Qwen35TextStrategy):
 
 class Qwen35Strategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5",)
+    layer_class = Qwen35Layer
     attention_class = GatedAttention
     left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
     has_experts: ClassVar[bool] = False
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(
-            config, layers=_layers(config, self.has_experts), rope=hybrid_rope(config, _SECTION), **HYBRID_FIELDS,
+            config, layers=_layers(config, self.has_experts), rope=hybrid_rope(config, _SECTION), head_dim=HEAD_DIM,
             vision=read_vision(config.raw["vision_config"], ()), image_token_id=config.raw.get("image_token_id"),
         )
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, is_sparse_layer, read_moe
 from npu_runner.checkpoint.model_config import LayerConfig, MLPConfig, ModelConfig
 from npu_runner.models.mixers.gated_delta_net import InterleavedGatedDeltaNet
-from npu_runner.strategies.qwen3_5 import HYBRID_FIELDS, Qwen35TextStrategy, hybrid_mixers, hybrid_rope
+from npu_runner.strategies.qwen3_5 import HEAD_DIM, Qwen35TextStrategy, hybrid_mixers, hybrid_rope
 
 
 class Qwen3NextStrategy(Qwen35TextStrategy):
@@ -22,4 +22,4 @@ class Qwen3NextStrategy(Qwen35TextStrategy):
         mlp = MLPConfig(intermediate_size=int(config.text["intermediate_size"]))
         layers = [LayerConfig(mixer=mixer, channel=moe if is_sparse_layer(config, index) else mlp)
                   for index, mixer in enumerate(hybrid_mixers(config))]
-        return decoder_config(config, layers=layers, rope=hybrid_rope(config), **HYBRID_FIELDS)
+        return decoder_config(config, layers=layers, rope=hybrid_rope(config), head_dim=HEAD_DIM)

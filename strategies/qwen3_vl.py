@@ -70,14 +70,19 @@ class Qwen3VLStrategy(CausalLMStrategy):
         encoded: dict[int, VisionEmbeddings] = {}
         groups = images.take() if isinstance(images, StagedImages) else self._tower_inputs(model.visual, images)
         for group in groups:
-            embeddings = self._encode(model.visual, [images[i] for i in group.indices], group)
-            encoded.update(zip(group.indices, embeddings, strict=True))
+            together = [images[i] for i in group.indices]
+            main_MD, levels = model.visual(group.patches_PX, _grids(together), group.places)
+            sizes = [image.num_tokens for image in together]
+            parts = zip(group.indices, main_MD.split(sizes), *(level.split(sizes) for level in levels), strict=True)
+            for index, main, *deepstack in parts:
+                # Copies: a cached image must not keep the whole call's output alive.
+                encoded[index] = VisionEmbeddings(main.clone(), [level.clone() for level in deepstack])
         return [encoded[i] for i in range(len(images))]
 
     def _tower_inputs(self, tower: nn.Module, images: Sequence[ImageInput]) -> Iterator[TowerInputs]:
         """Group by group, all of it by one copy.
 
-        Where the attention wants small groups, each is cut just before the tower takes it.
+        If the attention needs small groups, each is cut just before the tower takes it.
         """
         weight, most = tower.patch_embed.weight, tower.attention.vision_patches
         sizes = [_num_patches(image) for image in images]
@@ -91,14 +96,6 @@ class Qwen3VLStrategy(CausalLMStrategy):
     def _settings_of(self, image: ImageInput) -> ImageSettings:
         """Of an image; of frames of videos, which have the colours of each."""
         return self.image_settings if image.pixels_HWC.shape[2] == 3 else self.frame_settings
-
-    @staticmethod
-    def _encode(tower: nn.Module, images: Sequence[ImageInput], inputs: TowerInputs) -> list[VisionEmbeddings]:
-        main_MD, levels = tower(inputs.patches_PX, _grids(images), inputs.places)
-        sizes = [image.num_tokens for image in images]
-        parts = zip(main_MD.split(sizes), *(level.split(sizes) for level in levels), strict=True)
-        # Copies: a cached image must not keep the whole call's output alive.
-        return [VisionEmbeddings(main.clone(), [level.clone() for level in deepstack]) for main, *deepstack in parts]
 
 
 def _grids(images: Sequence[ImageInput]) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""The generic strategy: whatever text model transformers knows, with its own modules, over our scheduler and cache.
+"""The generic strategy: any text model of transformers, with its own modules, over our scheduler and cache.
 
-For families that nobody here wrote. Slower than those: decode runs eagerly, on one device. The only module that imports
-transformers, and only when such a checkpoint is served.
+For families without a strategy here. Slower than those: decode runs eagerly, on one device. The only module that
+imports transformers, and only when such a checkpoint is served.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class TransformersStrategy(LoadStrategy):
 
     @cached_property
     def _observed(self) -> Observed:
-        """What the network asks of attention. Run without weights, in 16 bits, as grouped products want them."""
+        """The network's calls of attention. Run without weights, in 16 bits, because grouped products need them."""
         causal_lm = self._without_weights(_without_growth(self._config), _PROBING, torch.bfloat16)
         try:
             return observe(causal_lm)

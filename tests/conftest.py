@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import zygote
 
 # Read when torch is loaded. Threads that spin while they wait make a busy machine of few cores ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -21,16 +23,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    zygote.fork_children()
     if config.getoption("--async-scheduling"):
         from npu_runner.config import SchedulerConfig
 
         SchedulerConfig.__init__.__kwdefaults__["async_scheduling"] = True
 
 
+def pytest_unconfigure() -> None:
+    zygote.close_all()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Its fixtures too."""
+    zygote.start_from_nothing = item.get_closest_marker("from_nothing") is not None
+    return (yield)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: where several processes share the files, none has one left to do alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Processes share the cores already, and tensors here are small. test_shapes_vl.py computes with two."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

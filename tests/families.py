@@ -52,6 +52,8 @@ _DELTA: dict[str, Any] = {
 """Gated DeltaNet in three of four layers."""
 _DELTA_MROPE = {**_DELTA, "rope_parameters": {**_DELTA["rope_parameters"], "mrope_section": [2, 1, 1]}}
 _ONE_OF_EACH: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_TWO_LAYERS = {"num_hidden_layers": 2}
+"""Each layer of a captured graph is traced, half a second each."""
 _BIASED = {"attention_bias": True, "mlp_bias": True}
 
 FAMILIES: dict[str, Family] = {
@@ -97,7 +99,7 @@ FAMILIES: dict[str, Family] = {
         }),
     "qwen3": Family(
         ranks={"vocab_size": 321},  # a vocabulary that does not divide
-        npu=({"vocab_size": 321, "head_dim": 64},), fast=(GRAPHS, MODES),
+        npu=({"vocab_size": 321, "head_dim": 64, **_TWO_LAYERS},), fast=(GRAPHS, MODES),
         variants={
             "4 queries a head": {"num_attention_heads": 8, "num_key_value_heads": 2},
             "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
@@ -116,7 +118,7 @@ FAMILIES: dict[str, Family] = {
             "every other layer sparse": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
             "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
         }),
-    "qwen3_5": Family(text=_DELTA_MROPE, vision={}, fast=(GRAPHS,)),
+    "qwen3_5": Family(text=_DELTA_MROPE, vision={}, npu=(_ONE_OF_EACH,), fast=(GRAPHS,)),
     "qwen3_5_text": Family(
         text=_DELTA_MROPE, ranks=_ONE_OF_EACH, fast=(),
         variants={
@@ -133,13 +135,14 @@ FAMILIES: dict[str, Family] = {
             "linear_num_value_heads": 6, "mlp_only_layers": [1, 3], "norm_topk_prob": False}}),
     "qwen3_vl": Family(
         text=_MROPE, vision={"deepstack_visual_indexes": [1, 2]}, ranks={"tie_word_embeddings": True},
-        npu=({"tie_word_embeddings": True},), fast=(RANKS, GRAPHS, MODES),
+        npu=({"tie_word_embeddings": True, **_TWO_LAYERS},), fast=(RANKS, GRAPHS, MODES),
         variants={
             "tied, one kv head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
             "tower of heads of 24, three levels": {
                 "vision": {"hidden_size": 48, "num_heads": 2, "depth": 5, "deepstack_visual_indexes": [0, 2, 4]}},
         }),
-    "qwen3_vl_moe": Family(text={**_MROPE, **_EXPERTS}, vision={"deepstack_visual_indexes": [1, 2]}, fast=(GRAPHS,)),
+    "qwen3_vl_moe": Family(text={**_MROPE, **_EXPERTS}, vision={"deepstack_visual_indexes": [1, 2]},
+                           npu=(_TWO_LAYERS,), fast=(GRAPHS,)),
 }
 
 

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from npu_runner import __version__
+
 ROOT = Path(__file__).parents[1]
 SHAPES_VL = ROOT / "npu_runner" / "assets" / "shapes-vl"
 # L tokens, D width, V vocabulary, H head dim
@@ -104,7 +106,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, folder)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "wheels", "."]
     subprocess.run(command, cwd=folder, check=True)
-    (built,) = (folder / "wheels").glob("npu_runner-*.whl")
+    (built,) = (folder / "wheels").glob(f"npu_runner-{__version__}-*.whl")
     return built
 
 

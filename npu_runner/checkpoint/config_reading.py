@@ -1,4 +1,5 @@
-"""What families share in reading config.json: where fields stand, their defaults, and what must be refused.
+"""What families share in reading config.json: where fields stand, their defaults, and what must be refused. Beside it,
+generation_config.json (the sampling where a request says nothing) and the files of sentence-transformers (pooling).
 
 Field meanings and defaults follow the configuration classes of Hugging Face transformers. Knows no family by name,
 nothing of tensors or devices.
@@ -8,17 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_runner.checkpoint.files import require_json
-from npu_runner.checkpoint.generation_config import GenerationConfig, read_generation_config, token_ids
-from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, MoEConfig, RopeConfig
-from npu_runner.errors import ModelError
+from npu_runner.checkpoint.files import read_json, read_text, require_json
+from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, MoEConfig, PoolingConfig, RopeConfig
+from npu_runner.errors import ModelError, RequestError
 from npu_runner.request.limits import shown
+from npu_runner.request.sampling_params import SamplingParams
 
 _DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "half": "float16"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -213,3 +214,155 @@ def read_eos(config: RawConfig) -> tuple[int, ...]:
         if ids is not None:
             return ids
     return ()
+
+
+# -- generation_config.json, as transformers' GenerationConfig has it ---
+
+_GENERATION_FILE = "generation_config.json"
+# `max_length` is left out on purpose: what stands there is usually transformers' own default of 20, prompt and answer
+# together, and not intended.
+_SERVED = {
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+}  # fmt: skip
+# What would change answers and is not done, each with the value that asks for nothing; None, [] and {} never ask.
+_NOT_SERVED = {
+    "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": 0.0, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "num_return_sequences": 1, "min_length": 0, "min_new_tokens": 0,
+    "max_time": None, "stop_strings": None, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0, "bad_words_ids": None, "sequence_bias": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "token_healing": False, "typical_p": 1.0,
+    "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "watermarking_config": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """What the file says, in our words."""
+
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """SamplingParams fields."""
+    not_served: dict[str, Any] = field(default_factory=dict)
+    """Fields that ask for what we do not do, as they stand in the file."""
+    eos_token_ids: tuple[int, ...] | None = None
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """Raises ModelError for a file that is broken or holds values that no request could be served with."""
+    raw = read_json(folder, _GENERATION_FILE) or {}
+    path = folder / _GENERATION_FILE
+    return GenerationConfig(
+        defaults=_defaults(raw, path), not_served=_not_served(raw), eos_token_ids=token_ids(raw, "eos_token_id", path)
+    )
+
+
+def token_ids(raw: Mapping[str, Any], name: str, path: Path) -> tuple[int, ...] | None:
+    """One token id or a list of them; None where nothing is said."""
+    value = raw.get(name)
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise ModelError(f"{path}: {name} {value!r} is no token id and no list of them; correct it there")
+    return tuple(ids)
+
+
+def _defaults(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    do_sample = raw.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ModelError(f"{path}: do_sample {do_sample!r} is neither true nor false; correct it there")
+    defaults = {}
+    for name, ours in _SERVED.items():
+        if raw.get(name) is not None:
+            _check_default(name, ours, raw[name], path)
+            defaults[ours] = raw[name]
+    # What shapes the draws stays: it is for requests that ask for a temperature.
+    return defaults if do_sample is not False else {**defaults, "temperature": 0.0}
+
+
+def _check_default(name: str, ours: str, value: Any, path: Path) -> None:
+    try:
+        SamplingParams(**{ours: value})
+    except RequestError as error:
+        reason = error.message.removeprefix(f"{ours}: ")
+        raise ModelError(f"{path}: {name}: {reason}; correct it there, or take the line out") from error
+
+
+def _not_served(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: raw[name] for name, nothing in _NOT_SERVED.items()
+            if raw.get(name) not in (None, [], {}, nothing)}
+
+
+# -- sentence-transformers: config.json cannot stand for its files, for an embedding model's is its base model's ---
+
+_MODULES_FILE = "modules.json"
+_LAST_TOKEN = "lasttoken"
+_MODE_PREFIX = "pooling_mode_"
+_INSTEAD = "; with runner generate it is served as a model that generates text"
+
+
+def read_pooling(folder: Path, runner: str) -> PoolingConfig | None:
+    """How vectors are made of the checkpoint in `folder`; None: it generates text.
+
+    `runner`: auto, generate or pooling. Raises ModelError for a modules.json that asks for what is not served.
+    """
+    if runner == "generate":
+        return None
+    modules = _pooling_modules(folder)
+    if modules is None:
+        return PoolingConfig(is_normalised=True) if runner == "pooling" else None
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ModelError(f"{folder / _MODULES_FILE}: its modules are {', '.join(kinds) or 'none'}; served are "
+                         f"Transformer, Pooling and, if it is there, Normalize{_INSTEAD}")
+    _check_pooling_text(folder / modules[0][1])
+    _check_pooling_mode(folder / modules[1][1])
+    library = read_json(folder, "config_sentence_transformers.json") or {}
+    return PoolingConfig(is_normalised="Normalize" in kinds, dimensions=_vector_lengths(folder),
+                         default_prompt=library.get("default_prompt_name"))
+
+
+def _pooling_modules(folder: Path) -> list[tuple[str, str]] | None:
+    """(kind, folder) of each module; None without the file."""
+    text = read_text(folder, _MODULES_FILE)
+    if text is None:
+        return None
+    try:
+        modules = _as_list(json.loads(text))
+        # "sentence_transformers.models.Pooling", or where later releases keep it.
+        return [(str(module["type"]).rpartition(".")[2], str(module.get("path") or "")) for module in modules]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder / _MODULES_FILE}: is no list of modules ({type(error).__name__}: {error}); copy the "
+                         "file again from its source") from error
+
+
+def _as_list(modules: Any) -> list[Any]:
+    if not isinstance(modules, list):
+        raise ValueError(f"it is a JSON {type(modules).__name__}")
+    return modules
+
+
+def _check_pooling_text(folder: Path) -> None:
+    settings = read_json(folder, "sentence_bert_config.json") or {}
+    if settings.get("do_lower_case"):
+        raise ModelError(f"{folder / 'sentence_bert_config.json'}: do_lower_case is not served{_INSTEAD}")
+
+
+def _check_pooling_mode(folder: Path) -> None:
+    """One mode as a word, or a switch for each."""
+    config = require_json(folder, "config.json")
+    modes = [name.removeprefix(_MODE_PREFIX) for name, value in config.items()
+             if name.startswith(_MODE_PREFIX) and value is True]
+    if "pooling_mode" in config:
+        given = config["pooling_mode"]
+        modes = [str(mode) for mode in (given if isinstance(given, list) else [given])]
+    if modes != [_LAST_TOKEN]:
+        raise ModelError(f"{folder / 'config.json'}: pooling by {', '.join(modes) or 'nothing'} is not served; the "
+                         f"last token's state ({_LAST_TOKEN}) is{_INSTEAD}")
+
+
+def _vector_lengths(folder: Path) -> tuple[int, ...] | None:
+    """The lengths that vectors may be cut to, where config.json names them."""
+    named = require_json(folder, "config.json").get("matryoshka_dimensions")
+    return tuple(int(size) for size in named) if isinstance(named, list) and named else None

@@ -1,4 +1,5 @@
-"""Finds a checkpoint's folder (a local or an embedded one, or a hub id's) and reads the small text files in it.
+"""Finds a checkpoint's folder (a local or an embedded one, or a hub id's), reads the small text files in it, and tells
+whether those that prompts are made of, and packages, are still the same.
 
 Errors name file and remedy. Only data files are fetched: no Python code of a checkpoint is ever downloaded, let alone
 run. Knows no meaning.
@@ -6,14 +7,29 @@ run. Knows no meaning.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from npu_runner.assets import EMBEDDED
-from npu_runner.errors import ModelError
+from npu_runner.errors import JobError, ModelError
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+PROMPT_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""All that a ChatProcessor may read."""
 
 
 def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
@@ -104,3 +120,40 @@ def require_json(folder: Path, name: str) -> dict[str, Any]:
     if value is None:
         raise ModelError(f"{folder / name} is missing; copy it from the place where the checkpoint came from")
     return value
+
+
+def file_digests(folder: Path) -> dict[str, str | None]:
+    """One for each of PROMPT_FILES; None: missing or unreadable. 11 MB, as a tokenizer has them, take 30 ms."""
+    return {name: _digest_of(folder / name) for name in PROMPT_FILES}
+
+
+def package_versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Without importing them; None: it is not there."""
+    return {package: _installed_version(package) for package in packages}
+
+
+def refuse_changes(folder: Path, digests: Mapping[str, str | None], versions: Mapping[str, str | None]) -> None:
+    """Raises JobError unless files and packages are what they were when these digests and versions were taken."""
+    files, packages = file_digests(folder), package_versions(list(versions))
+    changed = [name for name in digests if files[name] != digests[name]]
+    changed += [f"the package {name}" for name in versions if packages[name] != versions[name]]
+    if changed:
+        raise JobError(
+            f"model {folder}: {', '.join(changed)} changed after the model was opened, and a preprocessing worker that "
+            "starts now would make other prompts than those before it; put back what was there and run the same "
+            "again, or begin anew with what is there now"
+        )
+
+
+def _digest_of(path: Path) -> str | None:
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return None
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -133,8 +133,6 @@ class ModelConfig:
     tie_word_embeddings: bool
     rope: RopeConfig
     dtype: str
-    norm_is_zero_centred: bool = False
-    """Norm weights are stored less 1."""
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     """SamplingParams fields that generation_config.json sets."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,13 +19,22 @@ _SINGLE = "model.safetensors"
 
 
 class CheckpointReader:
-    """A checkpoint of one or many safetensors files, memory-mapped; tensors are copied out one slice at a time."""
+    """A checkpoint of one or many safetensors files, memory-mapped; tensors are copied out one slice at a time.
 
-    def __init__(self, path: Path):
+    `progress`: called with (bytes of the tensors that were read so far, bytes of all files), once a percent at most. A
+    tensor counts whole, with the first slice of it.
+    """
+
+    def __init__(self, path: Path, progress: Callable[[int, int], None] = lambda num_read, num_bytes: None):
         self.path = path
-        self._files = [self._open(path / name) for name in _file_names(path)]
+        self._progress = progress
+        self._num_read = self._percent = 0
+        names = _file_names(path)
+        self._files = [self._open(path / name) for name in names]
+        self._num_bytes = sum((path / name).stat().st_size for name in names)
         self._file_of: dict[str, Any] = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         self._check_index()
+        self._unread = self.names
 
     @property
     def names(self) -> set[str]:
@@ -40,9 +51,20 @@ class CheckpointReader:
         """The tensor, or elements [start, start + length) of it along `dim`, on the CPU in its stored dtype."""
         file = self._file_of[name]
         if dim is None:
-            return file.get_tensor(name)
-        index = (slice(None),) * dim + (slice(start, start + length),)
-        return file.get_slice(name)[index]
+            values = file.get_tensor(name)
+        else:
+            values = file.get_slice(name)[(slice(None),) * dim + (slice(start, start + length),)]
+        if name in self._unread:
+            self._unread.remove(name)
+            self._count(prod(self.shape(name)) * values.element_size())
+        return values
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_read += num_bytes
+        percent = 100 * self._num_read // self._num_bytes
+        if percent > self._percent:
+            self._percent = percent
+            self._progress(self._num_read, self._num_bytes)
 
     def __enter__(self) -> CheckpointReader:
         return self

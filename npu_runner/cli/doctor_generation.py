@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-
 from npu_runner.assets import DOCTOR, EMBEDDED
 from npu_runner.platforms.examination import Examination
 from npu_runner.platforms.host import Check, Outcome, run_program
@@ -32,6 +30,8 @@ class Question:
 
     def conversation(self) -> list[dict[str, Any]]:
         """As OpenAI writes it, with PIL images."""
+        from PIL import Image  # not before: the doctor itself runs where nothing is installed, and says so
+
         images = [{"type": "image", "image": Image.open(DOCTOR / name)} for name in self.images]
         user = {"role": "user", "content": [*images, {"type": "text", "text": self.question}]}
         return [user] if self.system is None else [{"role": "system", "content": self.system}, user]

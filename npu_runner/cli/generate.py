@@ -42,11 +42,13 @@ def answer_question(
         raise GenerationError(f"no answer, given up after {len(result.token_ids)} tokens: {reason}")
     if result.reasoning_content is not None:
         print(result.reasoning_content, file=sys.stderr)
-        if not result.text:
-            raise GenerationError(
-                f"no answer: {len(result.token_ids)} tokens of reasoning alone (finish_reason {result.finish_reason}); "
-                'raise --max-tokens, or try --chat-template-kwargs \'{"enable_thinking": false}\''
-            )
+    if not result.text:
+        what, remedy = "without text", ""
+        if result.reasoning_content is not None:
+            what = "of reasoning alone"
+            remedy = '; raise --max-tokens, or try --chat-template-kwargs \'{"enable_thinking": false}\''
+        raise GenerationError(f"no answer: {len(result.token_ids)} tokens {what} (finish_reason "
+                              f"{result.finish_reason}){remedy}")
     return result.text
 
 

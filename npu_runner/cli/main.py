@@ -6,10 +6,12 @@ Imports torch only once the arguments are known to be good, so that --help and m
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from npu_runner import __version__
 from npu_runner.assets import SHAPES_VL
@@ -17,6 +19,7 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.doctor_options import add_doctor_arguments
 from npu_runner.cli.generate import answer_question
 from npu_runner.cli.options import add_options, given
+from npu_runner.cli.past_jobs import add_report_arguments, add_summary_arguments
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
@@ -64,8 +67,24 @@ def _run(parsed: argparse.Namespace) -> int:
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says, of an option that it does not know, which ones look like it. argparse leaves that to the outermost parser,
+    which knows no option of a command. A mistake does not print all options."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=3)
+            self.error(f"{name} is no option of it" + (f"; did you mean {', '.join(near)}?" if near else ""))
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"usage: {self.prog} [options]; {self.prog} --help lists them\n{self.prog}: error: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="npu-runner",
         description="Offline multimodal batch inference: a file of requests in, a file of answers out.",
         allow_abbrev=False,
@@ -74,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_batch(commands)
     _add_generate(commands)
+    _add_past_jobs(commands)
     _add_doctor(commands)
     return parser
 
@@ -96,8 +116,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "generate",
         help="answer one question, with images and videos or without",
-        description="Answers one question and prints the answer. Exit status 1: the model gave none; standard error "
-        "says why.",
+        description="Answers one question and prints the answer. Exit status 1: the model gave none, or an empty one; "
+        "standard error says why.",
         allow_abbrev=False,
     )
     question = parser.add_argument_group("question")
@@ -117,6 +137,21 @@ def _of_kind(kind: str, file: str) -> tuple[str, str]:
     return kind, file
 
 
+def _add_past_jobs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    add_summary_arguments(commands.add_parser(
+        "summary",
+        help="what all runs of a job add up to, finished or under way",
+        description="Counts the rows of an output, and adds up what the runs of its job took. Loads no model.",
+        allow_abbrev=False,
+    ))  # fmt: skip
+    add_report_arguments(commands.add_parser(
+        "report",
+        help="the HTML page of a job's answers",
+        description="Makes the page that batch --report makes, from the files of a job. Loads no model.",
+        allow_abbrev=False,
+    ))  # fmt: skip
+
+
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
@@ -134,8 +169,16 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, RunnerConfig, "model", defaults={"model": (str(SHAPES_VL), shown)})
 
 
+def _say_who_answers(config: RunnerConfig) -> None:
+    """A forgotten --model asks the embedded one, which answers whatever it is shown."""
+    if config.model == str(SHAPES_VL):
+        print("the embedded shapes-vl answers, which knows drawn shapes only; --model names another one",
+              file=sys.stderr)
+
+
 def _batch(arguments: argparse.Namespace) -> int:
     config, options = from_keywords(given(arguments, RunnerConfig, BatchOptions), RunnerConfig, BatchOptions)
+    _say_who_answers(config)
     from npu_runner.batch.job.run import run_batch
 
     return run_batch(config, options).exit_status
@@ -149,6 +192,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     (config,) = from_keywords(given(arguments, RunnerConfig), RunnerConfig)
+    _say_who_answers(config)
     answer = answer_question(
         config, arguments.question, arguments.seen, system=arguments.system,
         max_tokens=arguments.max_tokens, temperature=arguments.temperature,

@@ -47,7 +47,7 @@ class Option:
     @property
     def default(self) -> str:
         """Empty where `text` says what is taken then."""
-        return "" if self.is_needed or self.field.default is None else _show(self.field.name, self.field.default)
+        return "" if self.is_needed or self.field.default in (None, ()) else _show(self.field.name, self.field.default)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -138,6 +138,8 @@ def _add_option(group: argparse._ArgumentGroup, option: Option, default: tuple[s
         group.add_argument(*flags, action=action, **settings)
         return
     settings |= {"required": option.is_needed and default is None, "type": _reader(option), "metavar": option.values}
+    if option.kind == tuple[str, ...]:  # named once for each value
+        settings |= {"action": "append", "type": str}
     if "alone" in metadata:  # what the option stands for without a value
         settings |= {"nargs": "?", "const": metadata["alone"]}
     group.add_argument(*flags, **settings)

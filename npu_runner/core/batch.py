@@ -22,7 +22,7 @@ NO_NEW_BLOCKS = np.zeros((0, 3), dtype=np.int32)
 
 @dataclass(frozen=True)
 class SamplingEntry:
-    """A sequence entering its slot: what the sampler must know of it from now on."""
+    """A sequence entering its slot: its data for the sampler."""
 
     slot: int
     params: SamplingParams
@@ -32,7 +32,7 @@ class SamplingEntry:
     thinking: Thinking | None = None
     """Where the prompt ends, in a chat with a model that thinks."""
     pooling: PoolingParams | None = None
-    """Of a row that wants a vector and no token."""
+    """Of a row that returns a vector and no token."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class ScheduledBatch:
 
     `context_lens_B` counts each sequence's tokens including this step's. `positions` is int32 (T,), or (3, T) for a
     prefill of an M-RoPE model. Rows with `samples_B` want a next token; the others are chunks of longer prompts.
-    `token_ids_T` is a prefill's: the tokens of a decode step are on the device, where the step before may still be
-    choosing them, and `token_ids_T` is empty. `new_blocks_N3` is what block tables have that no step before has told:
-    (slot, column, block) of each entry, no place twice; the null block, 0, where a block was given up. Tables are kept
-    by slot wherever steps run: the first step of a sequence in its slot tells all of its table.
+    `token_ids_T` is empty in a decode step: its tokens are on the device, where the step before may still be choosing
+    them. `new_blocks_N3` has the block table entries that no earlier step has sent: (slot, column, block), each place
+    once, block 0 where a block was freed. Tables are kept by slot wherever steps run; a sequence's first step in its
+    slot sends its whole table.
     """
 
     is_prefill: bool
@@ -124,13 +124,14 @@ class RunningTable:
         self.position_deltas = np.zeros(num_slots, dtype=np.int32)
         self.block_size = block_size
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)
-        """Of each slot's table, as far as steps have told it."""
+        """Of each slot's table, as sent by steps so far."""
         self._num_null_blocks = np.zeros(num_slots, dtype=np.int32)
         self._loses_blocks = loses_blocks
         self.reset()
 
     def reset(self) -> None:
-        """All rows are free. The next step tells the sampler so for each: its last update may be lost."""
+        """Free all rows. The next step sends all of them to the sampler as freed, because its last update may be
+        lost."""
         num_slots = len(self._num_blocks)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._freed = list(range(num_slots))
@@ -155,9 +156,9 @@ class RunningTable:
         self._decoding = None
 
     def decoding(self, running: list[Sequence]) -> _Decoding:
-        """What is known of `running` as they decode, from the step before if they are the same.
+        """The arrays of a decode step of `running`, kept from the step before if the sequences are the same.
 
-        Who comes and goes takes or leaves a row, which makes all of it anew; who stays has one token more.
+        They are rebuilt only when a sequence joins or leaves; otherwise each has one token more.
         """
         if self._decoding is None or self._decoding.running != running:
             self._decoding = _Decoding(
@@ -170,7 +171,8 @@ class RunningTable:
         return [seq for _, seq in self._unknown(running) if seq.num_tokens > len(seq.block_table) * self.block_size]
 
     def tell(self, sequences: Iterable[Sequence]) -> np.ndarray:
-        """(N, 3) int32, see ScheduledBatch: what the tables of `sequences` have that was not told before; told now."""
+        """(N, 3) int32, see ScheduledBatch: entries of the tables of `sequences` that were not sent before. Counts them
+        as sent."""
         news: list[tuple[int, int, int]] = []
         for seq in sequences:
             slot, blocks = seq.slot, seq.block_table
@@ -193,7 +195,7 @@ class RunningTable:
         return self.tell(news.values())
 
     def _unknown(self, running: list[Sequence]) -> list[tuple[int, Sequence]]:
-        """Those, with their slots, whose next token lies in a block that no step has told of."""
+        """Those, with their slots, whose next token lies in a block that no step has sent."""
         rows = self.decoding(running)
         short_B = rows.context_lens_B > self._num_blocks[rows.slots_B] * self.block_size
         return [(int(rows.slots_B[row]), running[row]) for row in np.flatnonzero(short_B).tolist()]

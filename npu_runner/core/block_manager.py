@@ -1,13 +1,16 @@
-"""Owns the KV blocks: who holds which, which are free, which hold a prefix worth keeping. Knows no scheduling policy.
+"""Owns the KV blocks: which sequence holds which, which are free, which hold a cached prefix. Knows no scheduling
+policy.
 
-Block 0 is the null block that padded rows write to; it is never handed out. A full block is keyed by a chain hash over
-its tokens, the images that overlap it and the key of the block before it, so two prompts share a block only if
-everything up to its end agrees. Freed blocks keep their content until they are needed, oldest first. Where the model
-has state beside the KV cache, a prefix can be used up to the last of its snapshots only. Where every layer slides,
-blocks behind the window are freed while their sequence runs (sliding.py).
+Block 0 is the null block that padded rows write to; it is never allocated. A full block is keyed by a chain hash over
+its tokens, the images that overlap it and the previous block's key. So two prompts share a block only if everything up
+to its end agrees. Freed blocks keep their content until they are needed, oldest first. Where the model has state beside
+the KV cache, a prefix can be used up to the last of its snapshots only. Where every layer slides, blocks behind the
+window are freed while their sequence runs. With a window of w tokens, the token at place p sees the places p - w + 1 to
+p. A block that lies completely before the next token's window is never read again. Its entry in the block table becomes
+the null block.
 
-The device works in order. So what a step under way writes can be found by the steps after it, and what a step under way
-reads may be freed for them; only when a step is rolled back is there anything to take back.
+The device works in order. So later steps may find what a step under way writes, and reuse the blocks that it reads.
+Only a rollback has to withdraw anything.
 """
 
 from __future__ import annotations
@@ -22,10 +25,49 @@ from itertools import chain
 import numpy as np
 
 from npu_runner.core.sequence import Sequence
-from npu_runner.core.sliding import longest_usable, take_those_behind
 from npu_runner.core.state_snapshots import StateSnapshots
 
 _ROOT = b"npu_runner prefix cache"
+
+
+def first_needed_block(num_computed_tokens: int, window: int | None, block_size: int) -> int:
+    """Index of the first block that the next token, or any after it, sees."""
+    return 0 if window is None else max(0, num_computed_tokens - window + 1) // block_size
+
+
+def most_blocks(max_model_len: int, window: int | None, max_chunk: int, block_size: int) -> int:
+    """Blocks that one sequence holds at most, while a step computes `max_chunk` tokens of it."""
+    whole = -(-max_model_len // block_size)
+    if window is None:
+        return whole
+    # What the chunk's first token sees before it, and the chunk; the first block may begin just before the window.
+    return min(whole, -(-(window - 1 + max_chunk) // block_size) + 1)
+
+
+def take_those_behind(seq: Sequence, window: int, block_size: int) -> list[int]:
+    """Take the blocks that no token will see again out of `seq`'s table, which keeps null entries; returns them."""
+    start = seq.num_null_blocks
+    end = min(first_needed_block(seq.num_computed_tokens, window, block_size), len(seq.block_table))
+    if end <= start:
+        return []
+    behind = seq.block_table[start:end]
+    seq.block_table[start:end] = [0] * len(behind)
+    seq.num_null_blocks = end
+    return behind
+
+
+def longest_usable(blocks: list[int], window: int, block_size: int) -> list[int]:
+    """The longest prefix of `blocks`, 0 for one that is not there, which has all that the token behind it sees.
+
+    Before that stands the null block, which is not read.
+    """
+    num_usable = num_in_a_row = 0
+    for count, block in enumerate(blocks, 1):
+        num_in_a_row = num_in_a_row + 1 if block else 0
+        if num_in_a_row >= count - first_needed_block(count * block_size, window, block_size):
+            num_usable = count
+    first = first_needed_block(num_usable * block_size, window, block_size)
+    return [0] * first + blocks[first:num_usable]
 
 
 @dataclass
@@ -92,8 +134,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_findable_tokens(self, seq: Sequence) -> int:
-        """About how many tokens `seq`, which waits, would find in the prefix cache: an estimate from a few look-ups,
-        since blocks leave the cache from the end of a prefix on. Snapshots and windows are not looked at."""
+        """About how many tokens the waiting `seq` would find in the prefix cache. An estimate by bisection: blocks
+        leave the cache from the end of a prefix on. Ignores snapshots and windows."""
         if not self._may_share(seq):
             return 0
         full = range((seq.num_tokens - 1) // self.block_size)
@@ -137,8 +179,8 @@ class BlockManager:
     def _match_state(self, seq: Sequence, snapshots: StateSnapshots, num_cached: int) -> int:
         """Tokens, at most `num_cached`, after which `seq`'s state is known; says where to take snapshots beyond.
 
-        That is where prompts part (others have come further on this prefix than any snapshot), and the last place that
-        the same prompt could use, should it come again.
+        Snapshots are taken at the last place that a repeat of this prompt could use, and where prompts part: others
+        share this prefix further than any snapshot.
         """
         step = snapshots.alignment
         parting, last = num_cached // step * step, (seq.num_tokens - 1) // step * step
@@ -234,8 +276,8 @@ class BlockManager:
                 self.snapshots.free(stale)
 
     def commit(self, seq: Sequence, num_tokens: int = 0) -> None:
-        """Offer the blocks that `seq` has computed in full to other sequences, as far as their tokens are known; with
-        the next `num_tokens`, which the step that is being put together computes."""
+        """Offer the full blocks of `seq` to other sequences, as far as their tokens are known. `num_tokens`: those that
+        the step being planned computes count as computed."""
         num_full = min(seq.num_computed_tokens + num_tokens, seq.num_known_tokens) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_committed_blocks:
             return
@@ -256,8 +298,8 @@ class BlockManager:
     def _replaces(self, key: bytes) -> bool:
         """Whether an equal block, just computed, takes the place of the one that is known by `key`.
 
-        As a rule the first is kept. With state a prefix whose blocks are cached may have to be computed again; were the
-        first copies kept, they would grow old and go while the new ones are in use.
+        As a rule the first is kept. With state, a prefix whose blocks are cached may be computed again. The first
+        copies would then age and be evicted while the new ones are in use.
         """
         first = self._block_of_hash[key]
         if self.snapshots is None or self._ref_counts[first]:

@@ -1,8 +1,8 @@
 """Decides when waiting prompts interrupt the sequences that decode, and how much of a prompt one step takes.
 
-A prefill of one prompt costs nearly as much as a prefill of many, so prompts are gathered while others decode. They are
-gathered no longer than that brings something: once all of them can join and no more arrive, or once they fill half a
-step, waiting for others would only leave slots empty. Knows counts of slots, tokens, images and blocks, no contents.
+A prefill of one prompt costs nearly as much as a prefill of many, so prompts are gathered while others decode. A
+prefill starts once all of them can join and no more arrive, or once they fill half a step. Knows counts of slots,
+tokens, images and blocks, no contents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_WAIT_STEPS = 16
 
 
 class Joining:
-    """Asked before each step; told what arrives, what each step was, and which admissions were refused."""
+    """Decides before each step, from arrivals, the kinds of past steps, and refused admissions."""
 
     def __init__(self, block_manager: BlockManager):
         self._blocks = block_manager
@@ -76,7 +76,7 @@ class Joining:
 
     def _look(self, waiting: SequenceOf[Sequence], num_running: int, num_slots: int, max_num_seqs: int,
               max_num_tokens: int, is_overdue: bool) -> bool:
-        """Goes through those that can join, as far as it takes to know."""
+        """Counts the sequences that can join, until the answer is clear."""
         num_free = self._blocks.num_free - num_running  # each of them may need one for its next token
         num_joining = num_tokens = 0
         for seq in islice(waiting, num_slots):

@@ -10,9 +10,8 @@ chosen. A step writes the keys and values of all its rows, layer by layer, befor
 Steps are planned from counts alone: while one is under way, its tokens are expected and not known. Several steps may be
 under way; one that cannot be planned before their tokens have arrived is not planned.
 
-Where the model has state beside the KV cache, a prefill step also says which snapshots of states it goes on from and
-which it takes, and every chunk begins at a multiple of `state_alignment`, so that a prompt is cut alike whatever was
-cached.
+If the model has state beside the KV cache, a prefill step also lists the snapshots that it loads and saves. Every chunk
+begins at a multiple of `state_alignment`, so that a prompt is cut alike whatever was cached.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, pr
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.joining import Joining, chunk_length
 from npu_runner.core.sequence import Sequence, SequenceStatus
-from npu_runner.core.steps_under_way import StepsUnderWay
 from npu_runner.request.outputs import FinishReason
 
 
@@ -107,8 +105,8 @@ class Scheduler:
         seq.finish(reason)
 
     def compute_apart(self, seq: Sequence) -> bool:
-        """Have `seq`, whose step brought what is no number, begin anew with nothing of what others computed, which is
-        withdrawn: a row that fails may leave NaN in blocks before its own tokens. False if it had nothing of others."""
+        """Restart `seq`, whose logits were not finite, without blocks of other sequences; those that it used are
+        withdrawn. A failed row may leave NaN in blocks before its own tokens. False if it used no blocks of others."""
         if seq.is_apart or not seq.num_cached_tokens:
             return False
         seq.is_apart = True
@@ -231,9 +229,9 @@ class Scheduler:
     def _must_wait(self) -> bool:
         """Whether steps under way must be completed before the next one can be planned.
 
-        A step that gave a sequence several tokens has left all but the first to compute: with a prefill, once nothing
-        is under way. And who waits could have what a sequence at its end holds, but for a full block whose last token
-        has not arrived: then it can be offered.
+        Two cases. After a step that gave a sequence several tokens, all but the first must be computed by a prefill,
+        once nothing is under way. A sequence at its end keeps its resources until the last token of its last full block
+        has arrived: then the block can be offered.
         """
         if self._ending and self.waiting and self.under_way:
             return True
@@ -250,10 +248,11 @@ class Scheduler:
     # -- steps that do not end -------------------------------------------------------------------------------------
 
     def rollback(self) -> list[Sequence]:
-        """Give up every step under way; returns the sequences of the oldest in batch order, but those that have ended.
+        """Roll back every step under way; returns the sequences of the oldest in batch order, without those that have
+        ended.
 
-        Every sequence that had begun, in a step or not, gives back its blocks and its slot and starts again with the
-        tokens it has: what the steps have left in the cache and in the sampler is discarded.
+        Every sequence that had begun frees its blocks and its slot and restarts with the tokens it has. What the steps
+        left in the cache and in the sampler is discarded.
         """
         steps = self.under_way.rollback()
         self.block_manager.rollback_steps()
@@ -271,7 +270,7 @@ class Scheduler:
         return steps[0] if steps else []
 
     def run_alone(self, group: Iterable[Sequence] | None) -> None:
-        """From now on only `group` runs and all others wait; None: everybody may again. Nothing is under way."""
+        """From now on only `group` runs and all others wait; None ends that. No step may be under way."""
         self.rollback()
         everybody = sorted((*self.waiting, *self._held), key=lambda seq: seq.arrival)
         self._alone = None if group is None else frozenset(seq.seq_id for seq in group)
@@ -378,8 +377,8 @@ class Scheduler:
     def _choose_decode(self) -> list[Sequence] | None:
         """Every running sequence that has, or can be given, a block for its next token.
 
-        None if a sequence would have to be preempted while steps are under way: one of them may bring an end, and
-        recomputation starts from all tokens.
+        None if a sequence would have to be preempted while steps are under way. One of them may end a sequence, and
+        recomputation needs all tokens.
         """
         for seq in sorted(self._table.without_room(self.running), key=lambda seq: seq.arrival):
             while seq.slot is not None and not self.block_manager.allocate(seq, seq.num_tokens):
@@ -405,7 +404,7 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
 
     def _requeue(self, seq: Sequence) -> None:
-        """Before everybody who came later."""
+        """Before all later arrivals."""
         index = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
         head_is_underway = index == 0 and bool(self.waiting) and self.waiting[0].slot is not None
         assert not head_is_underway, "a half-prefilled later arrival must have been preempted first"
@@ -416,3 +415,27 @@ class Scheduler:
         self.block_manager.free(seq)
         if seq.slot is not None:
             self._table.leave(seq)
+
+
+class StepsUnderWay:
+    """Oldest first. What a step brings to a sequence counts only in the epoch that the step was planned in."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[list[Sequence], list[int]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def launch(self, sequences: list[Sequence]) -> None:
+        self._steps.append((sequences, [seq.epoch for seq in sequences]))
+
+    def complete(self) -> list[Sequence | None]:
+        """The oldest step has run: its sequences in batch order, None for one that has ended or restarted."""
+        sequences, epochs = self._steps.popleft()
+        return [seq if seq.epoch == epoch else None for seq, epoch in zip(sequences, epochs, strict=True)]
+
+    def rollback(self) -> list[list[Sequence]]:
+        """No step has run: the sequences of each that have not ended."""
+        steps = [[seq for seq in sequences if not seq.is_finished] for sequences, _ in self._steps]
+        self._steps.clear()
+        return steps

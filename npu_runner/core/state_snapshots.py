@@ -34,8 +34,8 @@ class SnapshotCounters:
 class StateSnapshots:
     """Slots [first_slot, first_slot + num_snapshots) of the state pool, by prefix.
 
-    What a step writes can be found as soon as that step is under way: the device works in order, so every step handed
-    over later may read it. Should the step be rolled back, it is taken back.
+    What a step writes can be found as soon as it is under way: the device works in order, so later steps may read it.
+    Should the step be rolled back, it is taken back.
     """
 
     def __init__(self, num_snapshots: int, first_slot: int, alignment: int):

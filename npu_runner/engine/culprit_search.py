@@ -1,10 +1,10 @@
-"""Looks for the request that makes steps fail, where one does, and lowers limits where only a step's size was too much.
+"""Finds the request that makes steps fail, or lowers limits if only a step's size was the cause.
 
 Sequences of a failed step run again in halves, until one fails alone. A sequence that was alone in a step that failed
-runs alone once more: its first failure may have been of a moment. A group is through once each of its sequences has
-ended or got further than it was when it failed. Every failure makes the group smaller and every other step gets
-somebody further, so it ends. Knows the scheduler and the executor; nothing of why steps fail, nor of what becomes of a
-request that is found.
+runs alone once more: its first failure may have been temporary. A group is done once each of its sequences has ended or
+passed the token where it failed. Every failure makes the group smaller, and every other step advances a sequence, so
+the search ends. Knows the scheduler and the executor; nothing of why steps fail, nor of what becomes of a request that
+is found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Group = dict[int, tuple[Sequence, int]]
 
 
 class CulpritSearch:
-    """While `is_on` only the first group of sequences runs, one step at a time, and everybody else waits."""
+    """While `is_on` only the first group of sequences runs, one step at a time, and all others wait."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, uses_mrope: bool):
         self._scheduler = scheduler
@@ -34,7 +34,7 @@ class CulpritSearch:
         self._uses_mrope = uses_mrope
         self._groups: deque[_Group] = deque()
         self._found_any = False
-        """Whether somebody failed alone since it was last on."""
+        """Whether a sequence failed alone since the search was last on."""
         self._short_of_memory: ScheduledBatch | None = None
         """The step that ran out of memory, while the request that is the cause is searched for."""
 
@@ -43,8 +43,8 @@ class CulpritSearch:
         return bool(self._groups)
 
     def step_failed(self, batch: ScheduledBatch, error: NpuRunnerError) -> Sequence | None:
-        """Give up every step under way. Returns the culprit if it was alone in this one, else has its sequences run in
-        halves. Raises EngineDeadError where not even a step of nobody's gets through."""
+        """Roll back every step under way. Returns the culprit if it was alone in this one; else its sequences run again
+        in halves. Raises EngineDeadError if even the test step, which belongs to no request, fails."""
         if not self.is_on:  # what follows is the same again, until the cause is found
             logger.warning("%s; looking for the request that is the cause", error, exc_info=error)
         self._executor.rollback()

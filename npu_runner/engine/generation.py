@@ -1,4 +1,5 @@
-"""One completion while it grows: its tokens, its text and what ends it; and the short way for rows that only grow.
+"""One completion while it grows: its tokens, its text, their log probabilities and what ends it; and the short way for
+rows that only grow.
 
 Knows nothing of steps or of other requests.
 
@@ -8,6 +9,7 @@ S slots, B rows of a step.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, cast
 
@@ -16,8 +18,7 @@ from tokenizers import Tokenizer
 
 from npu_runner.core.sequence import Sequence
 from npu_runner.engine.detokenizer import detokenizer_for
-from npu_runner.engine.logprobs import LogprobsRecord
-from npu_runner.request.outputs import CompletionOutput, FinishReason
+from npu_runner.request.outputs import CompactLogprobs, CompletionOutput, FinishReason, PromptLogprobs
 from npu_runner.runner.base import StepLogprobs
 from npu_runner.sampling.sampler import ALL_BANNED, NO_TOKEN
 
@@ -81,8 +82,8 @@ class Generation:
         return self._end_with(token, len(sequence.output_token_ids))
 
     def rollback(self) -> None:
-        """Back to what is booked whole. An interrupt may have come between any two lines of `append`, or before what an
-        end asks for was done: then its token is forgotten, and comes again."""
+        """Back to what is booked whole. An interrupt may have come between any two lines of `append`, or before an end
+        was handled. Then the token is dropped, and sampled again."""
         token_ids = self.sequence.output_token_ids
         if self.logprobs is not None:
             del token_ids[self.logprobs.num_tokens :]
@@ -103,7 +104,8 @@ class Generation:
         return len(self.sequence.output_token_ids)
 
     def _end_with(self, token: int, num_tokens: int) -> End | None:
-        """What ends the completion with this token, the one of that number, once those before it were asked for."""
+        """The end that this token, of number `num_tokens`, brings; None if it brings none. Call it for each token in
+        order."""
         params = self.sequence.params
         if token in self.end_tokens and num_tokens >= params.min_tokens:
             self._has_end_token = True
@@ -115,7 +117,7 @@ class Generation:
         return _LENGTH if num_tokens >= self._most_tokens else None
 
     def take_vector(self, vector_D: np.ndarray) -> End:
-        """What came in the place of a token, where that was asked for."""
+        """Ends an embedding request with its vector."""
         if not np.isfinite(vector_D).all():
             return _NOT_A_NUMBER
         self.embedding = vector_D
@@ -156,8 +158,8 @@ class PlainRows:
 
     def book(self, slots_B: np.ndarray, sequences: SequenceOf[Sequence | None],
              tokens: SequenceOf[int] | SequenceOf[list[int]]) -> SequenceOf[int]:
-        """Give each plain row its token, which a step under way was to bring; returns the rows that are to be booked
-        one by one, in order: all, where some row has more than one token, or none."""
+        """Append each plain row's token of a step that was under way. Returns the rows to be booked one by one, in
+        order: all rows, if some row has no token or several."""
         if not tokens or isinstance(tokens[0], list):
             return range(len(sequences))
         ids = cast("SequenceOf[int]", tokens)
@@ -174,3 +176,65 @@ class PlainRows:
                 sequence.output_token_ids.append(token)
                 sequence.num_expected -= 1
         return others
+
+
+class LogprobsRecord:
+    """`num_top` most probable tokens beside each sampled one: 4 + 8 * num_top bytes a token."""
+
+    def __init__(self, num_top: int):
+        self._num_top = num_top
+        self._packed = bytearray()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._packed) // self._token_bytes
+
+    @property
+    def _token_bytes(self) -> int:
+        return 4 * (1 + 2 * self._num_top)
+
+    def cut(self, num_tokens: int) -> None:
+        """Forget those behind the first `num_tokens`."""
+        del self._packed[num_tokens * self._token_bytes :]
+
+    def append(self, step: StepLogprobs, row: int) -> None:
+        self._packed += step.packed(row, self._num_top)
+
+    def finish(self, token_ids: SequenceOf[int], describe: Callable[[int], tuple[str, bytes]]) -> CompactLogprobs:
+        """All of it, with the sampled tokens. describe: (text, bytes) of a token id."""
+        records = np.frombuffer(self._packed, dtype=np.int32).reshape(-1, 1 + 2 * self._num_top)
+        self._packed = bytearray()
+        return _compact(token_ids[: len(records)], records[:, 0], records[:, 1:], describe)
+
+
+class PromptLogprobsRecord:
+    """Those of the tokens of a prompt but its first, with `num_top` most probable ones beside each."""
+
+    def __init__(self, token_ids: SequenceOf[int], num_top: int):
+        self._token_ids = token_ids
+        self._num_top = num_top
+        self._records = np.zeros((max(0, len(token_ids) - 1), 2 + 2 * num_top), dtype=np.int32)
+        self._num_known = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self._num_known == len(self._records)
+
+    def put(self, place: int, records: np.ndarray) -> None:
+        """Those of the tokens from `place` on. A prompt that begins anew brings them again, from its start."""
+        self._records[place - 1 : place - 1 + len(records)] = records
+        self._num_known = place - 1 + len(records)
+
+    def finish(self, describe: Callable[[int], tuple[str, bytes]]) -> PromptLogprobs:
+        """All of it. describe: (text, bytes) of a token id."""
+        records = self._records
+        positions = _compact(self._token_ids[1:], records[:, 0], records[:, 2:], describe)
+        return PromptLogprobs(self._token_ids, records[:, 1].copy(), positions)
+
+
+def _compact(token_ids: SequenceOf[int], values: np.ndarray, top: np.ndarray,
+             describe: Callable[[int], tuple[str, bytes]]) -> CompactLogprobs:
+    """`values`: bits of the tokens' own log probabilities; `top`: the most probable ids, then the bits of theirs."""
+    num_top = top.shape[1] // 2
+    ids = np.column_stack([np.asarray(token_ids, dtype=np.int32), top[:, :num_top]])
+    return CompactLogprobs(ids, np.column_stack([values, top[:, num_top:]]).view(np.float32), describe)

@@ -23,21 +23,23 @@ from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters
 from npu_runner.engine import bounds
+from npu_runner.engine.before_loading import settings_before_loading
 from npu_runner.engine.culprit_search import CulpritSearch
+from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
-from npu_runner.engine.generation import End, Generation, PlainRows, not_followed
-from npu_runner.engine.logprobs import PromptLogprobsRecord
-from npu_runner.engine.reasoning import SplitAnswer, split_answer
+from npu_runner.engine.executors.executor import Progress, silent
+from npu_runner.engine.generation import End, Generation, PlainRows, PromptLogprobsRecord, not_followed
 from npu_runner.engine.rule_room import RuleRoom
-from npu_runner.engine.token_bytes import token_text
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
+from npu_runner.prompts.text.reasoning import SplitAnswer, split_answer
+from npu_runner.prompts.text.tokenizer import check_sampling_ids
 from npu_runner.request.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.sampling.sampler import NO_TOKEN
-from npu_runner.strategies.opened import OpenedCheckpoint
+from npu_runner.strategies import OpenedCheckpoint
 
 # Where nothing runs a rule that is being built is waited for so long at a time: an interrupt comes through, and rows
 # whose rules are built together begin together.
@@ -56,13 +58,16 @@ class _Request:
 class LLMEngine:
     """Continuous batching over one model. Not thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, checkpoint: OpenedCheckpoint, *, wants_grammars: Callable[[], bool] = lambda: False):
-        """`wants_grammars`: asked while the model loads, whether a request that will come brings a grammar."""
+    def __init__(self, checkpoint: OpenedCheckpoint, *, wants_grammars: Callable[[], bool] = lambda: False,
+                 progress: Progress = silent):
+        """`wants_grammars` is called while the model loads: whether a request with a grammar is expected. `progress` is
+        called with what the engine does until it is ready."""
         self.config, self.model_config = checkpoint.config, checkpoint.model_config
         self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
         self._eos_token_ids = checkpoint.end_token_ids
         bounds.warn_of_what_is_not_done(self.model_config)
-        self._executor = make_executor(checkpoint, wants_grammars)
+        self._known_settings = settings_before_loading(checkpoint)
+        self._executor = make_executor(checkpoint, wants_grammars, progress)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         has_prefix_cache = self.config.cache.enable_prefix_caching
@@ -318,7 +323,7 @@ class LLMEngine:
         del self._requests[request.request_id]
 
     def _prompt_logprobs(self, request: _Request) -> PromptLogprobs | None:
-        """None where nobody asked, or the request ended before its prompt did."""
+        """None if not requested, or if the request ended before its prompt was computed."""
         record = request.prompt_logprobs
         return record.finish(self._token_text) if record is not None and record.is_whole else None
 
@@ -342,7 +347,7 @@ class LLMEngine:
         bounds.check_prompt(prompt, self.model_config, self.max_model_len)
         if isinstance(params, SamplingParams):
             self.processor.check_thinking(prompt, params)
-            bounds.check_token_ids(params, self.model_config.vocab_size)
+            check_sampling_ids(params, self.model_config.vocab_size)
         return params
 
     def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:
@@ -395,8 +400,7 @@ class LLMEngine:
 
     def describe(self) -> dict[str, str]:
         """Everything beside the checkpoint and the request that shapes an answer."""
-        return {**self.info.description, "max_model_len": str(self.max_model_len),
-                "tensor_parallel_size": str(self.config.parallel.tensor_parallel_size), "seed": str(self.config.seed)}
+        return {**self.info.description, "max_model_len": str(self.max_model_len), **self._known_settings}
 
     def reset(self) -> None:
         """Forget every request and the prefix cache, whatever state an interrupt has left them in."""

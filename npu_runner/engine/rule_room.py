@@ -1,7 +1,7 @@
 """Where sequences wait until what their rule needs is built, so that no step waits for it. Knows no grammar library.
 
-Rank 0 builds, wherever it lives. What is to be built travels with a step, and what has become of it comes back with
-one; where no step can be made it is asked for by itself. What was lost on its way is asked for again.
+Rank 0 builds, wherever it lives. Orders to build travel with a step, and results return with one. If no step can be
+made, they travel alone. Orders that were lost are sent again.
 """
 
 from __future__ import annotations

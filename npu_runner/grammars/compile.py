@@ -3,9 +3,9 @@
 Runs where prompts are prepared. llguidance is imported when a request needs it, and not before. It is
 treated as hostile: our own bounds stand before it, and it is called with a stack of a stated size.
 
-It says what is wrong with a schema and not where. So parts are emptied, half of them at a time: where the complaint
-goes away lies the cause, and the smallest such part is the place. A branch is not emptied but closed: one that admits
-everything would make a complaint about any other go away.
+It says what is wrong with a schema and not where. So parts are emptied, half of them at a time. The smallest part
+without which the error disappears is the place. A branch is not emptied but closed: one that admits everything would
+make a complaint about any other go away.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ _KNOWN = _Known()
 
 
 def with_grammar(params: StructuredOutputsParams) -> StructuredOutputsParams:
-    """`params` with `compiled`, a grammar that was checked. May be called twice; of many requests that ask for the same
-    the first one alone pays.
+    """`params` with `compiled`, a grammar that was checked. May be called twice. Equal rules are compiled once.
 
     Raises RequestError with the place in the schema, or what is wrong with the expression or grammar.
     """
@@ -92,7 +91,7 @@ def with_grammar(params: StructuredOutputsParams) -> StructuredOutputsParams:
 
 
 def check_side_by_side(asked: Sequence[StructuredOutputsParams]) -> None:
-    """`with_grammar` of all of them, several at once. What is wrong is said when each is asked for by itself."""
+    """`with_grammar` of all of them, several at once. Errors are raised later, by `with_grammar` of each."""
 
     def check(params: StructuredOutputsParams) -> None:
         with contextlib.suppress(RequestError):
@@ -254,8 +253,8 @@ def _user_lark(params: StructuredOutputsParams) -> str:
 def place_of(schema: Any, reason: str, failure: Callable[[Any], str | None],
              spent: Callable[[], float] = time.thread_time) -> str:  # fmt: skip
     """Where in `schema` the failure lies, as a JSON pointer of a URI: #/properties/size. `failure` of the whole is
-    `reason`, of one that can be served None; it is asked as often as the logarithm of the number of parts, times the
-    depth. What was found by the hundredth time, or when half a second of the processor was `spent`, is the answer."""
+    `reason`; of a schema that can be served it is None. It is called about depth * log(number of parts) times. What was
+    found by the hundredth time, or when half a second of the processor was `spent`, is the answer."""
     place: _Path = ()
     num_asked, began = 0, spent()
 

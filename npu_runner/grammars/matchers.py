@@ -1,9 +1,9 @@
 """Builds matchers beside the sampler: one thread for each of a few at a time, kept by the grammar's text and by bytes.
 
 A matcher knows which tokens may come next. They do not pickle, so they are made where tokens are sampled: on rank 0.
-The library says no sizes: a matcher counts as what the process grew by in resident memory while it was built and while
-its copies, which share its automaton, were asked for masks; and as no less than its grammar's length lets expect.
-Knows nothing of slots, steps or devices.
+The library reports no sizes. A matcher counts as the growth of resident memory while it was built and while its copies,
+which share its automaton, computed masks. The minimum is an estimate from its grammar's length. Knows nothing of slots,
+steps or devices.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Matchers:
         self.kept_bytes = 0
         self._not_counted: list[PreparedMatcher] = []
         """Their memory has not been measured yet."""
-        self._asked: dict[int, PreparedMatcher] = {}
+        self.asked: dict[int, PreparedMatcher] = {}
+        """By number: those that `answers` has not told of."""
 
     def begin(self) -> None:
         """Begin to build what all matchers share, a table of the model's tokens. Does not wait.
@@ -119,20 +120,20 @@ class Matchers:
         return prepared
 
     def ask(self, rules: Sequence[Rule]) -> None:
-        """Begin to build them; `answers` will say what has become of each, once for each time that it is asked for."""
+        """Begin to build them. `answers` reports each once per request."""
         for number, grammar in rules:
-            self._asked[number] = self.prepare(grammar)
+            self.asked[number] = self.prepare(grammar)
 
     def answers(self, patience: float = 0.0) -> dict[int, RequestError | None]:
-        """What of the asked is done and was not told yet, by number: None, or why it cannot be followed. Waits for all
-        of them, up to `patience` seconds."""
-        if not self._asked:
+        """Finished builds that were not reported yet, by number: None, or the error. Waits for all, up to `patience`
+        seconds."""
+        if not self.asked:
             return {}
         if patience:
-            wait([prepared.future for prepared in self._asked.values()], patience)
-        done = {number: prepared.failure() for number, prepared in self._asked.items() if prepared.future.done()}
+            wait([prepared.future for prepared in self.asked.values()], patience)
+        done = {number: prepared.failure() for number, prepared in self.asked.items() if prepared.future.done()}
         for number in done:
-            del self._asked[number]
+            del self.asked[number]
         return done
 
     @contextmanager

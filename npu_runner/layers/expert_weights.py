@@ -1,8 +1,9 @@
 """The weights of a layer's experts, cut over the ranks by width, from the layouts that checkpoints have. No computing.
 
-Which layout a checkpoint has is seen by its tensors: families, and those who write their files, differ. "per_expert" is
-experts.{e}.gate_proj.weight (I, D), up_proj (I, D) and down_proj (D, I); "fused" is experts.gate_up_proj (E, 2I, D) and
-experts.down_proj (E, D, I); "fused_transposed" the same as (E, D, 2I) and (E, I, D).
+The layout is recognised by a checkpoint's tensors; it differs by family and by the tool that wrote the file.
+"per_expert" is experts.{e}.gate_proj.weight (I, D), up_proj (I, D) and down_proj (D, I); "fused" is
+experts.gate_up_proj (E, 2I, D) and experts.down_proj (E, D, I); "fused_transposed" the same as (E, D, 2I) and (E, I,
+D).
 
 E experts, D hidden size, I width of an expert in all, J of it on this rank.
 """

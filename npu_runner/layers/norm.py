@@ -14,14 +14,18 @@ from npu_runner.layers.parallel import LayerContext, WeightPart
 
 
 class RMSNorm(nn.Module):
-    """With `is_zero_centred` the checkpoint's weights are less 1; here they are whole, in float32, lest 1 + w round."""
+    """Weight (size,)."""
 
-    def __init__(self, size: int, eps: float, context: LayerContext, *, is_zero_centred: bool = False):
+    weight_offset = 0.0
+    """Added to the checkpoint's values."""
+    weight_dtype: torch.dtype | None = None
+    """None: the model's."""
+
+    def __init__(self, size: int, eps: float, context: LayerContext):
         super().__init__()
         self.ops = context.ops
         self.eps = eps
-        self.weight = context.parameter(size, dtype=torch.float32 if is_zero_centred else None)
-        self.weight_offset = 1.0 if is_zero_centred else 0.0
+        self.weight = context.parameter(size, dtype=self.weight_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
@@ -31,9 +35,21 @@ class RMSNorm(nn.Module):
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
+class Float32RMSNorm(RMSNorm):
+    """With weights in float32: a product in 16 bits is rounded once, behind the weight, as in OLMo 2."""
+
+    weight_dtype = torch.float32
+
+
+class ZeroCentredRMSNorm(Float32RMSNorm):
+    """Of a checkpoint whose weights are stored less 1; here they are whole, in float32, lest 1 + w round."""
+
+    weight_offset = 1.0
+
+
 class PartsRMSNorm(nn.Module):
     """RMS norms of several parts of the features, each over all ranks' shares of its part; one sum over the ranks
-    serves all of them. `parts` are named as the norms are in the checkpoint.
+    serves all of them. `parts` are named as the norms are in the checkpoint. Rounded as a Float32RMSNorm is.
 
     All ranks have equal shares of a part. Ranks that hold the same share are counted alike, so the mean stays right.
     """
@@ -42,7 +58,7 @@ class PartsRMSNorm(nn.Module):
         super().__init__()
         self.ops, self.tp, self.eps = context.ops, context.tp, eps
         self.sizes = [part.length for part in parts]
-        self.weight = context.parameter(sum(self.sizes))
+        self.weight = context.parameter(sum(self.sizes), dtype=torch.float32)
         self.weight_parts = {"weight": [
             WeightPart(f"{part.name}.weight", (part.total,), dim=0, start=part.start, length=part.length,
                        target_start=sum(self.sizes[:place])) for place, part in enumerate(parts)]}
@@ -54,7 +70,7 @@ class PartsRMSNorm(nn.Module):
                     for x_TF, weight_F in zip(parts_TF, weights_F, strict=True)]
         own_TP = torch.stack([x_TF.float().square().mean(-1) for x_TF in parts_TF], dim=-1)
         scales_TP = torch.rsqrt(self.tp.all_reduce(own_TP) / self.tp.size + self.eps)
-        return [(x_TF * scale_T[:, None]).to(x_TF.dtype) * weight_F
+        return [(x_TF * scale_T[:, None] * weight_F).to(x_TF.dtype)
                 for x_TF, scale_T, weight_F in zip(parts_TF, scales_TP.unbind(-1), weights_F, strict=True)]
 
 

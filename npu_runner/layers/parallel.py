@@ -102,10 +102,10 @@ class LayerContext:
 class WeightPart:
     """One checkpoint tensor, or this rank's slice of it, that fills a parameter or a part of it.
 
-    `name` is relative to the parent of the module that owns the parameter. Along `dim`, elements
-    [start, start + length) of the checkpoint tensor go to the parameter from `target_start` on; with `dim` None the
-    whole tensor fills the whole parameter. `index` is the place in the parameter's first dim that it goes to, where the
-    checkpoint has a tensor for each; with `is_transposed` its last two dims change places.
+    `name` is relative to the parent of the module that owns the parameter. Along `dim`, elements [start, start +
+    length) of the checkpoint tensor go to the parameter from `target_start` on. With `dim` None the tensor fills the
+    parameter. `index`: the place in the parameter's first dim, if the checkpoint has a tensor for each.
+    `is_transposed`: its last two dims are exchanged.
     """
 
     name: str

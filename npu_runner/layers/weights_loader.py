@@ -1,8 +1,8 @@
 """Fills a model's parameters from a checkpoint. Every tensor must be accounted for, on both sides.
 
-A module says in `weight_parts` which checkpoint tensors (or slices) make up its parameters; a parameter without an
-entry is the checkpoint tensor of its own name, `weight_offset` of the module added. A module that computes something
-from its parameters does so in `weights_are_loaded()`, which is called once they are filled.
+`weight_parts` of a module lists the checkpoint tensors (or slices) that make up its parameters. A parameter without an
+entry is the tensor of its own name, plus the module's `weight_offset`. A module that computes something from its
+parameters does so in `weights_are_loaded()`, which is called once they are filled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The decoder that all families share: embeddings, a stack of layers that the family makes, a norm, a head; beside a
-vision tower where there is one. Knows no tower and no cache.
+"""The decoder that all families share: embeddings, the family's layers, a norm, a head; optionally beside a vision
+tower. Knows no tower and no cache.
 
 T tokens in the step, D hidden size, R dims of a head that turn.
 """
@@ -14,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
-from npu_runner.layers.embedding import OutputHead, TokenEmbedding
+from npu_runner.layers.linear import OutputHead, TokenEmbedding
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.rotary import RotaryTable
-from npu_runner.models.mixers.experts import SparseMoE
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
-from npu_runner.models.mixers.mlp import DecoderMLP
+from npu_runner.models.mixers.mlp import DecoderMLP, SparseMoE
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 MakeAttention: TypeAlias = Callable[[ModelConfig, AttentionConfig, int, LayerContext], nn.Module]
-MakeLayer: TypeAlias = Callable[[ModelConfig, LayerConfig, int, LayerContext], nn.Module]
+MakeLayer: TypeAlias = Callable[[ModelConfig, LayerConfig, int, LayerContext], "DecoderLayer"]
 """The number counts the layers of this layer's kind before it: its place in the KV cache or state pool."""
 
 
@@ -34,6 +33,8 @@ class DecoderLayer(nn.Module):
 
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     """Norms of the hidden states, by the checkpoint's names."""
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    """Of these, and of the decoder's last one."""
     input_layernorm: RMSNorm
     post_attention_layernorm: RMSNorm
 
@@ -44,7 +45,7 @@ class DecoderLayer(nn.Module):
         self.linear_attn = mixer if is_delta else None
         self.mlp = channel
         for name in self.norms:
-            self.add_module(name, decoder_norm(config, context))
+            self.add_module(name, self.norm_class(config.hidden_size, config.rms_norm_eps, context))
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, cos_TR: Tensor, sin_TR: Tensor,
                 metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
@@ -80,31 +81,28 @@ def _channel_mixer(config: ModelConfig, channel: MLPConfig | MoEConfig, context:
     return DecoderMLP(config.hidden_size, channel, context)
 
 
-def decoder_norm(config: ModelConfig, context: LayerContext) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, context, is_zero_centred=config.norm_is_zero_centred)
-
-
 class Decoder(nn.Module):
     """Embeddings to final norm. `num_positions` bounds the positions that will be asked for."""
 
     def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext, layer: MakeLayer):
         super().__init__()
         self.embed_tokens = TokenEmbedding("embed_tokens", config.vocab_size, config.hidden_size, context)
-        self.layers = nn.ModuleList()
+        layers: list[DecoderLayer] = []
         counts: Counter[bool] = Counter()
         for described in config.layers:
             attends = isinstance(described.mixer, AttentionConfig)
-            self.layers.append(layer(config, described, counts[attends], context))
+            layers.append(layer(config, described, counts[attends], context))
             counts[attends] += 1
-        self.norm = decoder_norm(config, context)
+        self.layers = nn.ModuleList(layers)
+        self.norm = layers[-1].norm_class(config.hidden_size, config.rms_norm_eps, context)
         self.rotary = RotaryTable(config, num_positions, dtype=context.dtype, device=context.device)
 
     def forward(self, x_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
                 deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:
         """Final hidden states (T, D) of embedded tokens `x_TD`.
 
-        `deepstack`: (T,) int32 rows of the levels, and for each of the first layers a level (M + 1, D): after that
-        layer every token adds its row. The last row is zeros, for tokens of no image; DeepStack, arXiv 2406.04334.
+        `deepstack`: rows (T,) int32, and a level (M + 1, D) for each of the first layers. After such a layer every
+        token adds its row. The last row is zeros, for tokens of no image; DeepStack, arXiv 2406.04334.
         """
         cos_TR, sin_TR = self.rotary(positions)
         residual_TD = None
@@ -118,7 +116,7 @@ class Decoder(nn.Module):
 
 
 def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext) -> OutputHead | None:
-    """None where vectors are pooled: nobody asks for logits, and such checkpoints come without their weights."""
+    """None where vectors are pooled: no logits are computed, and such checkpoints have no weights for them."""
     if config.pooling is not None:
         return None
     return OutputHead("lm_head", config.vocab_size, config.hidden_size, context,
@@ -159,8 +157,8 @@ class _Body(nn.Module):
 
 
 class VisionLanguageModel(CausalLM):
-    """The decoder under its checkpoint's names, beside a tower: patches (P, X), the images' grids and what its `places`
-    makes of these, to main embeddings (M, D) and a list of deepstack levels."""
+    """The decoder under its checkpoint's names, beside a tower. The tower takes patches (P, X), the images' grids and
+    the result of its `places`. It returns main embeddings (M, D) and a list of deepstack levels."""
 
     def __init__(self, config: ModelConfig, tower: nn.Module, num_positions: int, context: LayerContext,
                  layer: MakeLayer):

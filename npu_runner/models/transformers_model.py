@@ -107,8 +107,8 @@ def _without_neighbours(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
 class TransformersModel(nn.Module):
     """A CausalLM of transformers behind models/contract.py, `calls` being what its modules ask of attention.
 
-    Its forward runs in two halves: all up to the hidden states for every token, and what CausalLM.forward does behind
-    them (head, scalings, soft caps) for the rows that want logits.
+    Its forward runs in two halves. The first computes hidden states of every token. The second is the rest of
+    CausalLM.forward (head, scalings, soft caps), for rows that need logits.
     """
 
     def __init__(self, causal_lm: nn.Module, calls: Sequence[AttentionCall], context: LayerContext):
@@ -161,8 +161,8 @@ class TransformersModel(nn.Module):
 def check_tokens_stand_alone(model: TransformersModel, num_positions: int, vocab_size: int) -> None:
     """Raises ModelError where a token's logits depend, outside attention, on what else lies in its step.
 
-    Steps are packed, cut and mixed as the scheduler likes, so convolutions over tokens, states, places counted by the
-    model itself and rotary embeddings that look at the longest position would all be wrong, and none would say so.
+    The scheduler packs, cuts and mixes prompts freely. So these would be wrong without an error: convolutions over
+    tokens, states, positions counted by the model, rotary embeddings that depend on the longest position.
     """
     ids_2T, positions_2T, stays_T = _two_steps(num_positions, vocab_size)
     ids_2T, positions_2T, stays_T = (x.to(model.context.device) for x in (ids_2T, positions_2T, stays_T))

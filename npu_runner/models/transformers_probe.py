@@ -1,7 +1,7 @@
 """What a network of transformers asks of attention, found by running it without weights. Imports nothing of it.
 
-The network stands on the meta device, where tensors have shapes and no values: a run costs no memory, and whatever is
-not to be served is known before any is taken.
+The network is on the meta device, where tensors have shapes and no values. A run costs no memory, so a model is refused
+before any is allocated.
 
 T tokens of the run, N query heads, K kv heads, H head dim, D hidden size, V vocabulary.
 """

@@ -1,7 +1,7 @@
 """Which platforms there are: our own three, and those of installed packages. Knows no vendor and imports no torch.
 
 A platform of another package is an entry point of the group `npu_runner.platforms`: its name is the platform's, its
-value a `Platform` subclass. A module of a platform is imported when that platform, or "auto", is asked for.
+value a `Platform` subclass. A platform's module is imported when that platform, or "auto", is selected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ BUILT_IN = {
 def pick_platform(name: str) -> Platform:
     """The platform called `name`, ready for use; "auto" takes the first of `platforms()` that is usable.
 
-    Raises ConfigError with the reason when the named one cannot be used on this host.
+    Raises ConfigError with the reason when the named one cannot be used on this host. "auto" passes over no platform
+    whose devices are there: a job for them would compute elsewhere for days, and look right.
     """
     reasons = []
     for found in platforms() if name == AUTO else [find_platform(name)]:
@@ -38,6 +39,9 @@ def pick_platform(name: str) -> Platform:
         if reason is None:
             found.roles  # noqa: B018 - made now: it refuses versions that are too old
             return found
+        if name == AUTO and (devices := found.device_files_seen()):
+            raise ConfigError(f"platform auto: this host has {found.name} devices ({', '.join(devices)}), and they "
+                              f"cannot be used: {reason}. To compute without them, name a platform (--platform cpu)")
         reasons.append(f"{found.name}: {reason}")
     raise ConfigError(f"platform {name!r} cannot be used here ({'; '.join(reasons)})")
 
@@ -61,7 +65,7 @@ def platform_names() -> tuple[str, ...]:
 def platforms() -> list[Platform]:
     """All of them, highest priority first, whether this host can use them or not.
 
-    One that does not load is left out with a warning: somebody else's package is no reason not to use ours.
+    One that does not load is left out with a warning: a broken package must not disable ours.
     """
     found = []
     for name in platform_names():

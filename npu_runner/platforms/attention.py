@@ -24,8 +24,8 @@ class AttentionBackend(ABC):
     name: str
     """What `attention_backend` calls it."""
     pads_with_real_rows: bool = False
-    """Padded rows of a decode graph are to read what a real row reads: short ones would slow down a kernel that looks
-    at the shortest context. Each still writes to a slot of its own in the null block."""
+    """Padded rows of a decode graph read what a real row reads. Short ones would slow down a kernel that depends on the
+    shortest context. Each still writes to a slot of its own in the null block."""
     windows: tuple[int | None, ...] = (None,)
     """The sliding windows of the model's layers, each once; None: some layer sees all. Steps are planned for these."""
 
@@ -64,8 +64,8 @@ class AttentionBackend(ABC):
                 window: int | None = None) -> Tensor:
         """Causal attention of each sequence's new tokens over its whole context, (T, N, H).
 
-        `window`, one of `windows`: a token sees the last `window` tokens, itself included. What lies before counts for
-        nothing, whatever stands there: its blocks may be the null block in the table, or somebody else's in the cache.
+        `window`, one of `windows`: a token sees the last `window` tokens, itself included. Earlier tokens must not be
+        read: their blocks may be the null block in the table, or another sequence's in the cache.
         """
 
     @abstractmethod

@@ -36,7 +36,7 @@ class Findings:
 
 
 class Signs(NamedTuple):
-    """Whether a host has a platform's devices, or wants to have them, and what shows it."""
+    """Whether a host has a platform's devices, or is set up for them, and what shows it."""
 
     are_there: bool
     text: str
@@ -109,8 +109,9 @@ def check_packages(packages: Packages, needed: tuple[str, ...], who: str, instea
         return Check("Python packages", "ok", f"all {len(needed)} are installed")
     others = " ".join(name for name in missing if name != "torch")
     remedies = [f"install torch{instead}"] if "torch" in missing else []
-    # What is there stays as it is: pip stops rather than replace an image's numpy or torch.
-    remedies += [f"pip freeze | grep == >image.txt; pip install -c image.txt {others}"] if others else []
+    # What is there stays as it is: pip stops rather than replace an image's numpy or torch. Not `pip freeze`: it writes
+    # what came from a wheel file as `torch @ file://...`, and that is no constraint.
+    remedies += [f"pip list --format=freeze >image.txt; pip install -c image.txt {others}"] if others else []
     return Check("Python packages", "failed", f"{who} {', '.join(missing)}: not installed", "; ".join(remedies))
 
 

@@ -85,11 +85,10 @@ def check_saves(query_lens_B: Sequence[int], context_lens_B: Sequence[int], save
 class GatedDeltaBackend(ABC):
     """Both parts of a layer that carry a state. Made for one GatedDeltaShape and one dtype of the model.
 
-    A prefill step has rows of any length (1, too), each continuing the state in its slot, or zeros where the row begins
-    its sequence; what is in the slot of such a row is not read. A decode step (`metadata.is_prefill` False) has one
-    token a row, always continues, and must be capturable in a graph: it takes slots from `metadata.state_slots_B` (B,)
-    int32 on the device and nothing from the host. The slots of a step, those of padded rows and saves among them, all
-    differ.
+    A prefill step has rows of any length, 1 included. A row continues the state in its slot. If it begins its sequence,
+    it starts from zeros, and the slot is not read. A decode step (`metadata.is_prefill` False) has one token a row and
+    always continues. It must be capturable in a graph: it takes slots from `metadata.state_slots_B` (B,) int32 on the
+    device, and nothing from the host. The slots of a step, those of padded rows and saves among them, all differ.
     """
 
     name: str

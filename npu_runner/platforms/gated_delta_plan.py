@@ -2,9 +2,10 @@
 
 Knows lengths, positions and slots; no heads and no values.
 
-Rows that need chunks of about one size form a group; a group is computed wave by wave, a wave being the next chunk of
-each of its rows. Rows stand longest first, so that the rows of a wave are the first ones. A group is cut into pieces of
-a few waves: what does not depend on the states is computed a piece at a time, which bounds the memory of long prompts.
+Rows that need chunks of about one size form a group. A group is computed wave by wave; a wave is the next chunk of each
+of its rows. Rows are sorted by length, longest first, so a wave's rows are the first ones. A group is cut into pieces
+of a few waves. What does not depend on the states is computed a piece at a time, which bounds the memory of long
+prompts.
 
 T tokens, B rows of the step, W convolution kernel, R rows of a group, N chunks of a piece, S places of a chunk.
 """

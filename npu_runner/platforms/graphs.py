@@ -29,8 +29,8 @@ What is compiled is the bound method of an nn.Module that holds the model; compi
 class GraphSettings:
     """What a graph compiler is made for.
 
-    `identity` holds whatever of the runner's shapes a graph; `cache_dir` is where compiled graphs are kept from one
-    run to the next, None where they are not.
+    `identity` holds everything of the runner that shapes a graph. `cache_dir` keeps compiled graphs from one run to the
+    next; None keeps none.
     """
 
     mode: str
@@ -44,7 +44,7 @@ class GraphCompiler(ABC):
     waits_for_replay: bool = False
     """What `before_replay` gives to a graph may still be read by its last replay: that is waited for first."""
     records: bool = False
-    """`record` may be asked for what follows a decode step."""
+    """`record` works for what follows a decode step."""
     context_lens_dtype: type[np.integer[Any]] = np.int32
     """Of StepInputs.context_lens, as graphs read them."""
 
@@ -52,8 +52,8 @@ class GraphCompiler(ABC):
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
         """A callable for exactly this batch size and its static buffers, compiled or captured on its first call.
 
-        That first call raises GraphResourceError when the device has no resources left for another graph; the caller
-        treats a want of memory alike.
+        That first call raises GraphResourceError if the device has no resources left for another graph. The caller
+        treats out-of-memory errors alike.
         """
 
     def was_loaded(self, batch_size: int) -> bool:
@@ -61,14 +61,14 @@ class GraphCompiler(ABC):
         return False
 
     def discard(self, batch_size: int) -> None:
-        """Forget the kept graph of this batch size, because it gives other answers."""
+        """Delete the kept graph of this batch size, because its answers differ."""
         return None
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
                       block_tables_BW: Callable[[], np.ndarray]) -> None:
         """Give a graph what it takes from the host each step, padding included; most have nothing to do.
 
-        Called before its first run, too. block_tables_BW: makes them, int32, for a graph that asks.
+        Called before its first run, too. block_tables_BW: makes them (int32) for graphs that need them.
         """
         return None
 
@@ -102,7 +102,7 @@ def own_code(forward: DecodeForward, name: str | None = None) -> DecodeForward:
     """The same function over a fresh code object, called `name` if one is given.
 
     dynamo counts recompilations per code object and falls back to eager after 8 without a word: every bucket gets its
-    own. Code objects of different names are also unequal, which matters to those who look them up.
+    own. Code objects of different names also compare unequal, which look-ups need.
     """
     function = forward.__func__ if isinstance(forward, types.MethodType) else forward
     assert isinstance(function, types.FunctionType), f"{forward!r} is not a Python function"

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_runner.processes import commands
-from npu_runner.processes.child import describe_exit
+from npu_runner.processes.child import Child, describe_exit
 from npu_runner.processes.stopwatch import Stopwatch
 
 STATUSES = ("ok", "warning", "failed", "skipped")
@@ -70,46 +68,44 @@ def run_program(host: Host, module: str, arguments: Sequence[str], timeout_secon
     Not its standard output: libraries of the vendor write there, too.
     """
     limit = host.timeout_seconds if timeout_seconds is None else timeout_seconds
-    return _run(host, commands.module_command(module, *arguments, python=host.python), limit)
-
-
-def run_function(host: Host, function: Callable[[str], None]) -> Outcome:
-    """Run `function`, which imports what it needs and appends to the file that it is given, on the host's Python."""
-    code = f"{inspect.getsource(function)}\nimport sys\n{function.__name__}(sys.argv[1])"
-    return _run(host, commands.code_command(code, python=host.python), host.timeout_seconds)
-
-
-def _run(host: Host, command: list[str], limit: float) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         reports, output = Path(folder, "reports"), Path(folder, "output")
         reports.touch()
         with output.open("w") as file:
-            process = subprocess.Popen(
-                [*command, str(reports)], env=commands.environment(host.environment), stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            child = Child("npu probe", module, *arguments, reports, environment=host.environment, python=host.python,
+                          output=file)
             try:
-                status = _status_within(limit, process)
+                status = _status_within(limit, child)
             finally:
-                _end(process)
+                with contextlib.suppress(ProcessLookupError):  # and whatever it started: it leads a process group
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.kill()
         text = output.read_text(errors="replace")
         found = [json.loads(line) for line in reports.read_text().splitlines()]
     return Outcome(found, _what_went_wrong(status, limit, text), text, status is None)
 
 
-def _status_within(limit: float, process: subprocess.Popen[bytes]) -> int | None:
+def run_function(host: Host, function: Callable[[str], None]) -> Outcome:
+    """Run `function`, which imports what it needs and appends to the file that it is given, on the host's Python. It
+    travels as its source: that Python need not find its module."""
+    return run_program(host, __name__, [inspect.getsource(function), function.__name__])
+
+
+def main(arguments: list[str]) -> None:
+    """SOURCE NAME REPORTS: the other end of `run_function`."""
+    source, name, reports = arguments
+    functions: dict[str, Any] = {}
+    exec(source, functions)
+    functions[name](reports)
+
+
+def _status_within(limit: float, child: Child) -> int | None:
     watch = Stopwatch()
     while not watch.exceeds(limit):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(watch.look_seconds(limit))
+        status = child.exit_status(watch.look_seconds(limit))
+        if status is not None:
+            return status
     return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and whatever it started: they are a process group of their own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _what_went_wrong(status: int | None, limit: float, output: str) -> str | None:

@@ -1,12 +1,13 @@
-"""One vendor, as everybody above sees it: its facts, its roles, and what it makes for a model.
+"""One vendor, as rooms above see it: its facts, its roles, and what it makes for a model.
 
-Three roles are objects of their own, made when one is first asked for: `devices`, `communicators` and `memory`. The
-fourth, to make operators, attention and graphs, is the platform itself. This file imports no torch, and neither does a
-platform's before a role is asked for: the doctor and the process that shares out devices must do without.
+Three roles are objects of their own, made on first use: `devices`, `communicators` and `memory`. The fourth, to make
+operators, attention and graphs, is the platform itself. This file imports no torch, and a platform's file imports it
+only when a role is used. The doctor and the process that assigns devices run without torch.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,10 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from npu_runner.platforms.attention import AttentionBackend
-    from npu_runner.platforms.devices import Communicators, Devices, Roles
+    from npu_runner.platforms.devices import Communicators, Devices, Memory, Roles
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
-    from npu_runner.platforms.memory import Memory
     from npu_runner.platforms.ops import Ops
 
 
@@ -60,6 +60,8 @@ class Platform(ABC):
     """What Ray calls the devices of this platform."""
     visible_devices: str | None = None
     """The variable that lists the devices that a process sees. None: there are none to share out, but cores."""
+    device_files: str | None = None
+    """Pattern of the files that a driver makes, one for each device. None: no file shows that devices are there."""
     examination: str = "npu_runner.platforms.examination:Examination"
     """What `npu-runner doctor` looks at: the module and name of an `Examination`."""
     remedy: str = ""
@@ -68,6 +70,12 @@ class Platform(ABC):
     @abstractmethod
     def why_unavailable(self) -> str | None:
         """None when this host can run it, else the reason in a few words. May import torch."""
+
+    def device_files_seen(self) -> list[str]:
+        """Files of devices that this process is meant to see: where there are some, `auto` takes no platform below.
+        A variable that lists no device hides them all on purpose."""
+        are_hidden = os.environ.get(self.visible_devices or "", "-").strip() == ""
+        return [] if self.device_files is None or are_hidden else sorted(glob.glob(self.device_files))
 
     def share(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
         """Variables for processes that are to see only these of the `num_devices` that this process sees."""

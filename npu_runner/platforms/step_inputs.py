@@ -19,16 +19,16 @@ class StepInputs(NamedTuple):
     """
 
     tokens: Tensor
-    """A prefill's token ids (T,). In a decode step (S,): the last token of each slot of a running sequence, where the
-    step before has put it; row by row they are looked up with `state_slots`."""
+    """A prefill's token ids (T,). In a decode step (S,): the last token of each running sequence's slot, written by the
+    step before. Rows look theirs up by `state_slots`."""
     positions: Tensor
     """(T,), or (3, T) for a prefill of an M-RoPE model."""
     slot_mapping: Tensor
     """(T,) flat slot (block * S + offset) of each token; padding points into block 0."""
     context_lens: Tensor
-    """(B,) tokens of each sequence including this step's. int64 where a graph asks for it (GraphCompiler)."""
+    """(B,) tokens of each sequence including this step's. int64 if graphs need it (GraphCompiler)."""
     block_tables: Tensor
-    """(B, W), W blocks of the longest sequence that may come. What stands behind a row's context is nobody's."""
+    """(B, W), W blocks of the longest sequence that may come. Entries behind a row's context are undefined."""
     state_slots: Tensor
     """(B,) each sequence's slot, where its states lie and its last token; padded rows of a graph have slots of their
     own."""

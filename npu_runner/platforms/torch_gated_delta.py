@@ -203,8 +203,8 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:
 def _decay(g: Tensor) -> Tensor:
     """exp(g_j+1 + ... + g_i) for j <= i, else 0: (N, Nv, S, S).
 
-    The sums are added up for each j anew: as differences of sums from the start they would have the error of the
-    largest, which matters behind a gate that forgets all. Masked before it is exponentiated.
+    Each j has sums of its own. Differences of sums from the start would have the error of the largest, which matters
+    after a gate close to 0. Masked before it is exponentiated.
     """
     size = g.shape[-1]
     lower = torch.ones(size, size, dtype=torch.bool, device=g.device).tril()

@@ -52,9 +52,9 @@ def upload_filled(shapes: Sequence[Shape], fill: Callable[[Sequence[np.ndarray]]
                   num_kept: int = 0) -> list[Tensor]:
     """Arrays of these shapes on the device, by a single copy; `fill` writes them where the copy will read them.
 
-    The memory that it writes to is pinned, where there is such a thing, and kept for later calls. It is not handed out
-    again before the copy is done. On the device all share memory, but for the first `num_kept`: these are put aside
-    together, so that they may outlive the others.
+    The memory that it writes to is pinned, where there is such a thing, and kept for later calls. It is not reused
+    before the copy is done. On the device all share memory, but for the first `num_kept`: these are put aside together,
+    so that they may outlive the others.
     """
     starts, num_bytes = [], 0
     for extents, dtype in shapes:
@@ -80,8 +80,8 @@ def _views(buffer: Tensor, starts: Sequence[int], shapes: Sequence[Shape]) -> li
 class Download:
     """A tensor on its way to host memory. `event` is recorded behind the copy; None where there is nothing to wait for.
 
-    Work that is handed to the device later is not waited for. `stream` is given where a device may lose work: with it
-    goes the event, and what the host then has is not what was asked for.
+    Does not wait for work that is submitted later. `stream` is given if the device may lose work: the event is then
+    lost too, and the host's copy is not valid.
     """
 
     def __init__(self, host: Tensor, event: Any = None, stream: Any = None):
@@ -110,8 +110,8 @@ class Download:
         return self._host.numpy()
 
     def _wait_with_an_eye_on_the_stream(self) -> None:
-        """Not for ever: a stream that has nothing to do has lost the event, and one that takes long may be stuck, which
-        only waiting for it tells. Asking a stream raises what failed on it."""
+        """Bounded: an idle stream has lost the event, and one that takes long may be stuck, which only synchronising
+        shows. Querying a stream raises what failed on it."""
         deadline = time.monotonic() + _MOST_POLLING_SECONDS
         while not self._event.query():
             if self._stream.query() and not self._event.query():
@@ -124,7 +124,7 @@ class Download:
 
 
 class SideResult(Generic[T]):
-    """What work on a side stream makes, on its way: `result` is for whoever has called `join`."""
+    """The result of work on a side stream. Call `join` before using it."""
 
     def __init__(self, result: T, event: Any, device: Any):
         self.result = result
@@ -132,10 +132,10 @@ class SideResult(Generic[T]):
         self._device = device
 
     def join(self, tensors: Iterable[Tensor]) -> T:
-        """`result`, once the current stream has been told to wait for it; the host does not.
+        """`result`; the current stream waits for it, the host does not.
 
-        `tensors`: all of it that the current stream will read. Their memory belongs to the side stream, which else took
-        it for its next work as soon as the host lets go of them.
+        `tensors`: all parts that the current stream will read. Their memory belongs to the side stream, which would
+        otherwise reuse it as soon as the host drops them.
         """
         stream = self._device.current_stream()
         stream.wait_event(self._event)
@@ -153,11 +153,11 @@ class SideStream:
         self._read: deque[Any] = deque()
 
     def run(self, work: Callable[[], T]) -> SideResult[T]:
-        """Hand out `work()` to the side stream: copies, kernels, and the memory that they take.
+        """Submit `work()` to the side stream: copies, kernels, and the memory that they take.
 
-        It waits for nothing that other streams have to do, so it may read only what the host sends and what has been
-        there for long, as weights have. The host waits first, until all but the last of what `mark_read` was told of
-        has been read: so there is memory of two at most, of one that is being read and one that is being made.
+        It is not ordered behind other streams, so it may read only what the host sends, and weights. First the host
+        waits until all but the last result marked by `mark_read` has been read. So memory of two results at most is in
+        use: one that is read and one that is made.
         """
         while len(self._read) > 1:
             if not self._read[0].query():
@@ -170,7 +170,8 @@ class SideStream:
         return SideResult(result, event, self._device)
 
     def mark_read(self) -> None:
-        """The current stream has been given all that reads what was joined last, and the host has let go of that."""
+        """Call after submitting, to the current stream, all work that reads the last joined result, and after dropping
+        that result."""
         event = self._device.Event()
         event.record()
         self._read.append(event)

@@ -44,7 +44,7 @@ def pack(message: Any) -> Packed:
 
     def keep_outside(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < _SMALLEST_SHARED_BYTES or not hasattr(os, "memfd_create"):
+        if raw.nbytes < _SMALLEST_SHARED_BYTES:
             return True
         buffers.append(raw)
         return False

@@ -1,32 +1,40 @@
-"""A process of ours as the one that started it sees it: running, stopped, ended, and how. Knows nothing of its work.
+"""A child process, seen by its parent: running, stopped, or ended, and how. And what the child does before its work
+begins (`main`). Knows nothing of its work.
 
-One recipe for workers, ranks and replicas: nothing of the working directory is imported (commands.py), Ctrl-C in a
-terminal is not for it, standard output is the parent's standard error, and it dies with its parent (inside.py).
+One recipe for workers, ranks, replicas and probes. Nothing is imported from the working directory (commands.py). Ctrl-C
+in a terminal does not reach it. Its standard output is the parent's standard error unless a file is given. It has a
+name in `ps`, survives output that nobody reads, and dies with its parent.
 
-Linux tells a child of its parent's end when the thread that started it ends, and callers' threads come and go. So one
-thread, which lasts as long as the process, starts all of them.
+For Linux, a child's parent is the thread that started it, and callers' threads end. So one thread, which lasts as long
+as the process, starts all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
 import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from npu_runner.processes import commands
+from npu_runner.processes.patient_streams import make_standard_streams_patient
 from npu_runner.processes.stopwatch import Stopwatch
 
 Result = TypeVar("Result")
 
 _LOOK_SECONDS = 0.5
 """Python sees a signal that came just before a wait only once the wait is over; so no wait lasts longer than this."""
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 _lock = threading.Lock()
 _of_process: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None
@@ -35,19 +43,22 @@ _of_process: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None
 class Child:
     """Runs `main(arguments)`, as text, of a module of this package.
 
-    title: its name in `ps` and `top`, of which Linux keeps 15 bytes. descriptors: those that it has too, under the same
-    numbers. variables: of its environment, beside this process's.
+    title: its name in `ps` and `top`; Linux keeps 15 bytes. descriptors: inherited, with the same numbers. variables:
+    added to `environment`, by default this process's. output: a file for both of its streams.
     """
 
     def __init__(self, title: str, module: str, *arguments: object, descriptors: Sequence[int] = (),
-                 variables: Mapping[str, str] | None = None):
-        command = commands.module_command("npu_runner.processes.inside", os.getpid(), title, module, *arguments)
-        environment = {**commands.environment(), **(variables or {})}
+                 variables: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None,
+                 python: str = sys.executable, output: IO[str] | None = None):
+        command = commands.module_command(__name__, os.getpid(), title, module, *arguments,
+                                          python=python)
+        own_environment = {**commands.environment(environment), **(variables or {})}
 
         def start() -> subprocess.Popen[bytes]:
             return subprocess.Popen(
-                command, pass_fds=descriptors, env=environment, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=2,  # the parent's own may be a job's answers
+                command, pass_fds=descriptors, env=own_environment, start_new_session=True, stdin=subprocess.DEVNULL,
+                stdout=2 if output is None else output,  # the parent's own may be a job's answers
+                stderr=output,
             )  # fmt: skip
 
         self._process = in_start_thread(start, unclaimed=_end)
@@ -81,7 +92,7 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """As SIGSTOP leaves a process. False where the system does not say (it is not Linux)."""
+        """As SIGSTOP leaves a process. False where it has ended."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -121,14 +132,13 @@ def in_start_thread(start: Callable[[], Result], *, unclaimed: Callable[[Result]
 
     Interrupted while it waits (Ctrl-C), it raises that, and `unclaimed` is given what is still started.
     """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    cores = os.sched_getaffinity(0)
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            if cores is not None:
-                os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, cores)
             future.set_result(start())
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             future.set_exception(error)
@@ -166,5 +176,23 @@ def _forget_lock() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_lock)
+os.register_at_fork(after_in_child=_forget_lock)
+
+
+def main(arguments: list[str]) -> None:
+    """PARENT TITLE MODULE ARGUMENT...: in the child, before it calls `main(arguments)` of that module."""
+    parent, title, module, *own = arguments
+    _die_with(int(parent))
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, title.encode())
+    make_standard_streams_patient()
+    importlib.import_module(module).main(own)
+
+
+def _die_with(parent: int) -> None:
+    """After SIGKILL of the parent no child may go on computing, loading or decoding.
+
+    The kernel sends the signal when the thread that started this process ends: `in_start_thread` has one that lasts.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)

@@ -49,8 +49,8 @@ def environment(of: Mapping[str, str] | None = None) -> dict[str, str]:
 def passed_path() -> list[str]:
     """This process's sys.path for a child.
 
-    Not its working directory, which `-m` and PYTHONPATH may have put there as an absolute path, nor what else is given
-    relative to it; but the folders of this package always: a checkout that is not installed runs from where it lies.
+    Without the working directory, which `-m` and PYTHONPATH may have added as an absolute path, and without other
+    relative entries. Always with the folders of this package, so that a checkout runs without installation.
     """
     refused = set(_relative_entries()) - set(_package_folders())
     path = [entry for entry in sys.path if os.path.isabs(entry) and os.path.realpath(entry) not in refused]

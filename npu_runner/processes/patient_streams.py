@@ -24,7 +24,7 @@ class PatientStream:
         """Why nothing is written any more; None: everything was written so far."""
 
     def write(self, text: str) -> int:
-        self._do(lambda: self._stream.write(text))
+        self._do(lambda: self._stream.write(text), text)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -37,13 +37,13 @@ class PatientStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _do(self, operation: Callable[[], object]) -> None:
+    def _do(self, operation: Callable[[], object], text: str = "") -> None:
         try:
             operation()
         except OSError as error:
             self._fall_silent(error.strerror or str(error))
-        except RuntimeError:
-            pass  # a signal's handler, or a second thread, speaks in the midst of a write: these words are dropped
+        except RuntimeError:  # in the midst of a write, by a signal's handler: past the buffer
+            self._do(lambda: os.write(self._stream.fileno(), text.encode(errors="replace")))
         except ValueError as error:
             if not self._stream.closed:
                 raise
@@ -81,7 +81,7 @@ def patient_stderr() -> Iterator[PatientStream]:
 
 
 def make_standard_streams_patient() -> None:
-    """For a child that says little, to whoever its parent speaks to: its words must not fail its work."""
+    """For a child that writes to its parent's standard error: a failed write must not fail its work."""
     sys.stdout, sys.stderr = cast(TextIO, patient(sys.stdout)), cast(TextIO, patient(sys.stderr))
 
 

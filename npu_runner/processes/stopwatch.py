@@ -1,7 +1,7 @@
 """Measures time in which this process ran, for limits on what other processes do. Knows nothing of what that is.
 
-A suspended job (SIGSTOP, a cgroup freezer) is stopped with all its processes, and the system's clocks go on. Whoever
-watches others looks every half second. A look that comes much later says that the watching process did not run.
+A suspended job (SIGSTOP, a cgroup freezer) is stopped with all its processes, while the system's clocks go on. A
+process that waits reads the clock every half second. A much later reading shows that this process did not run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 LOOK_SECONDS = 0.5
-"""How long whoever waits with a limit waits at a time."""
+"""Longest single wait of a process that waits with a limit."""
 # Between two looks no more than this counts. A process that runs looks in time, or is late by its own doing.
 _MOST_SECONDS_A_LOOK = 2.0
 # So much is left after a suspension: those that are watched may be continued later than the one that watches them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, overload
@@ -19,35 +19,55 @@ import tokenizers
 from PIL import Image
 from tokenizers import Tokenizer
 
-from npu_runner.checkpoint.files import model_folder, require_json
-from npu_runner.checkpoint.model_config import ModelConfig
-from npu_runner.config import DEFAULT_MAX_MODEL_LEN
+from npu_runner.checkpoint.files import file_digests, model_folder, package_versions, refuse_changes, require_json
+from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig
+from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import image_input
-from npu_runner.prompts.media.mrope import asks_for_mrope
 from npu_runner.prompts.media.videos import Video
-from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.prompts.prompt_forms import plain_ids
-from npu_runner.prompts.prompt_sources import file_digests, package_versions, refuse_changes
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
 from npu_runner.prompts.text.chat_template import read_chat_template
 from npu_runner.prompts.text.control_tokens import ControlTokens
 from npu_runner.prompts.text.messages import check_ending, checked_text, parse_messages
 from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thinking_after
-from npu_runner.prompts.text.sampling_ids import resolve_sampling
-from npu_runner.prompts.text.text_length import TextLength
-from npu_runner.prompts.text.tokenizer import read_special_tokens, read_tokenizer
+from npu_runner.prompts.text.tokenizer import TextLength, read_special_tokens, read_tokenizer, resolve_sampling
 from npu_runner.prompts.text.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.prompts.text.tools import parse_tools, strings_in
-from npu_runner.prompts.video_prompts import read_video_prompts
-from npu_runner.prompts.vision_prompts import Seen, VisionPrompts, not_cut, read_image_token, read_vision_tokens
+from npu_runner.prompts.vision_prompts import (
+    Seen,
+    VisionPrompts,
+    asks_for_mrope,
+    not_cut,
+    read_image_token,
+    read_video_prompts,
+    read_vision_tokens,
+)
 from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import ImageInput, PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorSettings(PromptConfig):
+    """The user's settings of prompts, and what the family and the rest of the settings add."""
+
+    takes_videos: bool = False
+    """The family takes videos."""
+    max_model_len: int | None = None
+    """A prompt that cannot be shorter is refused before it is tokenized. None: the checkpoint's."""
+    uses_mrope: bool | None = None
+    """None: as the checkpoint's config says."""
+    pooling: PoolingConfig | None = None
+    """Prompts are for vectors, made so."""
+
+    def of_videos(self) -> dict[str, float | int | None]:
+        return {"video_fps": self.video_fps, "video_max_frames": self.video_max_frames}
+
 
 _DEFAULTS = ProcessorSettings()
 
@@ -159,12 +179,12 @@ class ChatProcessor:
     ) -> PromptInputs:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
-        `messages`: {"role", "content"}, and what else OpenAI's have; content is text or parts {"type": "text", "text"}
-        and {"type": "image", "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as
-        ordinary characters. `chat_template_kwargs`: what the template reads beside them, over the settings' own.
-        With `continue_final_message` it ends where the last message, the assistant's, does; with
-        `add_generation_prompt` False after it, without the next role. `truncate_prompt_tokens`: keep the last so many
-        tokens, as `most_prompt_tokens` says. `mm_processor_kwargs`: how videos are sampled, by `fps`, `num_frames` or
+        `messages` are OpenAI's, {"role", "content", ...}. Content is text, or parts {"type": "text", "text"} and
+        {"type": "image", "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as
+        ordinary characters. `chat_template_kwargs`: what the template reads beside them, over the settings' own. With
+        `continue_final_message` it ends where the last message, the assistant's, does; with `add_generation_prompt`
+        False after it, without the next role. `truncate_prompt_tokens`: keep the last so many tokens, as
+        `most_prompt_tokens` says. `mm_processor_kwargs`: how videos are sampled, by `fps`, `num_frames` or
         `max_frames`.
         """
         videos = self._vision.videos_as(mm_processor_kwargs)
@@ -190,8 +210,8 @@ class ChatProcessor:
         videos: Sequence[Video | bytes] = (), *, truncate_prompt_tokens: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptInputs:
-        """A raw prompt, as text or token ids, with one image token where each image stands, and one video token where
-        each video, encoded bytes, does.
+        """A raw prompt, as text or token ids, with one image token for each image and one video token for each video
+        (encoded bytes).
 
         Control tokens in it are control tokens, and no chat template is applied. `mm_processor_kwargs`: as for a
         conversation.
@@ -229,8 +249,8 @@ class ChatProcessor:
         return most if asked == -1 else asked
 
     def check_length(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
-        """Raises RequestError for a prompt that was prepared without the truncation that is asked for, or has more
-        tokens than log probabilities of them may be given."""
+        """Raises RequestError for a prompt that was prepared without the requested truncation, or is too long for its
+        prompt_logprobs."""
         if isinstance(params, SamplingParams):
             check_prompt_logprobs(len(prompt.token_ids), params.prompt_logprobs, self.max_logprobs)
         most = self.most_prompt_tokens(params)
@@ -290,9 +310,9 @@ class ChatProcessor:
         """`params` as the engine takes them: bad words as token ids, structured_outputs as a grammar. May be
         called twice.
 
-        Raises RequestError for token ids that the model lacks, for more log probabilities than an answer may hold, for
-        a schema, an expression or a grammar that cannot be served or that forces text the model has no room for, and
-        for params of what the model was not loaded for (`check_runner`).
+        Raises RequestError for token ids that the model lacks, and for more log probabilities than an answer may hold.
+        The same for a schema, expression or grammar that cannot be served or forces too long a text. `check_runner`
+        raises it for params that the model was not loaded for.
         """
         if isinstance(params, PoolingParams):
             self.check_runner("pooling")
@@ -325,8 +345,8 @@ class ChatProcessor:
             raise RequestError(message, "invalid_pooling_parameter", "dimensions")
 
     def largest_image(self, max_tokens: int) -> ImageInput:
-        """Made-up grey with the most tokens, up to `max_tokens`, that any image or pair of frames can get, for memory
-        profiling; where there are videos, with the colours of theirs."""
+        """A grey image for memory profiling, with the most tokens, up to `max_tokens`, that any image or pair of frames
+        can get. If the model takes videos, it has a pair's colour channels."""
         settings = self.image_settings
         if settings is None:
             raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no images")
@@ -362,8 +382,8 @@ class ChatProcessor:
         }
 
     def _decoders(self) -> dict[str, str]:
-        """Versions of the packages that are installed to decode what not everybody sends: another one may give other
-        pixels. FFmpeg and libheif come with their wheels."""
+        """Versions of the installed optional decoders: another one may give other pixels. FFmpeg and libheif come with
+        their wheels."""
         packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.videos is not None)
         return {name: version for name, version in package_versions(packages).items() if version is not None}
 

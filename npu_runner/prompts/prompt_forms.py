@@ -46,8 +46,8 @@ def raw_prompt(item: Any) -> RawPrompt:
 
 
 def plain_ids(prompt: Any) -> Any:
-    """Token ids in an array, or as an array's numbers, as a list of Python's own integers. Whatever else it is stays,
-    for who checks it to name."""
+    """Token ids of an array, or array numbers, as a list of Python integers. Anything else is returned unchanged; later
+    checks name it."""
     if isinstance(prompt, (str, bytes, bytearray, memoryview, Mapping)):
         return prompt
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt

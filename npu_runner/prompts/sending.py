@@ -1,6 +1,6 @@
-"""Makes a caller's images fit to travel to a worker process. Decodes only what has to be.
+"""Packs a caller's images for a worker process. Decodes as little as possible. Knows no prompts.
 
-Encoded bytes travel as they are, and so does the file of a PIL image that was opened and not read yet: the worker
+Encoded bytes travel as they are, and so does the file of a PIL image that was opened and not yet read. The worker
 decodes them. A PIL image whose pixels the caller has already is made upright RGB here and travels as these pixels.
 """
 
@@ -84,8 +84,8 @@ def _sendable(image: Any, where: str, max_source_pixels: int) -> Any:
 
 
 def unread_file(image: Image.Image) -> bytes | None:
-    """The file of an image that is not decoded yet; None if there is none, or if its bytes would decode to something
-    else than the image (a later frame, a smaller draft, an orientation that was changed)."""
+    """The file of an image that is not decoded yet. None if there is none, or if its bytes would decode to another
+    image (a later frame, a smaller draft, a changed orientation)."""
     file = getattr(image, "fp", None)
     if not isinstance(image, ImageFile.ImageFile) or not image.tile or file is None:
         return None

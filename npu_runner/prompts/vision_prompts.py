@@ -1,11 +1,20 @@
-"""Puts a prompt's images and videos in the place of their placeholders. Knows no chat template and no text."""
+"""Puts a prompt's images and videos in the place of their placeholders. Knows no chat template and no pixels.
+
+A video's place takes its pairs of frames, each behind the time it is shown at: the text of transformers' Qwen3-VL
+processor. Positions are M-RoPE's, three for each token: the Qwen2-VL report, section 2.1 (arXiv 2409.12191), with
+Qwen3-VL's rule that every image is one time step.
+
+T prompt tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -13,14 +22,66 @@ from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.media import Media
-from npu_runner.prompts.media.mrope import mrope_positions
-from npu_runner.prompts.media.videos import Video, no_videos
-from npu_runner.prompts.text.text_length import TextLength
-from npu_runner.prompts.video_prompts import Shown, VideoPrompts
+from npu_runner.prompts.media.video_settings import VideoSettings, read_video_settings
+from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
+from npu_runner.prompts.text.tokenizer import TextLength
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 
 Seen = bytes | Image.Image | Media | Video
 """An image or a video."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image in a prompt, with the tokens that are written around it for its sake."""
+
+    image: ImageInput
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.before) + self.image.num_tokens + len(self.after)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoPrompts:
+    """`start_id`, `end_id`: the tokens around each pair; `video_token`: id and text of a video's placeholder."""
+
+    tokenizer: Tokenizer
+    settings: VideoSettings
+    video_token: tuple[int, str]
+    start_id: int
+    end_id: int
+
+    def show(self, data: bytes, check_tokens: Callable[[int], None]) -> list[Shown]:
+        """An encoded video. `check_tokens` hears of its tokens before they are decoded. Raises RequestError."""
+        video: VideoInput = prepare_video(data, self.settings, check_tokens=check_tokens)
+        return [
+            Shown(pair, (*self._written(f"<{seconds:.1f} seconds>"), self.start_id), (self.end_id,))
+            for pair, seconds in zip(video.pairs, video.timestamps, strict=True)
+        ]
+
+    def _written(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read_video_prompts(
+    folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, fps: float | None, max_frames: int | None
+) -> VideoPrompts:
+    """Of a checkpoint whose family sees videos. Raises ModelError where its files do not say how."""
+    tokens: dict[str, tuple[int, str]] = {}
+    for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        token_id = config.get(name)
+        token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+        if token is None:
+            raise ModelError(f"config.json's {name} {token_id!r} is no token of tokenizer.json")
+        tokens[name] = token_id, token  # type: ignore[assignment]
+    return VideoPrompts(
+        tokenizer=tokenizer, settings=read_video_settings(folder, config, fps=fps, max_frames=max_frames),
+        video_token=tokens["video_token_id"], start_id=tokens["vision_start_token_id"][0],
+        end_id=tokens["vision_end_token_id"][0],
+    )  # fmt: skip
 
 
 class VisionPrompts:
@@ -185,3 +246,41 @@ def _expand_placeholders(
             expanded.extend([token] * shown.image.num_tokens)
             expanded.extend(shown.after)
     return expanded, images, spans
+
+
+def asks_for_mrope(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's config.json names an `mrope_section`; families that have a default know it themselves."""
+    text_config = config.get("text_config") or config
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = text_config.get(name)
+        if isinstance(rope, Mapping) and "mrope_section" in rope:
+            return True
+    return False
+
+
+def mrope_positions(
+    num_tokens: int, spans: Sequence[ImageSpan], grids_thw: Sequence[tuple[int, int, int]], merge_size: int
+) -> tuple[np.ndarray, int]:
+    """Positions int32 (3, T) and the delta: token i after the prompt has position i + delta in all three rows.
+
+    Text counts up in all rows. An image's tokens share one time. Its rows and columns count from that number. The text
+    after it continues past the image's longer side. `spans` are in prompt order; grids by image_index.
+    """
+    positions_3T = np.empty((3, num_tokens), dtype=np.int32)
+    next_position, token = 0, 0
+    for span in spans:
+        num_text = span.start - token
+        positions_3T[:, token : span.start] = np.arange(next_position, next_position + num_text)
+        next_position += num_text
+        _, grid_height, grid_width = grids_thw[span.image_index]
+        height, width = grid_height // merge_size, grid_width // merge_size
+        assert height * width == span.num_tokens, f"{span.num_tokens} tokens for {height}x{width} merged patches"
+        end = span.start + span.num_tokens
+        positions_3T[0, span.start : end] = next_position
+        positions_3T[1, span.start : end] = next_position + np.repeat(np.arange(height), width)
+        positions_3T[2, span.start : end] = next_position + np.tile(np.arange(width), height)
+        next_position += max(height, width)
+        token = end
+    positions_3T[:, token:] = np.arange(next_position, next_position + num_tokens - token)
+    next_position += num_tokens - token
+    return positions_3T, next_position - num_tokens

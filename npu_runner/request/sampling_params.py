@@ -14,6 +14,8 @@ from npu_runner.request.limits import LIMITS, check_count, shown
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 MAX_TOP_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 16
+"""Of a raw prompt where nobody says any: OpenAI's and vLLM's, for /v1/completions and `LLM.generate` alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class SamplingParams:
     n: int = 1
     """Completions per prompt; each is a sequence of its own, seeded with `seed + index`."""
     max_tokens: int | None = None
-    """Most tokens to generate; None: as many as the model's context leaves."""
+    """Most tokens to generate. None, in `LLM`: the checkpoint's max_new_tokens, then 16 for `generate` and what the
+    model's length leaves for `chat`; in the engine what the length leaves."""
     min_tokens: int = 0
     """Neither EOS nor a stop token may be sampled, nor a stop string end the text, before this many tokens."""
     temperature: float = 1.0

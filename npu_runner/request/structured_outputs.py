@@ -14,6 +14,8 @@ from npu_runner.request.limits import LIMITS, check_count, plain_json, shown
 NAME = "structured_outputs"
 _CODE = "invalid_structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+JSON_KINDS = ("json", "json_object")
+"""Those whose answer is JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,14 @@ class StepLogprobs:
     """Log probabilities of a step's rows, one generated position each.
 
     records: int32 (L, 1 + 2 * K): the sampled token's log probability as bits, the K most probable token ids, best
-    first, the bits of their log probabilities. places: where each row's record lies, -1 for a row that did not ask.
+    first, the bits of their log probabilities. places: where each row's record lies, -1 for a row without one.
     """
 
     places: list[int]
     records: np.ndarray
 
     def packed(self, row: int, num_top: int) -> bytes:
-        """The row's record with only the first `num_top` tokens; nothing where it did not ask."""
+        """The row's record with only the first `num_top` tokens; empty if it has none."""
         place, most = self.places[row], self.records.shape[1] // 2
         if place < 0:
             return b""
@@ -48,9 +48,9 @@ class StepLogprobs:
 class ModelRunnerOutput:
     """One step's result, row by row of the batch that asked for it.
 
-    `sampled_token_ids[i]` is the sampler's NO_TOKEN or ALL_BANNED for a row that has none. Where some row is a chunk
-    that ends before its prompt does, or brings several tokens, it is a list for each row, and empty for such a chunk.
-    `problems`: why a row has no token, where that is known.
+    `sampled_token_ids[i]` is the sampler's NO_TOKEN or ALL_BANNED for a row that has none. If a row is a chunk before
+    its prompt's end, or has several tokens, there is a list for each row, empty for such a chunk. `problems`: why a row
+    has no token, if known.
     """
 
     sampled_token_ids: Sequence[int] | Sequence[list[int]]
@@ -96,7 +96,7 @@ class StateInfo:
 
 @dataclass(frozen=True)
 class RunnerInfo:
-    """What the engine must know of a runner that is ready."""
+    """Facts of a loaded runner, for the engine."""
 
     num_blocks: int
     block_size: int
@@ -109,7 +109,7 @@ class RunnerInfo:
     max_image_tokens: int
     uses_mrope: bool
     num_steps_under_way: int
-    """Most steps handed over before the oldest is collected: 2 with async_scheduling, else 1."""
+    """Most steps submitted before the oldest is collected: 2 with async_scheduling, else 1."""
     sliding_window: int | None
     """The most tokens that any layer sees; None where one sees all. Blocks behind it may be given back."""
     ledger: str
@@ -138,7 +138,7 @@ class ModelRunnerBase(ABC):
     def get_model(self) -> nn.Module: ...
 
     def execute_model(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
-        """Run one step. Only the rank that samples returns an output."""
+        """Run one step, with nothing else under way. Only the rank that samples returns an output."""
         return self.collect(self.submit(batch))
 
     @abstractmethod
@@ -156,5 +156,5 @@ class ModelRunnerBase(ABC):
     @abstractmethod
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
-        """Drive the real prefill and decode code with made-up requests: `batch_size` prompts of together
-        `num_tokens` tokens, then `expected_decode_len` decode steps; only the decode steps while capturing."""
+        """Run the real prefill and decode code with made-up requests: `batch_size` prompts of together `num_tokens`
+        tokens, then `expected_decode_len` decode steps. While capturing, only the decode steps."""

@@ -3,10 +3,10 @@
 Knows slots and numbers of blocks; nothing of who holds them. Slots are the scheduler's; behind them one more, whose row
 is the null block throughout: for the padded rows of a graph.
 
-What a step is to read is gathered row by row into memory that stays where it is, so that graphs read it there. While
-the same slots are read, what is new is written to both by one launch, and nothing is gathered; a step without
-news launches nothing. All of it is queued before the step's forward: the device works in order, so a step under way has
-read its rows before those of the next are written.
+A step's rows are gathered into memory with a fixed address, so that graphs can read them. While the slots stay the
+same, one launch writes new entries to both places, and nothing is gathered. A step without new entries launches
+nothing. All of it is queued before the step's forward. The device works in order, so a step under way has read its rows
+before the next step's are written.
 
 S slots, the null one included, R rows of a step at most, B rows of a step, W blocks of the longest sequence, N entries
 that are new.
@@ -26,8 +26,8 @@ NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class TableNews(NamedTuple):
-    """`flat`, int32: the places of `num_entries` entries, as the bits of int64, their blocks, and the slots whose rows
-    are to be gathered: all of the step's or none. Empty where nothing is new."""
+    """`flat`, int32: the places of `num_entries` entries (as the bits of int64), their blocks, and the slots whose rows
+    are gathered (all of the step's, or none). Empty if nothing is new."""
 
     num_entries: int
     flat: np.ndarray
@@ -82,8 +82,8 @@ class BlockTables:
         return rows_N[which], which
 
     def write(self, news: Tensor, num_entries: int, slots_B: np.ndarray) -> Tensor:
-        """Bring the device up to date with the `flat` and `num_entries` that `news` gave for `slots_B`; returns their
-        tables (B, W), which stay as they are until the next call, in the device's order."""
+        """Update the device with the `flat` and `num_entries` that `news` gave for `slots_B`. Returns their tables (B,
+        W), valid until the next call, in the device's order."""
         ends = 2 * num_entries, 3 * num_entries
         if num_entries:
             self._flat.index_copy_(0, news[: ends[0]].view(torch.int64), news[ends[0] : ends[1]])

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_runner.platforms.devices import Memory
 from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError
-from npu_runner.platforms.memory import Memory
 from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.dummy import dummy_decode
@@ -85,11 +85,11 @@ class DecodeBuckets:
                     votes: Votes) -> None:
         """Compile every bucket, largest first; `warm_up(batch_size)` runs it until nothing is compiled any more.
 
-        A graph that any rank kept from an earlier run must agree with `forward` on every rank (`agrees(bucket)`), or
-        all compile it anew: compiling and comparing run collectives, so no rank may go another way than the others.
+        A graph that any rank kept from an earlier run must agree with `forward` on every rank (`agrees(bucket)`).
+        Otherwise all ranks compile it anew: compiling and comparing run collectives, so all ranks must do the same.
 
-        When the device has no resources for one more graph, what fits is kept. Smaller batches are then padded to the
-        smallest graph there is, which costs less than to launch each operator; without any graph all steps are eager.
+        If the device has no resources for another graph, the graphs that fit are kept. Smaller batches are then padded
+        to the smallest of them, which costs less than launching each operator. Without any graph all steps are eager.
         """
         compiler = self.compiler
         for size in sorted(self.sizes, reverse=True):
@@ -180,8 +180,8 @@ def send(bucket: Bucket, news: np.ndarray, memory: Memory) -> Tensor:
     """Copy the bucket's host arrays to the device, and `news` (int32) with them; returns these there, until the next
     call.
 
-    In one copy, but where there are more news than fit: when a model whose layers all slide has computed a long
-    prompt, the blocks behind its window, given up at once, are told by a copy of their own.
+    One copy, unless `news` is too long for it. That happens if all layers slide and a long prompt frees many blocks
+    behind its window at once; these are sent by a second copy.
     """
     first, end = bucket.num_elements, bucket.num_elements + len(news)
     fits = end <= len(bucket.buffer)

@@ -8,8 +8,8 @@ STEP_PHASES = ("prepare", "launch", "sample", "wait")
 """Of a step: index arrays and their copy to the device; the forward, images included; the sampler; until the sampled
 tokens are in host memory.
 
-On an accelerator `launch` and `sample` only hand out work, and `wait` is what the device still needs when the host has
-nothing left to do. On the CPU the work is done while it is handed out.
+On an accelerator `launch` and `sample` only submit work. `wait` is the time that the device still needs afterwards. On
+the CPU the work is done while it is submitted.
 """
 
 

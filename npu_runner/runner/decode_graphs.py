@@ -52,7 +52,7 @@ class DecodeParts:
     num_blocks: int
     max_model_len: int
     graph_batch_sizes: tuple[int, ...] | None
-    """Those that the user asked for."""
+    """The user's setting."""
     step_timeout_seconds: float
     """After which a rank that does not vote is given up."""
     run_bucket: Callable[[int], None]
@@ -66,7 +66,8 @@ class DecodeParts:
 def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     """Give the steps a graph for every bucket, largest first, as far as the device has room for them.
 
-    What made-up steps leave in the caches is for the caller to clear. `progress` is told each graph that is begun.
+    What made-up steps leave in the caches is for the caller to clear. `progress` is called for each graph that is
+    begun.
     """
     steps, settings = parts.steps, parts.settings
     compiler = steps.platform.make_graph_compiler(_graph_settings(parts))
@@ -77,8 +78,10 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     eager = steps.decode_step.forward
     votes = Votes(steps.tp, parts.step_timeout_seconds)
 
+    order = sorted(buckets.sizes, reverse=True)
+
     def warm_up(batch_size: int) -> None:
-        progress("compiling", f"bucket {batch_size}")
+        progress("compiling", f"bucket {batch_size} (graph {order.index(batch_size) + 1} of {len(order)})")
         own = _why_no_graph(parts, batch_size)
         if own:
             progress("compiling", f"no graph for bucket {batch_size} ({own}), if all ranks do without")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,8 @@ from npu_runner.strategies import LoadStrategy, StagedImages, VisionEmbeddings
 
 @dataclass(frozen=True)
 class StepImages:
-    """What is there of a step's images before the tower: those that were cached, by content hash, and the others in
-    the groups that go through it together. `ahead` has the first group, where it was sent ahead."""
+    """A step's images before the tower: `found`, the cached ones by content hash, and `groups`, which go through it
+    together. `ahead` is the first group, if it was uploaded ahead."""
 
     found: dict[bytes, VisionEmbeddings]
     groups: list[list[ImageInput]]
@@ -33,13 +32,13 @@ class StepImages:
 
 
 class ImageEncoder:
-    """What a strategy's tower makes of images, kept in `cache` as far as that goes.
+    """Computes embeddings of images by a strategy's tower, and keeps them in `cache`.
 
-    max_tokens: the tower takes no more merged tokens at once, unless it is one image. side_stream: where images are
-    sent to the device and cut into patches while the step before runs; None: in front of the tower.
+    max_tokens: most merged tokens in one call of the tower, unless it is one image. side_stream: uploads images and
+    cuts them into patches while the step before runs. None: that is done in front of the tower.
     """
 
-    def __init__(self, strategy: LoadStrategy, model: nn.Module, cache: VisionCache[VisionEmbeddings], max_tokens: int,
+    def __init__(self, strategy: LoadStrategy, model: nn.Module, cache: VisionCache, max_tokens: int,
                  side_stream: SideStream | None = None):
         self._strategy = strategy
         self._model = model
@@ -49,10 +48,10 @@ class ImageEncoder:
         self.num_encoded = 0
 
     def stage(self, images: Sequence[ImageInput]) -> StepImages:
-        """Look for a step's images in the cache, and send those that are not there ahead of the step.
+        """Look for a step's images in the cache, and upload the others ahead of the step.
 
-        Called once the steps before have been handed to the device, before anything waits for them. Chunks of a prompt
-        that sample nothing are not waited for, so it is here that images of one step at most are ahead of others.
+        Called after the steps before have been submitted, before anything waits for them. Chunks that sample nothing
+        are never synchronised, so this function limits uploads to one step's images ahead.
         """
         values = {image.content_hash: self.cache.get(image.content_hash) for image in images}
         groups = self._groups([image for image in images if values[image.content_hash] is None])
@@ -84,7 +83,7 @@ class ImageEncoder:
         return found
 
     def _groups(self, images: Sequence[ImageInput]) -> list[list[ImageInput]]:
-        """As a rule one: only a chunk that has to reach a boundary may touch more images than a step should."""
+        """As a rule one. Only a chunk that must reach a boundary may touch more images than a step should."""
         groups: list[list[ImageInput]] = []
         room = 0
         for image in images:
@@ -119,14 +118,6 @@ def _joined(ahead: SideResult[Sequence[ImageInput]]) -> Sequence[ImageInput]:
     return ahead.join(images.tensors if isinstance(images, StagedImages) else ())
 
 
-class HasBytes(Protocol):
-    @property
-    def num_bytes(self) -> int: ...
-
-
-Value = TypeVar("Value", bound=HasBytes)
-
-
 @dataclass
 class VisionCacheCounters:
     hits: int = 0
@@ -135,20 +126,20 @@ class VisionCacheCounters:
     num_bytes: int = 0
 
 
-class VisionCache(Generic[Value]):
+class VisionCache:
     """Least recently used goes first. A value larger than the whole cache is not kept.
 
-    An image that a prefill chunk was cut through is pinned until the next prefill step, beyond the bound if need be:
-    the tower must not run twice for one image of a prompt under way.
+    An image that a prefill chunk ends in is pinned until the next prefill step, even beyond the bound. So the tower
+    does not run twice for one image of a prompt.
     """
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
         self.counters = VisionCacheCounters()
-        self._values: OrderedDict[bytes, Value] = OrderedDict()
-        self._pinned: dict[bytes, Value] = {}
+        self._values: OrderedDict[bytes, VisionEmbeddings] = OrderedDict()
+        self._pinned: dict[bytes, VisionEmbeddings] = {}
 
-    def get(self, content_hash: bytes) -> Value | None:
+    def get(self, content_hash: bytes) -> VisionEmbeddings | None:
         value = self._pinned.get(content_hash) or self._values.get(content_hash)
         if value is None:
             self.counters.misses += 1
@@ -158,7 +149,7 @@ class VisionCache(Generic[Value]):
         self.counters.hits += 1
         return value
 
-    def put(self, content_hash: bytes, value: Value) -> None:
+    def put(self, content_hash: bytes, value: VisionEmbeddings) -> None:
         assert content_hash not in self._values, "encoded twice"
         if value.num_bytes > self.max_bytes:
             return
@@ -169,7 +160,7 @@ class VisionCache(Generic[Value]):
             self.counters.num_bytes -= evicted.num_bytes
             self.counters.evictions += 1
 
-    def pin_only(self, values: dict[bytes, Value]) -> None:
+    def pin_only(self, values: dict[bytes, VisionEmbeddings]) -> None:
         """Hold `values` whatever happens, and none of those pinned before."""
         self._pinned = values
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from npu_runner.config import GIB, MIB
-from npu_runner.core.sliding import most_blocks
-from npu_runner.errors import OutOfMemoryError
+from npu_runner.core.block_manager import most_blocks
+from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.states import StatePlan, StateShape, plan_states, size
 
@@ -38,6 +38,17 @@ class KVCachePlan:
     num_blocks: int
     max_model_len: int
     ledger: str
+
+
+def check_kv_cache_bytes(wanted: int | None, free: int | None, num_sharing: int) -> None:
+    """Raises ConfigError for a size that was asked for and cannot be there, whatever else is taken.
+
+    `free`: bytes of the memory, None where they are not known; `num_sharing`: ranks that take as much of it each.
+    """
+    if wanted is not None and free is not None and wanted * num_sharing > free:
+        each = f" for each of {num_sharing} ranks" if num_sharing > 1 else ""
+        raise ConfigError(f"kv_cache_bytes {size(wanted)}{each}: {size(free)} of memory is free; lower it, or see what "
+                          "else takes memory")
 
 
 def plan_kv_cache(

@@ -1,6 +1,6 @@
-"""Device memory: what the worst step takes of it; where it runs out after all, a second try, then an error that helps.
+"""Device memory: what the worst step takes. If it still runs out: a second try, then an error with a remedy.
 
-Knows one memory; nothing of models or of what is to be stored. It is told what may be released.
+Knows one memory, and a callback that frees caches; nothing of models or of what is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import nn
 
 from npu_runner.errors import OutOfMemoryError
-from npu_runner.platforms.memory import Memory, MemoryInfo
+from npu_runner.platforms.devices import Memory, MemoryInfo
 from npu_runner.runner.base import MemoryProfile
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,10 @@ class MemoryGuard:
             self._is_starting = False
 
     def step(self, run: Callable[[], T], what: Callable[[], str], *, why_once: str | None = None) -> T:
-        """`run()`, which changes nothing that a second call would not do again in the same way, unless `why_once` says
-        why it is not to be called again.
+        """`run()`, repeated once if memory runs out. It must be repeatable; otherwise `why_once` gives the reason.
 
-        Raises OutOfMemoryError when memory runs out in the second try, too. While starting there is none: what does not
-        fit then does not fit. What cannot be repeated fails at once, but leaves the caches given back.
+        Raises OutOfMemoryError if memory runs out in the second try, too. There is no second try while starting. What
+        cannot be repeated fails at once, after the caches have been freed.
         """
         if self._is_starting:
             return run()

@@ -33,16 +33,15 @@ from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
 from npu_runner.runner.images import ImageEncoder, VisionCache
-from npu_runner.runner.kv_cache import KVCacheShape, cache_window, fit_states, plan_kv_cache
+from npu_runner.runner.kv_cache import KVCacheShape, cache_window, check_kv_cache_bytes, fit_states, plan_kv_cache
 from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import resolve_settings
-from npu_runner.runner.states import StatePool, StateShape
+from npu_runner.runner.states import StatePool, StateShape, size
 from npu_runner.runner.step import StepRunner, StepUnderWay
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.sampling.token_constraints import ConstrainedRows
-from npu_runner.strategies import VisionEmbeddings
-from npu_runner.strategies.opened import OpenedCheckpoint
+from npu_runner.strategies import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +51,8 @@ _ROWS_AHEAD, _TOKENS_A_ROW_AHEAD = 4, 8
 class ModelRunner(ModelRunnerBase):
     """Ready to serve once constructed. `tp` is this rank's place in an initialised process group.
 
-    `progress(phase)` reports what the rank is doing. `wants_grammars` is asked while it
-    loads: once a request that will come brings a grammar, what all grammars share is made beside that.
+    `progress(phase)` is called with what the rank is doing, some hundred times at most. `wants_grammars` is called
+    while it loads; once it is true, the token table of grammars is built beside the load.
     """
 
     def __init__(self, checkpoint: OpenedCheckpoint, tp: TensorParallel | None = None,
@@ -83,11 +82,14 @@ class ModelRunner(ModelRunnerBase):
         # A prompt is shorter than max_model_len, and an image is never longer than its prompt.
         most_tokens = max(1, self.max_model_len - 1)
         self.largest_image = checkpoint.processor.largest_image(most_tokens) if self.strategy.is_multimodal else None
-        self.vision_cache: VisionCache[VisionEmbeddings] = VisionCache(self.config.cache.vision_cache_bytes)
+        self.vision_cache = VisionCache(self.config.cache.vision_cache_bytes)
         self.guard = MemoryGuard(self.platform.memory, self.vision_cache.release, can_retry=self.tp.size == 1)
         # With one step after the other there is nothing that could be sent ahead of it.
         is_of_use = self.strategy.is_multimodal and self._schedules_ahead
         self._side_stream = self.platform.memory.side_stream() if is_of_use else None
+        check_kv_cache_bytes(self.config.cache.kv_cache_bytes, self.platform.memory.free_bytes(),
+                             # Where memory is no device's own, ranks share the host's.
+                             num_sharing=self.tp.size if self.platform.memory.info() is None else 1)
         self._start()
 
     def _start(self) -> None:
@@ -112,10 +114,16 @@ class ModelRunner(ModelRunnerBase):
 
     def _enter(self, phase: str, what: str = "") -> None:
         """`what` of a phase is begun; the start's seconds are booked by phase."""
-        self._phase = f"{phase} {what}".rstrip()
-        self._report_phase(self._phase)
+        self._report(f"{phase} {what}".rstrip())
         if not self._is_ready:
             self._start_clock.enter(phase)
+
+    def _report(self, phase: str) -> None:
+        self._phase = phase
+        self._report_phase(phase)
+
+    def _report_weights(self, num_read: int, num_bytes: int) -> None:
+        self._report(f"loading weights: {size(num_read)} of {size(num_bytes)}")
 
     # -- start-up --------------------------------------------------------------------------------------------------
 
@@ -142,7 +150,7 @@ class ModelRunner(ModelRunnerBase):
         if self.config.load_format == "dummy":
             fill_with_random_weights(self.model, self.config.seed)
         else:
-            with CheckpointReader(self.checkpoint.path) as reader:
+            with CheckpointReader(self.checkpoint.path, self._report_weights) as reader:
                 self.strategy.load_weights(self.model, reader, self.model_config)
         self.model.requires_grad_(False).eval()
         self.windows = resolve_windows(self.model, self.settings.max_model_len)
@@ -260,7 +268,7 @@ class ModelRunner(ModelRunnerBase):
             steps.append(dummy_decode(batch_size, min(context_len, self.max_model_len)))
         with torch.inference_mode(), self._serving_state_aside(batch_size):
             for step in steps:
-                self.steps.run(step)
+                self.execute_model(step)
 
     def _images_of_dummy_run(self, num_tokens: int, batch_size: int) -> list[ImageInput]:
         if self.largest_image is None:
@@ -272,28 +280,27 @@ class ModelRunner(ModelRunnerBase):
 
     @contextmanager
     def _serving_state_aside(self, batch_size: int) -> Iterator[None]:
-        """Serving's counters and cached values are put aside inside, and restored afterwards.
+        """Serving's counters, cached values and rules are put aside inside, and restored afterwards.
 
         Made-up steps take the slots of sequences that may run, and make the sampler count tokens: memory that many a
         job never needs.
         """
         steps = self.steps
-        kept = steps.sampler, steps.image_encoder, steps.clock
+        kept = steps.sampler, steps.image_encoder, steps.clock, self._matchers.asked
         tokens_S = steps.last_tokens_S.clone()
-        steps.sampler, steps.clock = self._make_sampler(), PhaseClock()
+        steps.sampler, steps.clock, self._matchers.asked = self._make_sampler(), PhaseClock(), {}
         steps.image_encoder = self._make_image_encoder(VisionCache(self.config.cache.vision_cache_bytes))
         try:
             states_aside = self.states.aside(batch_size) if self.states and self._is_ready else nullcontext()
             with steps.tables.aside(), states_aside:
                 yield
         finally:
-            steps.sampler, steps.image_encoder, steps.clock = kept
+            steps.sampler, steps.image_encoder, steps.clock, self._matchers.asked = kept
             steps.last_tokens_S.copy_(tokens_S)
 
     def info(self) -> RunnerInfo:
-        """What the engine needs to know once the runner is ready."""
-        description = {"dtype": self.settings.dtype, "graph_mode": self.settings.graph_mode,
-                       "attention": self.attention.name}
+        """Facts for the engine, once the runner is ready."""
+        description = {**self.settings.describe(), "attention": self.attention.name}
         if self.model_config.pooling is not None:
             description["pooling"] = self.model_config.pooling.describe()
         if self.gated_delta is not None:
@@ -348,7 +355,7 @@ class ModelRunner(ModelRunnerBase):
     def close(self) -> None:
         """Release graphs, caches and weights, and give the device back what the allocator holds. May be called twice.
 
-        The caller lets go of what it holds of them; tokens of a step that is under way are lost.
+        The caller must drop its references to them. Tokens of a step that is under way are lost.
         """
         if not self._is_ready:
             return
@@ -386,7 +393,7 @@ class ModelRunner(ModelRunnerBase):
                                      hidden_size=self.model_config.hidden_size, **shared)
         return StepRunner(*placed, sampler=self._make_sampler(), **shared)
 
-    def _make_image_encoder(self, cache: VisionCache[VisionEmbeddings]) -> ImageEncoder:
+    def _make_image_encoder(self, cache: VisionCache) -> ImageEncoder:
         return ImageEncoder(self.strategy, self.model, cache, self.max_image_tokens, self._side_stream)
 
     def _most_padding(self, max_num_seqs: int) -> int:

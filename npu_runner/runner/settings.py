@@ -28,6 +28,10 @@ class Settings:
     graph_cache_dir: Path | None
     """None: compiled graphs are not kept."""
 
+    def describe(self) -> dict[str, str]:
+        """Of what shapes an answer, what is decided here."""
+        return {"dtype": self.dtype, "graph_mode": self.graph_mode}
+
 
 def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: Platform) -> Settings:
     """Decide every open setting.

@@ -79,8 +79,8 @@ def plan_states(shape: StateShape, *, budget: int | None, max_num_seqs: int, is_
     """The most sequences, up to `max_num_seqs`, whose states fit `budget` bytes (None: not measured).
 
     `padding_of(max_num_seqs)` rows of a decode graph may be padded. A plan of no sequences means that not even one
-    fits, or not as many as were asked for: it is for the caller to say so. `max_snapshots` None: what is left, and as
-    many as sequences at most.
+    fits, or fewer than requested; the caller reports it. `max_snapshots` None: what is left, and as many as sequences
+    at most.
     """
     if budget is None:
         asked = max_num_seqs + padding_of(max_num_seqs)

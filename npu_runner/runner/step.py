@@ -1,8 +1,8 @@
 """One step of a model that is ready: prepare, launch, sample, collect. Knows nothing of how it was loaded.
 
-`launch` hands the forward to the device, `sample` the sampler: two launches, so that what the sampler needs of the step
-before may come between them. Only `collect` waits. The sampler's tokens stay on the device, in a table by slot: the
-next step reads them there and may be under way before the host knows them.
+`launch` submits the forward, `sample` the sampler: two launches, because the sampler may need tokens of the step
+before. Only `collect` waits. The sampler's tokens stay on the device, in a table by slot. So the next step may be under
+way before the host has them.
 
 B sequences in the step, T tokens in the step, S slots, padding's included, V vocabulary.
 """
@@ -56,8 +56,8 @@ class DecodeStep(nn.Module):
 class PreparedStep:
     """A step whose arrays are on their way to the device. `bucket` is the graph that runs it, None for an eager step.
 
-    `number` must come back with its tokens; `plan` is what the attention backend made for an eager step, `state_plan`
-    what the Gated DeltaNet backend made for a prefill, `images` what a prefill shows.
+    `number` must return with its tokens. `plan` is the attention backend's for an eager step, `state_plan` the Gated
+    DeltaNet backend's for a prefill, `images` those of a prefill.
     """
 
     batch: ScheduledBatch
@@ -72,8 +72,8 @@ class PreparedStep:
 
 @dataclass(frozen=True)
 class Launched:
-    """What a forward that was handed out will give: `last_BX` of the rows whose tokens are all there, logits (B, V) or
-    hidden states (B, D), which the step goes on with; `prompt_scores` where log probabilities of prompts are wanted."""
+    """The results of a submitted forward. `last_BX`: logits (B, V) or hidden states (B, D) of rows with all their
+    tokens. `prompt_scores`, if log probabilities of prompts are requested."""
 
     last_BX: Tensor
     prompt_scores: PromptScores | None = None
@@ -101,7 +101,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class StepUnderWay:
-    """A step that was handed to the device. `sampled` is None where this rank, or the step, samples nothing; then there
+    """A step that was submitted to the device. `sampled` is None if this rank, or the step, samples nothing. Then there
     is a `mark`, if the next step changes what this one may still read."""
 
     step: PreparedStep
@@ -156,10 +156,6 @@ class StepRunner:
         assert self.buckets is None, "graphs read the block tables where they are"
         self.tables = BlockTables(self.max_num_seqs, -(-max_model_len // self.block_size), self.device)
 
-    def run(self, batch: ScheduledBatch) -> ModelRunnerOutput | None:
-        """All of a step, one thing after the other. None on ranks that do not sample."""
-        return self.collect(self.submit(batch))
-
     def submit(self, batch: ScheduledBatch) -> StepUnderWay:
         """Hand a step to the device, behind those that are under way."""
         self.clock.start("prepare")
@@ -202,8 +198,8 @@ class StepRunner:
         return output
 
     def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
-        """Register who entered or left a slot, once a step. Returns what the rows that sample bring: `uniforms`, (B,)
-        float32."""
+        """Register the sequences that entered or left a slot, once a step. Returns `uniforms`, (B,) float32, of the
+        rows that sample."""
         if self.sampler is None:
             return {"uniforms": np.zeros(int(batch.samples_B.sum()), dtype=np.float32)}
         for slot in batch.freed_slots:
@@ -287,8 +283,8 @@ class StepRunner:
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _mark(self, step: PreparedStep, result: StepResult | None) -> Mark | None:
-        """Where a later step asks whether this one has run, and nothing else can tell. Of one between two replays, too:
-        the second one asks it alone."""
+        """A mark, if a later step must know whether this one has run, and no result shows it. Also for a step between
+        two replays: the second replay checks only that."""
         if result is not None or not self._waits_for_replay:
             return None
         return Mark(self.platform.memory.download(step.tensors["context_lens"][:1]))

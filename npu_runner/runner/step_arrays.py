@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.memory import Memory
+from npu_runner.platforms.devices import Memory
 
 SAMPLER_ARRAYS = ("slots", "uniforms", "receipts")
 """What the sampler takes of each row that samples, beside its logits."""

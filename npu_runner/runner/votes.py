@@ -1,4 +1,5 @@
-"""What all ranks must do alike while they start, though only one of them may know why. Knows no device and no model."""
+"""Decisions of a start that must be the same on all ranks, though only one may know the reason. Knows no device and no
+model."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _LOOK_SECONDS = 0.005
 class Votes:
     """Held through the store of the process group, from host to host.
 
-    A collective would do only where all is well: one rank's device may wait in another one that its peer never joins.
-    Every rank asks the same questions in the same order.
+    A collective would work only without failures: one rank's device may wait in another collective that its peer never
+    joins. Every rank holds the same votes in the same order.
     """
 
     def __init__(self, tp: TensorParallel, timeout_seconds: float):

@@ -1,12 +1,15 @@
 """Chooses the next token of every row of a step, in batched passes on the device.
 
-A sequence registers once with its slot; from then on neither its parameters nor its tokens cross again, but for rows
-with bad words of several tokens: they are told their last token before the next one is chosen. What only some rows ask
-for is done for those rows alone. Knows nothing of when a sequence ends or what its text is.
+A sequence registers once with its slot. After that neither its parameters nor its tokens are copied again. Only rows
+with bad words of several tokens get their last token before the next one is chosen. Work that only some rows need is
+done for those rows alone. Knows nothing of when a sequence ends or what its text is.
+
+Where all rows of a decode graph draw from the whole of the model's own distribution or take its most probable token,
+which is most steps of most jobs, one recorded launch does it (`RecordedDraw`).
 
 Shapes: B rows of the step, A of them whose logits are adjusted, L of them that want log probabilities, G rows of one
-group, V vocabulary, K most top logprobs any row wants, C rows with a mask, W 32-bit words of a mask; a 1 is a kept
-dim.
+group, V vocabulary, K most top logprobs any row wants, C rows with a mask, W 32-bit words of a mask, P rows of a
+graph, padded ones included, S slots; a 1 is a kept dim.
 """
 
 from __future__ import annotations
@@ -19,20 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.ops import AllowedDraw
-from npu_runner.platforms.torch_ops import TokenLookUp
+from npu_runner.platforms.ops import AllowedDraw, TokenLookUp
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.prompt_inputs import Thinking
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling import sampling_ops as ops
-from npu_runner.sampling.bad_words import Watch
-from npu_runner.sampling.recorded_draw import RecordedDraw, Recorder
+from npu_runner.sampling.logit_rules import Watch
 from npu_runner.sampling.sampling_plan import DrawGroup, StepPlan
 from npu_runner.sampling.sampling_state import Field, SamplingState
 from npu_runner.sampling.token_constraints import ConstrainedRows, TokenConstraint
 
 NO_TOKEN, ALL_BANNED = -1, -2
 """In the place of a token: the logits are no numbers; no token is left that may come."""
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""`GraphCompiler.record`."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ class SamplerOutput:
 
     token_ids_B: Tensor
     next_input_ids_B: Tensor
-    """int32 on the device, the same with some valid token where there is none: the next step may be under way before
-    the host has seen that."""
+    """int32 on the device, the same with a valid token for rows that have none: the next step may run before the host
+    notices."""
     logprobs: LogprobsTensors | None
     """None when no row asked."""
     logprob_rows: np.ndarray
@@ -105,12 +108,12 @@ class HostSample:
 class Sampler:
     """Per-slot sampling state on one device. A slot is a row 0..max_num_seqs-1 that a running sequence holds.
 
-    Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words),
-    the masks of grammars and of spent thinking, then the argmax for temperature 0, else temperature, top_k, top_p,
-    min_p and one draw by inverse CDF. Where probabilities are equal the lower token id comes first in the kept sets,
-    and in the argmax where the device's own keeps that order (CPU and CUDA; Ascend documents none). The token depends
-    on the row's logits, parameters, seed and history alone, not on its slot or its neighbours: where the platform has a
-    draw of its own for rows that draw from the whole vocabulary, all of these take it in every step.
+    Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words), masks of
+    grammars and of spent thinking. Then the argmax for temperature 0; otherwise temperature, top_k, top_p, min_p and
+    one draw by inverse CDF. Of equal probabilities the lower token id comes first in the kept sets. The argmax keeps
+    that order if the device's own does (CPU and CUDA; Ascend documents none). The token depends only on the row's
+    logits, parameters, seed and history, not on its slot or other rows. So rows that draw from the whole vocabulary use
+    the platform's draw, if it has one, in every step.
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
@@ -174,9 +177,9 @@ class Sampler:
                  host_slots: np.ndarray, graph_size: int | None = None) -> SamplerOutput:
         """One token per row. logits_BV (any float type) is left as it is; host_slots says slots_B on the host.
 
-        receipts_B: int32 on the device, brought back with the tokens. What was sent with the step's own inputs shows
-        that the device ran this step, and that the tokens are not what an earlier one left in its memory.
-        graph_size: rows of the decode graph that made the logits and holds the other tensors, None for an eager step.
+        receipts_B: int32 on the device, sent with the step's inputs and returned with the tokens. They show that the
+        device ran this step, and that the tokens are not those of an earlier one. graph_size: rows of the decode graph
+        that computed the logits and holds the other tensors, None for an eager step.
         """
         self._tell_tokens()
         constrained = self._constrained.rows(host_slots)
@@ -196,7 +199,7 @@ class Sampler:
 
     def _sample(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, receipts_B: Tensor, plan: StepPlan,
                 masked: Sequence[tuple[int, TokenConstraint]]) -> tuple[SamplerOutput, Tensor]:
-        """Operator by operator, whatever the rows ask for; and their tokens, any where there is none."""
+        """Operator by operator, for any parameters. Also returns the tokens, with any value for rows that have none."""
         words_CW = self._masks_of([each for _, each in masked], logits_BV.device) if masked else None
         if plan.counted is not None:
             slots_B = slots_B.long()
@@ -214,10 +217,10 @@ class Sampler:
         return output, tokens_B1.squeeze(-1)
 
     def _tell_tokens(self) -> None:
-        """Tell rows with bad words, and those that are constrained, what was chosen, as far as it is there.
+        """Pass the chosen tokens, as far as they have arrived, to rows with bad words and to constrained rows.
 
-        Waits for the step before, while the forward of this one is under way, only if a row needs that token: not for a
-        thinking budget that cannot be spent yet.
+        Waits for the step before only if a row needs its token, not for a thinking budget that cannot be spent yet. The
+        forward of this step runs meanwhile.
         """
         must_wait = any(listener.must_know(len(self._untold)) for _, listeners in self._untold
                         for _, listener in listeners)
@@ -229,8 +232,8 @@ class Sampler:
                 listener.observe(tokens[row])
 
     def _compile_draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> None:
-        """The first step, a made-up one, draws whatever it asks for, from the model's logits and from adjusted ones,
-        with and without masks: a kernel is compiled when it is called."""
+        """In the first step, a made-up one, call every variant of the draw: model logits and adjusted ones, with and
+        without masks. A kernel is compiled when it is called."""
         if self._draw_from_softmax is None or self._has_drawn:
             return
         ones_11, uniforms_11 = torch.ones_like(uniforms_B)[:1, None], uniforms_B[:1, None]
@@ -250,8 +253,8 @@ class Sampler:
 
     def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
                 words_CW: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, 1) each: a token per row, any or less than 0 where there is none; int32, there NO_TOKEN or ALL_BANNED;
-        int32, there a valid one."""
+        """(B, 1) each: a token per row; the same in int32; the same in int32. A row without a token has in the first
+        any value, in the second NO_TOKEN or ALL_BANNED, in the third a valid token."""
         drawn_B1 = self._draw_at_once(logits_BV, slots_B, uniforms_B, plan, words_CW)
         if drawn_B1 is not None and self._draws_all_at_once(plan):
             int32_ids_B1 = drawn_B1.to(torch.int32)
@@ -290,8 +293,8 @@ class Sampler:
 
     def _draw_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
                       words_CW: Tensor | None) -> Tensor | None:
-        """A draw for every row as the platform does it, for those that draw so, whatever other rows ask for; None where
-        it leaves that to `_draw`, or no row does."""
+        """The platform's draw for every row; valid for plain rows, whatever other rows need. None if the platform has
+        none, or no row is plain."""
         wants = any(group.is_plain for group in plan.groups) or self._draws_all_at_once(plan)
         if self._draw_from_softmax is None or not wants:
             return None
@@ -312,7 +315,7 @@ class Sampler:
         return self._mask_places[1]
 
     def _adjust(self, logits_BV: Tensor, slots_B: Tensor, plan: StepPlan, words_CW: Tensor | None) -> Tensor:
-        """A copy of the logits of rows that ask for it, after penalties, bias, bans and masks."""
+        """A copy of the logits of adjusted rows, after penalties, bias, bans and masks."""
         assert plan.adjusted is not None, "no row asks for it"
         if plan.masks_alone and words_CW is not None:
             return self._allow_tokens(logits_BV, plan.adjusted.index, words_CW)
@@ -375,3 +378,36 @@ def _logprobs(logits_LV: Tensor, tokens_L1: Tensor, num_top: int) -> LogprobsTen
         top_ids=top_ids,
         top_logprobs=top_LK - log_total_L1,
     )
+
+
+class RecordedDraw:
+    """A call after a step's forward writes the step's tokens to its own memory, valid until the next call.
+
+    flat: int32 (2 * P,) on the device: the tokens, less than 0 if a row has none, then the receipts. next_P: int32, the
+    tokens, with a valid one for rows that have none. A failed call can be repeated: it changes nothing else.
+    """
+
+    def __init__(self, draw: Callable[[Tensor, Tensor, Tensor], Tensor], logits_PV: Tensor,
+                 arrays: Mapping[str, Tensor], temperatures_S: Tensor, recorder: Recorder):
+        """draw: `Ops.softmax_draw` of a platform that draws greedily. logits_PV: where a graph leaves them. arrays: the
+        graph's own of SAMPLER_ARRAYS, (P,) each."""
+        slots_P, uniforms_P, receipts_P = arrays["slots"], arrays["uniforms"], arrays["receipts"]
+        self.num_rows = len(slots_P)
+        self.flat = torch.zeros(2 * self.num_rows, dtype=torch.int32, device=logits_PV.device)
+        self.next_P = torch.zeros(self.num_rows, dtype=torch.int32, device=logits_PV.device)
+        self._logits_PV = logits_PV
+        # What was recorded reads them where they are.
+        self._reads = slots_P, uniforms_P, receipts_P, temperatures_S
+
+        def run() -> None:
+            temperature_P1 = temperatures_S.index_select(0, slots_P)[:, None]
+            tokens_P = draw(logits_PV, temperature_P1, uniforms_P[:, None]).squeeze(-1)
+            torch.cat([tokens_P, receipts_P], out=self.flat)
+            torch.clamp(tokens_P, min=0, out=self.next_P)
+
+        self._run = recorder(run)
+
+    def __call__(self, logits_BV: Tensor) -> None:
+        """logits_BV: the first rows of those that it was made for."""
+        assert logits_BV.data_ptr() == self._logits_PV.data_ptr(), "a recorded draw reads its own graph's logits only"
+        self._run()

@@ -65,7 +65,7 @@ class DrawGroup:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step does beyond the argmax; None and empty where no row asks for it."""
+    """What a step does beyond the argmax; None and empty if no row needs it."""
 
     adjusted: Rows | None
     penalised: Rows | None
@@ -85,8 +85,7 @@ class StepPlan:
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """All rows draw from the whole of the model's own distribution or take its most probable token, and nothing
-        else is asked for."""
+        """All rows draw from the model's whole distribution or take its most probable token, and need nothing else."""
         return self.adjusted is None and self.logprobs is None and all(group.is_plain for group in self.groups)
 
     @functools.cached_property
@@ -113,7 +112,7 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsOfStep:
-    """What each row asks for, on the host; (B,) each."""
+    """Sampling parameters of each row, on the host; (B,) each."""
 
     slots: np.ndarray
     uses_repetition: np.ndarray

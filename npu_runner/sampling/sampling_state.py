@@ -1,9 +1,8 @@
-"""What each running sequence asks of sampling, by slot: numpy on the host, tensors where the device needs them.
+"""Sampling parameters and counts of each running sequence, by slot: numpy on the host, tensors on the device.
 
-Whatever newcomers bring is staged in numpy and crosses in one copy with the next step; a step of the same rows as the
-one before copies nothing, and what changes from step to step the device keeps up by itself. Counts of
-tokens for penalties (slots x vocabulary, 4 bytes each) take memory once a sequence with a penalty joins. Knows nothing
-of logits.
+Entries of new sequences are staged in numpy and sent in one copy with the next step. A step of the same rows as the one
+before copies nothing; the device updates what changes from step to step. Token counts for penalties (slots x
+vocabulary, 4 bytes each) are allocated when a sequence with a penalty joins. Knows nothing of logits.
 
 Shapes: S slots, B rows of the step, G of one group, F fields, V vocabulary, R newcomers with penalties, N distinct
 tokens of theirs.
@@ -22,8 +21,7 @@ from torch import Tensor
 from npu_runner.errors import RequestError
 from npu_runner.platforms.transfers import upload_together
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.sampling.bad_words import Watch
-from npu_runner.sampling.logit_rules import LogitRules, RuleTable, logit_rules
+from npu_runner.sampling.logit_rules import LogitRules, RuleTable, Watch, logit_rules
 from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, draw_class
 
 _REACHED = 1.0 - 2.0**-20  # a set that is short of top_p by rounding alone has reached it

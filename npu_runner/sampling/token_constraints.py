@@ -1,7 +1,7 @@
-"""Which tokens may come next in one sequence: none but its grammar's, or the end of its thinking. Lives on the host.
+"""Which tokens may come next in one sequence: those of its grammar, or the end of its thinking. Lives on the host.
 
-Rows that are constrained are told their last token before their next mask is made, as those with bad words are. What is
-told may also be told again from the start: a sequence that comes back brings its tokens with it. Knows no tensors.
+Constrained rows get their last token before their next mask is made, as rows with bad words do. A sequence that returns
+is rebuilt from all its tokens. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TokenConstraint:
         self._matcher: LLMatcher | None = None
         """A copy of the built one, from the first token of the answer on."""
         self._unfollowed: list[int] = []
-        """Tokens of the answer that the matcher has not been told of."""
+        """Tokens of the answer that the matcher has not consumed yet."""
         self._phase = _Phase.ANSWER
         if self._tokens is not None and thinking != "closed":
             self._phase = _Phase.THINKING if thinking == "open" else _Phase.START
@@ -66,7 +66,7 @@ class TokenConstraint:
             self._unfollowed.append(token)
 
     def must_know(self, num_untold: int) -> bool:
-        """Whether its next mask may depend on the last tokens, so many at most, that it was not told of."""
+        """Whether its next mask may depend on the last `num_untold` tokens, which it has not observed yet."""
         if self._has_grammar:
             return self._phase is not _Phase.OVER
         may_think = self._phase in (_Phase.START, _Phase.THINKING)
@@ -84,8 +84,8 @@ class TokenConstraint:
         return self._most_thinking is not None and self._num_thought >= self._most_thinking
 
     def matcher(self) -> LLMatcher | None:
-        """What says which tokens may come, told of all tokens so far; None where `fill` needs none. Waits until it is
-        built: a sequence comes here once it is, but for one whose matcher was put out meanwhile."""
+        """The matcher after all tokens so far; None if no mask of a grammar is needed. Waits until it is built; a
+        sequence waits here only if its matcher was evicted meanwhile."""
         if self.grammar is None or self._phase is _Phase.THINKING or self.problem is not None:
             return None
         if self._matcher is None:

@@ -1,8 +1,8 @@
 """Who is to blame for a death, for jobs, `LLM` and Ray Data alike. Knows nothing of processes, nor of what is in a row.
 
-A row that was under way in MAX_DEATHS deaths of replicas runs alone from then on. One that was alone under way is given
-up: at once where its step failed with an error, else (a rank or a replica was killed, a device failed) with the
-MAX_DEATHS-th death, since somebody else may have killed it.
+A row that was under way in MAX_DEATHS deaths of replicas runs alone from then on. A row that was alone under way is
+given up at once if its step failed with an error. If a rank or a replica was killed, or a device failed, the cause may
+lie outside; it is given up at the MAX_DEATHS-th death.
 """
 
 from __future__ import annotations

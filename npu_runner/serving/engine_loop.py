@@ -11,14 +11,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.outputs import EngineStats, RequestOutput
-from npu_runner.request.pooling_params import PoolingParams
-from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.replica import FinishedRow
+
+if TYPE_CHECKING:  # torch comes with it, and is loaded by whoever makes one
+    from npu_runner.engine.llm_engine import LLMEngine
 
 # Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
 _LEAST_WAITING_REQUESTS = 64
@@ -27,23 +27,10 @@ _WAITING_SHARE = 4
 MAX_WAITING_BYTES = 1 << 29
 
 
-class Engine(Protocol):
-    """What serving needs of LLMEngine."""
-
-    @property
-    def max_num_seqs(self) -> int: ...
-    def add_request(self, request_id: str, prompt: PromptInputs | Sequence[PromptInputs],
-                    params: SamplingParams | PoolingParams) -> None: ...
-    def abort_request(self, request_id: str) -> None: ...
-    def step(self) -> list[RequestOutput]: ...
-    def has_unfinished_requests(self) -> bool: ...
-    def stats(self) -> EngineStats: ...
-
-
 @dataclass(frozen=True)
 class Flight:
-    """A request on its way through the engine. `number`: its index; `num_sequences`: completions that were asked for;
-    `row`: what else its endpoint needs to write its answer."""
+    """A request on its way through the engine. `number`: its index; `num_sequences`: its completions; `row`: what else
+    its endpoint needs to write its answer."""
 
     number: int
     num_sequences: int = 1
@@ -110,9 +97,9 @@ def max_waiting_requests(max_num_seqs: int) -> int:
 
 
 class EngineLoop:
-    """`begun` and `finished` grow; whoever reads them empties them. Everything it holds is bounded."""
+    """`begun` and `finished` grow; their reader empties them. Everything it holds is bounded."""
 
-    def __init__(self, engine: Engine, endpoint: Endpoint):
+    def __init__(self, engine: LLMEngine, endpoint: Endpoint):
         self._engine = engine
         self._endpoint = endpoint
         self._in_flight: dict[str, Flight] = {}

@@ -1,8 +1,8 @@
 """The contract of a replica: raw rows in, finished output bytes out, in any order.
 
-A replica owns engine, ranks and preprocessing workers. Whoever drives replicas owns input, output, manifest and
-progress. It may be this process, another one of this host, or an actor on another host: whatever goes in or comes out
-is picklable, and no file descriptor is part of it. Knows nothing of what is in a row.
+A replica owns engine, ranks and preprocessing workers. The driver owns input, output, manifest and progress. A replica
+may be this process, another one of this host, or an actor on another host. So everything that goes in or out is
+picklable and holds no file descriptor. Knows nothing of what is in a row.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RawRow(NamedTuple):
 class RowRun:
     """Neighbouring rows on their way to a replica, in columns: a million of them cost no million objects.
 
-    table_R4: uint64; index, line, start and num_bytes of each. checksums: one behind the other, all of one length.
-    data: the rows' bytes, likewise; None: the replica reads (start, num_bytes) in the input it was made for.
+    table_R4: uint64; index, line, start and num_bytes of each. checksums: concatenated, all of one length. data: the
+    rows' bytes, concatenated. None: the replica reads (start, num_bytes) in its input.
     """
 
     table_R4: np.ndarray
@@ -85,8 +85,8 @@ class ReplicaFacts:
     max_rows: int
     """Rows that it has use for at a time: served, waiting and being prepared."""
     weights: Mapping[str, str] | None = None
-    """Hashes of the weights that it loaded, a line per file; None: it was made to take the driver's word for them, who
-    sees the same folder."""
+    """Hashes of the weights that it loaded, a line per file. None: it relies on the driver, which reads the same
+    folder."""
     start_seconds: Mapping[str, float] = field(default_factory=dict)
     """Where the start of its engine went, by phase."""
 
@@ -99,6 +99,20 @@ class ReplicaStats:
     wait_seconds: float = 0.0
     """Time in which the model had nothing to do but wait for preprocessing."""
     num_workers_replaced: int = 0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The checkpoint is read but for its weights. `settings`: those of ReplicaFacts that are known by then."""
+
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What the engine does before it is ready, as people read it: `loading weights: 1.20 GiB of 5.60 GiB`."""
+
+    phase: str
 
 
 @dataclass(frozen=True)
@@ -136,7 +150,7 @@ class Progressed:
     stats: ReplicaStats
 
 
-Event = Ready | Begun | Finished | Returned | Progressed
+Event = Opened | Loading | Ready | Begun | Finished | Returned | Progressed
 
 
 class Replica(ABC):
@@ -158,9 +172,10 @@ class Replica(ABC):
     """What is not free for it, as people read it: it is not there, and the driver does not wait for it."""
 
     @abstractmethod
-    def start(self, wake: Callable[[], None]) -> None:
+    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         """Begin to load, elsewhere or in the first `poll`. `wake` is called, from any thread, when `poll` has something
-        new; a replica that works in the caller's thread never calls it."""
+        new; a replica that works in the caller's thread never calls it. That one calls `tell` instead, in `poll`, with
+        Opened and Loading, which cannot wait until `poll` returns; what `tell` raises ends the load."""
 
     @abstractmethod
     def begin(self, terms: Any) -> None:
@@ -180,8 +195,8 @@ class Replica(ABC):
     def poll(self, timeout_seconds: float) -> list[Event]:
         """What has happened since the last call; waits for something at most so long. One in this process works here.
 
-        Raises ReplicaDeadError, after everything that it had said before, when it is dead, and ConfigError or JobError,
-        as one engine alone would, where no other replica could do better (a wrong setting, a changed input).
+        Raises ReplicaDeadError if it is dead, after all its earlier events. Raises ConfigError or JobError if no other
+        replica could do better (a wrong setting, a changed input).
         """
 
     @abstractmethod

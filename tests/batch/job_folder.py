@@ -15,6 +15,9 @@ from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, ScriptedProcessor, read_rows
 
+LEFT = {"out.jsonl", "out.jsonl.manifest.json", "out.jsonl.rows", "out.jsonl.runs.jsonl"}
+"""What a job that has served rows leaves: its output, and what belongs to it."""
+
 
 class Job:
     """A folder with an input, an output and as much of a checkpoint as the job itself looks at."""

@@ -181,7 +181,11 @@ class ScriptedModel:
     processor: Any = field(default_factory=ScriptedProcessor)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
 
-    def load(self, wants_grammars: Any = None) -> ScriptedEngine:
+    def describe(self) -> dict[str, str]:
+        return {"seed": str(self.config.seed)}
+
+    def load(self, wants_grammars: Any = None, progress: Callable[[str], None] = print) -> ScriptedEngine:
+        progress("learning the script")
         return self.make_engine(self.config)
 
 

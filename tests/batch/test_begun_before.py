@@ -53,7 +53,7 @@ def test_an_output_of_an_earlier_version_is_finished(
     output, errors = folder / "out.jsonl", folder / "errors.jsonl"
     before = {path: path.read_bytes() for path in (output, errors)}
     num_suspects = len(json.loads((folder / "out.jsonl.suspects.json").read_text())["rows"])
-    assert num_suspects > 3
+    assert num_suspects > 1
     monkeypatch.chdir(folder)
     assert main(["batch", "-i", "in.jsonl", "-o", "out.jsonl", *OPTIONS]) == 3, "some rows fail"
     for path, data in before.items():

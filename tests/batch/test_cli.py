@@ -66,6 +66,11 @@ def test_options_become_values_of_the_right_type(arguments: str, name: str, valu
     assert flat_values(RunnerConfig.from_keywords(**parsed(*arguments.split())))[name] == value
 
 
+def test_names_of_settings_are_given_one_by_one() -> None:
+    given_names = parsed("--accept-changed", "seed", "--accept-changed", "dtype", settings=BatchOptions)
+    assert BatchOptions.from_keywords(**given_names).accept_changed == ("seed", "dtype")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -84,6 +89,21 @@ def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFi
         cli.main(arguments)
     assert caught.value.code == 2
     assert "usage: npu-runner" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "meant"), [
+    ("--gpu-memory-utilization=0.5", "--memory-utilization"), ("--max-token", "--max-model-len"),
+    ("--repot", "--report"), ("--colour", None),
+])  # fmt: skip
+def test_an_unknown_option_is_named_with_those_that_look_like_it(option: str, meant: str | None,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["batch", "-i", "in", "-o", "out", option])
+    assert caught.value.code == 2
+    usage, said = capsys.readouterr().err.splitlines()
+    assert usage == "usage: npu-runner batch [options]; npu-runner batch --help lists them"
+    assert said.startswith(f"npu-runner batch: error: {option.partition('=')[0]} is no option of it")
+    assert said.endswith("of it") if meant is None else meant in said.partition("did you mean")[2]
 
 
 @pytest.mark.parametrize(

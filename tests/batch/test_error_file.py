@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from npu_runner.batch.files.output_file import OutputLock
 from npu_runner.errors import ConfigError, EngineDeadError, OutputLostError
+from tests import zygote
 from tests.batch.job_folder import Job, numbered
 from tests.batch.scripted import OvertakingEngine, ScriptedEngine, read_rows, row, write_rows
 from tests.replicas.jobs import ended, start_scripted
@@ -124,7 +124,7 @@ options = {{"input": {str(job.input)!r}, "output": {str(job.output)!r}, "model":
            "error_file": {str(errors)!r}, "preprocessing_workers": 1}}
 sys.exit(scripted_job.main(options))
 """)
-    done = subprocess.run([sys.executable, str(job.folder / "vanishes.py")],
+    done = zygote.run([sys.executable, str(job.folder / "vanishes.py")],
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 9
     job.run(error_file=errors)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from npu_runner.errors import JobError
-from tests.batch.job_folder import Job, numbered
+from tests.batch.job_folder import LEFT, Job, numbered
 from tests.batch.mounts import mounted
 from tests.batch.scripted import OvertakingEngine, read_rows, row, write_rows
 
@@ -45,8 +45,8 @@ def test_a_disk_too_full_for_the_order_keeps_every_answer(job: Job, disk: Path) 
     with pytest.raises(JobError, match="being put in order: No space left on device"):
         job.run(OvertakingEngine, output=str(output), summary=summary, ordered=True)
     told = json.loads(summary.read_text())
-    assert (told["exit_status"], told["rows"]["answered"]) == (1, 257)
-    assert {path.name for path in disk.iterdir()} == {"out.jsonl", "out.jsonl.manifest.json"}
+    assert (told["this_run"]["exit_status"], told["rows"]["answered"]) == (1, 257)
+    assert {path.name for path in disk.iterdir()} == LEFT
     assert sorted(item["custom_id"] for item in read_rows(output)) == numbered(257)
     subprocess.run(["mount", "-o", "remount,size=2M", disk], check=True)
     job.run(output=str(output), ordered=True)

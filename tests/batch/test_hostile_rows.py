@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,9 @@ def stopping_after(num_rows: int) -> Any:
     """So many, and those that come with the last of them: more on a busy machine."""
     run = Driver.run
 
-    def run_some(driver: Driver) -> None:
+    def run_some(driver: Driver, look: Callable[[], None]) -> None:
         driver._should_stop = lambda: driver._tally.num_done >= num_rows  # as SIGTERM would
-        run(driver)
+        run(driver, look)
 
     return run_some
 

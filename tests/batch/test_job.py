@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError, ModelError
-from tests.batch.job_folder import Job
+from tests.batch.job_folder import LEFT, Job, numbered
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, read_rows, row, workers_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
@@ -38,13 +38,13 @@ def test_every_row_is_answered_with_a_chat_completion(job: Job) -> None:
         assert [choice.message.content for choice in completion.choices] == [f"question {number}"[::-1]] * 2
         assert (completion.model, completion.created) == ("anything", 1_700_000_000)
     assert sorted(job.names()) == sorted(f"r{n}" for n in range(30))
-    assert job.files() == {"out.jsonl", "out.jsonl.manifest.json", "summary.json"}
-    written = json.loads((job.folder / "summary.json").read_text())
+    assert job.files() == {*LEFT, "summary.json"}
+    written = json.loads((job.folder / "summary.json").read_text())["this_run"]
     assert written == summary.to_json()
     assert written["start_phases"] == {"learning the script": 0.5}
     assert written["rows"] | {"failures_by_code": None} == {
-        "total": 30, "resumed": 0, "answered": 30, "failed": 0, "failed_in_output": 0, "unfinished": 0,
-        "failures_by_code": None,
+        "total": 30, "resumed": 0, "answered": 30, "cut_off": 0, "unparsed": 0, "failed": 0, "failed_in_output": 0,
+        "unfinished": 0, "failures_by_code": None,
     }  # fmt: skip
 
 
@@ -123,26 +123,15 @@ def test_a_finished_output_is_repaired_without_a_model(job: Job) -> None:
     assert len(job.engines) == 1
 
 
-def test_an_empty_input_leaves_an_empty_output_that_can_grow(job: Job) -> None:
-    write_rows(job.input, [])
-    for _ in range(2):
-        assert job.run().exit_status == 0
-        assert job.files() == {"out.jsonl", "out.jsonl.manifest.json"}
-        assert job.output.read_bytes() == b""
-    assert job.engines == [], "no model is needed"
-    (job.model / "config.json").write_text('{"changed": true}')
-    write_rows(job.input, [row("a"), row("b", "engine error")])
-    assert job.run(seed=4).tally.num_answered == 1
-    refused(job, r'another settings.*seed: was "4", is "5"', retry_errors=True, seed=5)
-
-
-def test_overwriting_with_an_empty_input_empties_the_output(job: Job) -> None:
+@pytest.mark.parametrize("content", [b"", b"\n \r\n\n", b"\xef\xbb\xbf"], ids=["empty", "blank lines", "a mark alone"])
+def test_an_input_without_a_row_is_a_mistake(content: bytes, job: Job) -> None:
+    job.input.write_bytes(content)
+    refused(job, r"input .*in\.jsonl: it has no row; whatever")
     write_rows(job.input, [row("a")])
     job.run()
-    write_rows(job.input, [])
-    assert job.run(overwrite=True).exit_status == 0
-    assert job.output.read_bytes() == b""
-    assert job.run().num_rows == 0
+    job.input.write_bytes(content)
+    for options in ({}, {"overwrite": True}, {"retry_errors": True}):
+        refused(job, "it has no row", **options)
 
 
 def test_failed_rows_are_tried_again_only_when_asked_for(job: Job) -> None:
@@ -166,7 +155,7 @@ def refused(job: Job, match: str, **options: Any) -> None:
     with pytest.raises(ConfigError, match=match):
         job.run(**options)
     assert {path.name: path.read_bytes() for path in job.folder.iterdir() if path.is_file()} == before
-    assert len(job.engines) - engines <= ("settings" in match)
+    assert len(job.engines) == engines, "nothing is loaded for it"
 
 
 def test_another_model_is_refused_and_the_file_named(job: Job) -> None:
@@ -180,7 +169,46 @@ def test_another_model_is_refused_and_the_file_named(job: Job) -> None:
 def test_other_settings_are_refused_and_named(job: Job) -> None:
     write_rows(job.input, [row("a"), row("b", "engine error")])
     job.run()
-    refused(job, r'another settings.*seed: was "0", is "1"', retry_errors=True, seed=1)
+    refused(job, r'other settings.*seed: was "0", is "1"', retry_errors=True, seed=1)
+
+
+def test_a_schema_that_is_missing_or_another_is_noticed_before_anything_is_loaded(job: Job) -> None:
+    write_rows(job.input, [row("a", "engine error")])
+    schema = job.folder / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    job.run(response_schema=schema)
+    refused(job, r"answers.structured_outputs: was .*integer.*, is .*not there", retry_errors=True)
+    schema.write_text('{"type": "string"}')
+    refused(job, r"answers.structured_outputs: was .*integer.*, is .*string", retry_errors=True, response_schema=schema)
+
+
+def test_failed_rows_that_are_refused_again_load_no_model(job: Job) -> None:
+    """More of them than are prepared at a time. A row among them that is served now brings the model, for all."""
+    names = numbered(80)
+    write_rows(job.input, [row("good"), *(row(name, "bad") for name in names), b"not json"])
+    errors = job.folder / "errors.jsonl"
+    assert job.run(error_file=errors).tally.num_failed == 81
+    manifest = job.output.with_name("out.jsonl.manifest.json")
+    before = job.output.read_bytes(), manifest.read_bytes(), sorted(errors.read_bytes().splitlines())
+    write_summary = job.folder / "s.json"
+    summary = job.run(error_file=errors, retry_errors=True, ordered=True, summary=write_summary)
+    assert len(job.engines) == 1, "that of the first run"
+    assert (summary.exit_status, summary.num_resumed, summary.tally.num_failed) == (3, 1, 81)
+    assert summary.tally.failures_by_code == {"scripted_bad": 80, "not_json": 1}
+    assert [line.split()[0] for line in summary.to_lines()] == ["rows"], "no rates of a model that was not there"
+    after = job.output.read_bytes(), manifest.read_bytes(), sorted(errors.read_bytes().splitlines())
+    assert after == before
+    assert [item["custom_id"] for item in read_rows(errors)] == [*names, None], "in order, each once"
+    summary = job.run(error_file=errors, retry_errors=True, processor=Lenient())
+    assert (len(job.engines), summary.tally.num_answered, summary.tally.num_failed) == (2, 80, 1)
+    assert manifest.read_bytes() == before[1]
+    assert sorted(job.names()) == sorted(["good", *names])
+    assert len(read_rows(errors)) == 1
+
+
+class Lenient(ScriptedProcessor):
+    def __call__(self, messages: list[dict[str, Any]], *arguments: Any, **options: Any) -> Any:
+        return super().__call__([{"content": str(messages[-1]["content"]).replace("bad", "good")}])
 
 
 def test_a_changed_input_is_refused_and_a_grown_one_is_served(job: Job) -> None:
@@ -195,6 +223,25 @@ def test_a_changed_input_is_refused_and_a_grown_one_is_served(job: Job) -> None:
     refused(job, "not the input that .* was begun with")
     write_rows(job.input, [row("a"), row("b")])
     refused(job, "not the input that .* was begun with")
+
+
+def test_a_corrected_row_is_served_under_a_setting_that_was_accepted(job: Job) -> None:
+    write_rows(job.input, [row("a"), row("b", "bad"), row("c")])
+    job.run()
+    before = [item for item in read_rows(job.output) if item["error"] is None]
+    write_rows(job.input, [row("a"), row("b", "good"), row("c"), row("d")])
+    refused(job, r"row 2 \(custom_id 'b'\), line 2, was changed; it has no answer, so with --retry-errors it may be")
+    refused(job, r"other settings.*--accept-changed seed", retry_errors=True, seed=1)
+    summary = job.run(retry_errors=True, seed=1, accept_changed=["seed"])
+    assert (summary.exit_status, summary.num_resumed, summary.tally.num_answered) == (0, 2, 2)
+    found = {item["custom_id"]: item["response"]["body"] for item in read_rows(job.output)}
+    assert found["b"]["choices"][0]["message"]["content"] == "doog"
+    assert read_rows(job.output)[:2] == before
+    assert found["a"]["system_fingerprint"] == found["c"]["system_fingerprint"] != found["b"]["system_fingerprint"]
+    afresh = job.folder / "afresh.jsonl"
+    job.run(output=str(afresh), seed=1)
+    assert {item["response"]["body"]["system_fingerprint"] for item in read_rows(afresh)} == {
+        found["b"]["system_fingerprint"], found["d"]["system_fingerprint"]}
 
 
 def test_a_strangers_file_is_not_touched_without_overwrite(job: Job) -> None:
@@ -310,7 +357,7 @@ def test_a_link_stays_a_link_and_both_names_are_one_output(job: Job) -> None:
     assert job.run(output=str(real)).num_resumed == 2
     job.run(retry_errors=True)
     assert link.is_symlink()
-    assert sorted(path.name for path in real.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.manifest.json"]
+    assert {path.name for path in real.parent.iterdir()} == {name.replace("out", "answers") for name in LEFT}
 
 
 def test_rows_without_a_seed_draw_the_same_whatever_ran_before(job: Job) -> None:

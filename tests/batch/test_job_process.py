@@ -2,75 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from npu_runner.batch.files import durable
-from tests.batch.job_folder import Job, numbered, overtaken
+from tests import zygote
+from tests.batch import job_program
+from tests.batch.job_folder import LEFT, Job, numbered, overtaken
 from tests.batch.scripted import OvertakingEngine, row, workers_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
-
-SCRIPT = """
-import os
-import sys
-from pathlib import Path
-from npu_runner.batch.job.run import run_batch
-from npu_runner.batch.job.options import BatchOptions
-from npu_runner.config import RunnerConfig
-from npu_runner.errors import NpuRunnerError
-from tests.batch.scripted import OvertakingEngine, ScriptedEngine, ScriptedModel
-import time
-
-def announce(engine):
-    if engine.num_steps == 5:
-        print("five steps", file=sys.stderr, flush=True)
-    time.sleep(0.01)
-
-options = BatchOptions.from_keywords(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1,
-                                      progress="off", ordered=True)
-model = lambda config: ScriptedModel(config, lambda config: ScriptedEngine(config, on_step=announce))
-print("an import that chats", flush=True)
-try:
-    sys.exit(run_batch(RunnerConfig(model=sys.argv[3]), options, open_model=model).exit_status)
-except NpuRunnerError as error:
-    print(error, file=sys.stderr)
-    sys.exit(1)
-"""
+ROOT = Path(__file__).parents[2]
 
 
-LOADS_FOR_EVER = """
-def loads_for_ever(config):
-    from tests.batch.scripted import workers_of
-    while not workers_of(os.getpid()):
-        time.sleep(0.01)
-    print("loading", file=sys.stderr, flush=True)
-    time.sleep(3600)
-
-"""
+def start(job: Job, at: str = "", *, input: str | None = None, output: str | None = None, **settings: Any
+          ) -> subprocess.Popen[bytes]:
+    """at: what happens to it (job_program.py)."""
+    arguments = [input or str(job.input), output or str(job.output), str(job.model), at]
+    return zygote.Popen([sys.executable, "-m", job_program.__name__, *arguments], stderr=subprocess.PIPE, cwd=ROOT,
+                        **settings)
 
 
-INTERRUPTED_WHEN_LOCKED = """
-import fcntl, signal
-lock = fcntl.flock
-def lock_and_interrupt(*arguments):
-    lock(*arguments)
-    os.kill(os.getpid(), signal.SIGINT)
-fcntl.flock = lock_and_interrupt
-
-"""
-
-
-def start(job: Job, *, input: str | None = None, output: str | None = None, **settings: Any) -> subprocess.Popen[bytes]:
-    arguments = [input or str(job.input), output or str(job.output), str(job.model)]
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], stderr=subprocess.PIPE, **settings)
+def assert_it_vanishes(job: Job, at: str) -> None:
+    with start(job, at) as process:
+        _, errors = process.communicate()
+    assert process.returncode == job_program.VANISHED, errors
 
 
 @pytest.mark.parametrize("num_rows", [6, 33])
@@ -79,12 +41,7 @@ def test_a_process_that_vanished_leaves_what_it_finished_whole_and_the_order_is_
 ) -> None:
     texts = numbered(45)
     write_rows(job.input, [row(text, text) for text in texts])
-    vanishes = SCRIPT.replace(
-        "ScriptedEngine(config, on_step=announce)",
-        f"OvertakingEngine(config, crash_after={num_rows}, crash=lambda: os._exit(9))",
-    )
-    done = subprocess.run([sys.executable, "-c", vanishes, str(job.input), str(job.output), str(job.model)])
-    assert done.returncode == 9
+    assert_it_vanishes(job, f"vanish after {num_rows}")
     names = job.names()
     # What was queued for the file at that moment may be lost, from the end.
     assert names == overtaken(texts)[: len(names)]
@@ -93,27 +50,20 @@ def test_a_process_that_vanished_leaves_what_it_finished_whole_and_the_order_is_
     assert job.names() == texts
 
 
-@pytest.mark.parametrize("moment", ["os.fsync(file.fileno())", "os.replace(new, path)", "sync_folder(path.parent)"])
+@pytest.mark.parametrize("moment", ["fsync", "replace", "sync_folder"])
 def test_a_process_that_vanishes_while_it_orders_the_output_leaves_every_row_once(job: Job, moment: str) -> None:
     texts = numbered(48)
     write_rows(job.input, [row(text, text) for text in texts])
     job.run(OvertakingEngine)
     assert job.names() == overtaken(texts)
-    source = inspect.getsource(durable.replacing)
-    assert moment in source
-    # Everything else is imported by then, so that it is the output's new version, and nothing before it, which is cut.
-    vanishes = "import npu_runner.batch.job.run, npu_runner.batch.files.durable as durable\n"
-    vanishes += f"exec({source.replace(moment, 'os._exit(9)')!r}, durable.__dict__)\n"
-    vanishes += "npu_runner.batch.files.output_file.replacing = durable.replacing\n" + SCRIPT
-    done = subprocess.run([sys.executable, "-c", vanishes, str(job.input), str(job.output), str(job.model)])
-    assert done.returncode == 9
+    assert_it_vanishes(job, f"vanish at {moment}")
     assert sorted(job.names()) == texts
-    assert (".out.jsonl.new" in job.files()) == (moment != "sync_folder(path.parent)")
+    assert (".out.jsonl.new" in job.files()) == (moment != "sync_folder")
     job.run()
-    assert job.files() == {"out.jsonl", "out.jsonl.manifest.json"}, "the torn copy is not left for ever"
+    assert job.files() == LEFT, "the torn copy is not left for ever"
     assert job.run(ordered=True).num_resumed == 48
     assert job.names() == texts
-    assert job.files() == {"out.jsonl", "out.jsonl.manifest.json"}
+    assert job.files() == LEFT
     assert len(job.engines) == 1
 
 
@@ -128,7 +78,7 @@ def test_a_signal_stops_the_job_in_good_order_and_it_can_be_resumed(job: Job, nu
     assert process.returncode == 1, errors
     assert f"{number.name}: stopping" in errors
     assert "Traceback" not in errors
-    assert job.files() <= {"out.jsonl", "out.jsonl.manifest.json"}
+    assert job.files() <= LEFT
     done = len(job.names())
     assert done < 400
     assert job.run().num_resumed == done
@@ -137,11 +87,7 @@ def test_a_signal_stops_the_job_in_good_order_and_it_can_be_resumed(job: Job, nu
 
 def test_a_signal_while_the_model_loads_ends_the_workers_too(job: Job) -> None:
     write_rows(job.input, [row("a", "hang"), row("b", "x" * 20)])
-    loading = SCRIPT.replace("lambda config: ScriptedEngine(config, on_step=announce)", "loads_for_ever").replace(
-        "options =", LOADS_FOR_EVER + "options ="
-    ).replace("output=sys.argv[2],", "output=sys.argv[2], summary=Path(sys.argv[2]).with_name('summary.json'),")
-    arguments = [str(job.input), str(job.output), str(job.model)]
-    with subprocess.Popen([sys.executable, "-c", loading, *arguments], stderr=subprocess.PIPE) as process:
+    with start(job, "load for ever") as process:
         assert process.stderr is not None
         assert process.stderr.readline() == b"loading\n"
         workers = workers_of(process.pid)
@@ -152,18 +98,16 @@ def test_a_signal_while_the_model_loads_ends_the_workers_too(job: Job) -> None:
     assert "interrupted by SIGINT before the first row" in errors
     assert "Traceback" not in errors
     assert workers_of(process.pid) == []
-    assert job.files() == {"summary.json"}
-    summary = json.loads((job.folder / "summary.json").read_text())
-    assert summary["interrupted"] is True
-    assert summary["error"] == "interrupted by SIGINT before the first row; the same command starts again"
+    assert job.files() == set()
+    summary = json.loads((job.model / "summary.json").read_text())
+    assert summary["this_run"]["interrupted"] is True
+    assert summary["this_run"]["error"] == "interrupted by SIGINT before the first row; the same command starts again"
     assert summary["rows"]["unfinished"] == summary["rows"]["total"] == 2
 
 
 def test_a_second_signal_ends_the_job_at_once(job: Job) -> None:
     write_rows(job.input, [row(f"r{n}", "x" * 20) for n in range(400)])
-    slow = SCRIPT.replace("time.sleep(0.01)", "time.sleep(0.01 if engine.num_steps < 6 else 3600)")
-    arguments = [str(job.input), str(job.output), str(job.model)]
-    with subprocess.Popen([sys.executable, "-c", slow, *arguments], stderr=subprocess.PIPE) as process:
+    with start(job, "hang after six steps") as process:
         assert process.stderr is not None
         assert process.stderr.readline() == b"five steps\n"
         process.send_signal(signal.SIGTERM)
@@ -189,11 +133,10 @@ def test_a_signal_before_the_first_row_leaves_no_rows(job: Job) -> None:
 
 def test_a_signal_right_after_locking_leaves_no_lock(job: Job) -> None:
     write_rows(job.input, [row("a")])
-    interrupted = SCRIPT.replace("options =", INTERRUPTED_WHEN_LOCKED + "options =")
-    arguments = [str(job.input), str(job.output), str(job.model)]
-    done = subprocess.run([sys.executable, "-c", interrupted, *arguments], capture_output=True)
-    assert done.returncode == 1
-    assert b"interrupted by SIGINT before the first row" in done.stderr
+    with start(job, "interrupt after locking") as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert b"interrupted by SIGINT before the first row" in errors
     assert job.files() == set()
 
 

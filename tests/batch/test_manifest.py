@@ -16,8 +16,9 @@ from safetensors.numpy import save_file
 
 from npu_runner import __version__
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
-from npu_runner.batch.files.input_file import InputIdentity
-from npu_runner.batch.files.manifest import Manifest, differences, manifest_path, start_time
+from npu_runner.batch.files.input_identity import InputIdentity
+from npu_runner.batch.files.manifest import Manifest, differences, start_time
+from npu_runner.batch.files.names import manifest_path, rows_path
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.prompts.media.image_settings import ImageSettings
@@ -30,7 +31,7 @@ MANIFEST = Manifest(
     model_name="m",
     model_files={"config.json": "1 bytes"},
     settings={"dtype": "float32", "sizes": (1, 2)},
-    input=InputIdentity(3, "abc"),
+    input=InputIdentity(3, "abc", rows=bytes(32)),
 )
 
 
@@ -43,14 +44,15 @@ def test_a_saved_manifest_is_read_back(tmp_path: Path) -> None:
     assert loaded.input == MANIFEST.input
     assert differences(loaded.settings, MANIFEST.settings) == []
     assert loaded.system_fingerprint == MANIFEST.system_fingerprint
-    assert list(tmp_path.iterdir()) == [manifest_path(output)]
+    assert loaded.input.rows == MANIFEST.input.rows
+    assert set(tmp_path.iterdir()) == {manifest_path(output), rows_path(output)}
 
 
 def test_the_file_says_who_wrote_it_in_names_that_stay(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     MANIFEST.save(output)
     written = {
-        "format": 2, "npu_runner": __version__, "created": 1, "model_name": "m",
+        "format": 3, "npu_runner": __version__, "created": 1, "model_name": "m",
         "model_files": {"config.json": "1 bytes"}, "weights": {},
         "settings": {"dtype": "float32", "sizes": [1, 2]}, "input": {"num_bytes": 3, "blake2b": "abc"},
     }  # fmt: skip
@@ -68,7 +70,7 @@ def test_nothing_that_shapes_prompts_is_left_out(made: Any) -> None:
 
 
 def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
-    text = json.dumps({"format": 3, "npu_runner": "9.0", "made": {}})
+    text = json.dumps({"format": 4, "npu_runner": "9.0", "made": {}})
     manifest_path(tmp_path / "out.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=rf"cannot be read \(it is of npu-runner 9\.0, this is {__version__}\)"):
         Manifest.load(tmp_path / "out.jsonl")
@@ -83,7 +85,7 @@ def test_an_unreadable_manifest_is_a_clear_error(tmp_path: Path, text: bytes) ->
 
 def test_every_difference_is_named_with_both_values() -> None:
     before, after = {"dtype": "float32", "gone": 1, "same": [1]}, {"dtype": "bfloat16", "new": None, "same": (1,)}
-    assert differences(before, after) == [
+    assert list(map(str, differences(before, after))) == [
         'dtype: was "float32", is "bfloat16"',
         'gone: was 1, is "(not there)"',
         'new: was "(not there)", is null',

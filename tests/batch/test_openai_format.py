@@ -195,6 +195,25 @@ def test_a_wrong_row_is_refused_and_the_field_named(change: dict[str, Any], code
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
+@pytest.mark.parametrize(("changed", "words"), [
+    ({"body": {"messages": [], "frequency_penalti": 1}}, "frequency_penalti: unknown field; did you mean frequency_p"),
+    ({"body": {"messages": [{"role": "user", "content": "x", "contnet": "x"}]}},
+     "messages[0].contnet: unknown field; did you mean content?"),
+    ({"body": {"messages": [], "response_format": {"type": "json_schema", "json_schema": {"name": "s", "shema": {}}}}},
+     "response_format.json_schema.shema: unknown field; did you mean schema, "),
+    ({"body": {"messages": [], "prompt": "x"}}, "prompt: unknown field; /v1/completions has it"),
+    ({"messages": []}, "messages: unknown field; it goes into body"),
+    ({"metod": "POST"}, "metod: unknown field; did you mean method?"),
+    ({"body": {"messages": [], "zzzz" * 1_000_000: 1}}, "zzzz" * 15 + ": unknown field"),
+], ids=["penalty", "in a message", "in a format", "another endpoint's", "no envelope", "envelope", "huge"])  # fmt: skip
+def test_an_unknown_field_is_told_where_it_belongs(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_row({**row("a"), **changed})
+    assert caught.value.code == "unknown_parameter"
+    assert caught.value.message.startswith(words)
+    assert len(caught.value.message) < 250
+
+
 @pytest.mark.parametrize("name", ["custom_id", "method", "url", "body"])
 def test_a_missing_field_is_named(name: str) -> None:
     fields = row("a")

@@ -21,6 +21,7 @@ from npu_runner.batch.files.output_file import OutputLock, OutputScan, keep_rows
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import ConfigError, JobError
+from tests import zygote
 
 ANSWER = b'{"id":"x","custom_id":"%s","response":{},"error":null}\n'
 
@@ -119,7 +120,7 @@ def test_the_second_job_is_refused_and_told_the_pid(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     hold = "import sys,pathlib\nfrom npu_runner.batch.files.output_file import OutputLock\n"
     hold += "with OutputLock(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen(
+    with zygote.Popen(
         [sys.executable, "-c", hold, str(output)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
         assert holder.stdout is not None
@@ -138,7 +139,7 @@ def test_a_lock_is_taken_once_the_children_of_a_holder_that_is_gone_let_go(tmp_p
     hold = "import os,pathlib,subprocess,sys\nfrom npu_runner.batch.files.output_file import OutputLock\n"
     hold += "lock = OutputLock(pathlib.Path(sys.argv[1])).__enter__()\n"
     hold += "subprocess.Popen(['sleep', '0.5'], pass_fds=[lock._descriptor])\nos._exit(0)"
-    subprocess.run([sys.executable, "-c", hold, str(output)], check=True)
+    zygote.run([sys.executable, "-c", hold, str(output)], check=True)
     with OutputLock(output):
         assert (tmp_path / "out.jsonl.lock").read_text() == f"{os.getpid()}\n"
 
@@ -176,7 +177,7 @@ except JobError as error:
     sys.exit(0 if "out.jsonl: File too large" in str(error) else 1)
 sys.exit(2)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = zygote.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     data = path.read_bytes()
     assert data.endswith(b"\n")

@@ -70,9 +70,10 @@ def test_an_output_that_is_lost_ends_the_job_and_nothing_of_it_is_counted(job: J
         job.run(harmed_after(num_rows, lambda: harm(output)), output=str(output), summary=summary)
     there = scan_output(output).num_rows
     told = json.loads(summary.read_text())
-    assert (told["exit_status"], told["rows"]["answered"]) == (1, 0)
-    assert why in told["error"]
-    assert told["rows"]["unfinished"] == NUM_ROWS - there, "what stands in the file is finished"
+    run = told["this_run"]
+    assert (run["exit_status"], run["rows"]["answered"], told["rows"]["answered"]) == (1, 0, there)
+    assert why in run["error"]
+    assert run["rows"]["unfinished"] == told["rows"]["unfinished"] == NUM_ROWS - there, "what stands in it is finished"
     if folder.exists():
         assert job.run(output=str(output)).exit_status == 0
         assert sorted(item["custom_id"] for item in read_rows(output)) == sorted(f"r{n}" for n in range(NUM_ROWS))
@@ -129,7 +130,7 @@ def test_an_output_that_goes_before_the_last_steps_is_a_job_error(job: Job, opti
 
     with pytest.raises(JobError, match=r"out\.jsonl"):
         job.run(GoesAtTheEnd, summary=job.folder / "s.json", **{option: job.folder / "r.html"})
-    assert json.loads((job.folder / "s.json").read_text())["exit_status"] == 1
+    assert json.loads((job.folder / "s.json").read_text())["this_run"]["exit_status"] == 1
 
 
 def test_a_full_disk_ends_the_job_with_the_rows_it_took_counted(job: Job) -> None:
@@ -159,7 +160,8 @@ def test_a_dead_engine_leaves_a_summary_of_what_it_did(job: Job) -> None:
     with pytest.raises(EngineDeadError):
         job.run(harmed_after(100, die), summary=job.folder / "summary.json")
     told = json.loads((job.folder / "summary.json").read_text())
-    assert (told["exit_status"], told["interrupted"], told["error"]) == (1, False, "rank 1 died in decode")
+    run = told["this_run"]
+    assert (run["exit_status"], run["interrupted"], run["error"]) == (1, False, "rank 1 died in decode")
     assert told["rows"]["answered"] == len(job.names()) > 0
 
 
@@ -167,7 +169,7 @@ def test_a_refused_setting_leaves_the_summary_of_the_run_before(job: Job) -> Non
     write_rows(job.input, [row("a"), row("b", "engine error")])
     job.run(summary=job.folder / "summary.json")
     before = (job.folder / "summary.json").read_bytes()
-    with pytest.raises(Exception, match="another settings"):
+    with pytest.raises(Exception, match="other settings"):
         job.run(summary=job.folder / "summary.json", seed=1, retry_errors=True)
     assert (job.folder / "summary.json").read_bytes() == before
 
@@ -178,7 +180,7 @@ def test_a_summary_that_cannot_be_written_is_a_job_error(job: Job) -> None:
     folder.mkdir()
 
     def loads(config: RunnerConfig) -> ScriptedEngine:
-        folder.rmdir()
+        shutil.rmtree(folder)
         return ScriptedEngine(config)
 
     with pytest.raises(JobError, match=r"summary .*s\.json: No such file or directory, which was not so when the job"):

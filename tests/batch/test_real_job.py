@@ -99,7 +99,7 @@ def test_bad_rows_fail_by_themselves(finished: Path) -> None:
 
 
 def test_the_summary_counts_what_happened(finished: Path) -> None:
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = json.loads((finished / "summary.json").read_text())["this_run"]
     completions = answers(finished)
     usages = [completion.usage for completion in completions.values() if completion.usage is not None]
     assert summary["rows"]["answered"] == len(EXAMPLES) == len(usages)
@@ -134,6 +134,19 @@ def test_generate_prints_the_answer_and_nothing_else(
 def test_generate_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--image", str(tmp_path / "no.png"), "What?"]) == 2
     assert "no.png: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["generate", "--image", "no.png", "What?"], ["batch", "-i", "no", "-o", "out"]],
+                         ids=["generate", "batch"])
+def test_without_a_model_somebody_says_who_answers(arguments: list[str], tmp_path: Path, monkeypatch: Any,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "the embedded shapes-vl answers, which knows drawn shapes only; --model names another one\n"
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(words)
+    for named in ("shapes-vl", "other"):
+        assert cli.main([*arguments, "--model", named]) == 2
+        assert words not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["inf", "1e10", "3e6"])

@@ -22,7 +22,8 @@ from PIL import Image
 
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.place import find_place
-from npu_runner.batch.job.report import ThumbnailMaker, write_report
+from npu_runner.batch.job.report import write_report
+from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
 from npu_runner.errors import JobError
@@ -73,7 +74,7 @@ def report(
             find_place("report", folder / "report.html"),
             file,
             file.scan(),
-            folder / "out.jsonl",
+            [folder / "out.jsonl"],
             thumbnails=maker(folder, LIMITS.max_source_pixels),
             worker=PoolLimits(num_workers=1, task_timeout_seconds=timeout),
             max_rows=max_rows,
@@ -186,10 +187,10 @@ def test_a_thumbnail_of_a_jpeg_decodes_an_eighth_of_its_sides(tmp_path: Path) ->
 def test_a_page_that_cannot_be_made_is_a_job_error_and_says_that_the_answers_are_there(tmp_path: Path) -> None:
     strange = json.loads(answer("a", "x"))
     del strange["response"]["body"]["usage"]
-    with pytest.raises(JobError, match=r"KeyError: 'usage'.*The answers are complete in .*out\.jsonl"):
+    with pytest.raises(JobError, match=r"KeyError: 'usage'.*No answer in .*out\.jsonl is affected"):
         report(tmp_path, [row("a")], [json.dumps(strange).encode() + b"\n"])
     (tmp_path / ".report.html.new").mkdir()
-    with pytest.raises(JobError, match=r"Is a directory.*The answers are complete in .*out\.jsonl"):
+    with pytest.raises(JobError, match=r"Is a directory.*No answer in .*out\.jsonl is affected"):
         report(tmp_path, [row("a")], [answer("a", "x")])
 
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -59,7 +59,7 @@ def run(folder: Path, shell: str, *options: str, **environment: str) -> int:
 
 
 def told(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "s.json").read_text())
+    return dict(json.loads((folder / "s.json").read_text())["this_run"])
 
 
 @pytest.mark.parametrize("style", ["lines", "bar"])
@@ -129,3 +129,29 @@ def test_a_patient_stream_raises_what_is_no_fault_of_the_stream() -> None:
     stream._stream.close()
     assert stream.write("words") == 5
     assert stream.silence is not None
+
+
+def test_words_in_the_midst_of_a_write_are_not_lost() -> None:
+    """As a signal's handler speaks while the job does."""
+    reader, writer = os.pipe()
+
+    class Interrupted(io.RawIOBase):
+        handler: ClassVar = [lambda: stream.write("stopping\n")]
+
+        def writable(self) -> bool:
+            return True
+
+        def fileno(self) -> int:
+            return writer
+
+        def write(self, data: Any) -> int:
+            if self.handler:
+                self.handler.pop()()
+            return os.write(writer, data)
+
+    stream = PatientStream(io.TextIOWrapper(io.BufferedWriter(Interrupted()), line_buffering=True))
+    with open(reader, "rb") as read:
+        stream.write("five steps\n")
+        os.close(writer)
+        assert sorted(read.read().splitlines()) == [b"five steps", b"stopping"]
+    assert stream.silence is None

@@ -57,7 +57,8 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += [row(name, **{**ASKED, **body}) for name, (body, *_) in BAD.items()]
     rows.append({"custom_id": "raw", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", **ASKED}})
     write_rows(folder / "in.jsonl", rows)
-    assert run(folder, model, "--response-schema", str(folder / "schema.json"), "--max-thinking-tokens", "4") == 3
+    assert run(folder, model, "--response-schema", str(folder / "schema.json"), "--max-thinking-tokens", "4",
+               "--summary", str(folder / "sums.json")) == 3
     return folder
 
 
@@ -69,6 +70,26 @@ def run(folder: Path, model: Path, *arguments: str) -> int:
 @pytest.fixture(scope="module")
 def found(finished: Path) -> dict[str, dict[str, Any]]:
     return {item["custom_id"]: item for item in read_rows(finished / "out.jsonl")}
+
+
+def is_json(text: str) -> bool:
+    try:
+        return json.loads(text) is not None
+    except ValueError:
+        return False
+
+
+def test_what_is_cut_off_and_what_does_not_parse_is_counted(finished: Path, found: dict[str, dict[str, Any]]) -> None:
+    cut_off = {name for name in [*GOOD, "raw"]
+               if any(choice["finish_reason"] == "length" for choice in choices(found, name))}  # fmt: skip
+    of_json = {"job's", "own", "thinks longer", "cut", "raw"}
+    texts = {name: [choice.get("text") or choice.get("message", {}).get("content") or "" for choice in
+                    choices(found, name)] for name in of_json}  # fmt: skip
+    unparsed = {name for name in of_json if not all(map(is_json, texts[name]))}
+    assert {"cut", "text"} <= cut_off
+    assert "cut" in unparsed
+    rows = json.loads((finished / "sums.json").read_text())["rows"]
+    assert (rows["cut_off"], rows["unparsed"]) == (len(cut_off), len(unparsed))
 
 
 def choices(found: dict[str, dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ def test_arrays_arrive_whole_whatever_their_size() -> None:
             assert item.num_bytes >= item.result.nbytes
 
 
+@pytest.mark.from_nothing("what a worker imports")
 def test_workers_import_neither_torch_nor_transformers() -> None:
     with WorkerPool(modules, limits(num_workers=1)) as pool:
         (item,) = drained(pool, [0])
@@ -165,6 +166,7 @@ def test_a_stuck_end_is_given_up_after_the_timeout() -> None:
             Channel(ours, timeout_seconds=0.05).receive()
 
 
+@pytest.mark.from_nothing("what a worker has of memory")
 def test_a_task_that_wants_more_memory_than_its_worker_has_fails_by_name_and_the_next_ones_do_not() -> None:
     mib, tasks = 1 << 20, [10 << 20, 400 << 20, 10 << 20, 150 << 20, 400 << 20, 150 << 20]
     with WorkerPool(allocate, limits(num_workers=1, worker_memory_bytes=200 * mib)) as pool:
@@ -182,6 +184,7 @@ def test_a_task_that_wants_more_memory_than_its_worker_has_fails_by_name_and_the
     assert len({item.result[1] for item in found if not isinstance(item.result, WorkerFailure)}) == 3
 
 
+@pytest.mark.from_nothing("what a worker has of memory")
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_for(num_workers: int) -> None:
     """Whether or not others that have served stand idle."""
@@ -197,6 +200,7 @@ def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_fo
     assert pool.num_replaced == 1
 
 
+@pytest.mark.from_nothing("what a worker has of memory")
 def test_a_library_that_aborts_for_want_of_memory_fails_its_task_and_names_the_limit() -> None:
     with WorkerPool(allocate, limits(num_workers=1, worker_memory_bytes=1 << 30)) as pool:
         found = {item.task: item.result for item in drained(pool, [5, -1, 6])}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes.util
-import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from tests import zygote
+
 from .setup_site import HERE, PRELOADED, SITE, setup
-from .zygote import Zygote
 
 ROOT = HERE.parent.parent
 
@@ -55,22 +55,17 @@ def environment(num_devices: int = 2, memory_bytes: int = 1 << 30, **switches: o
     return env
 
 
-@functools.cache
-def _zygote() -> Zygote:
-    return Zygote(environment(), ROOT)
-
-
 def run_python(
-    arguments: list[str], *, timeout: float = 300, cwd: Path = ROOT, **options: object
+    arguments: list[str], *, timeout: float = 300, cwd: Path = ROOT, forked: bool | None = None, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """Runs this Python with `arguments` under `environment(**options)`; output is captured.
 
-    A module of the tests is run by a fork of a process that has imported torch_npu, on the emulation. Commands of the
-    package, scripts and code start from nothing, as a user's do.
+    forked: by a fork of a process that has imported torch_npu (tests/zygote.py), for what is not about the start and
+    sets nothing that is read while modules load. Modules of the tests are, by themselves; commands of the package,
+    scripts and code start from nothing, as a user's do.
     """
     env = environment(**options)  # type: ignore[arg-type]
-    if arguments[0] == "-m" and arguments[1].startswith("tests.") and not has_real_cann():
-        return _zygote().run(arguments[1], arguments[2:], env=env, cwd=cwd, timeout=timeout)
-    return subprocess.run(
-        [sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout
-    )
+    if forked is None:
+        forked = arguments[0] == "-m" and arguments[1].startswith("tests.") and cwd == ROOT
+    run = zygote.run if forked and not has_real_cann() else subprocess.run
+    return run([sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout)

@@ -4,8 +4,11 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+
+from tests import zygote
 
 from .checks import check_names
 from .environment import ROOT, environment, has_real_cann
@@ -22,8 +25,9 @@ def run_ranks(size: int, mode: str, *, program: str = "tests.cann.programs.hccl_
     env = environment(num_devices=size, memory_bytes=256 << 20, **options)  # type: ignore[arg-type]
     env |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", program, mode]
+    start: Any = subprocess.Popen if has_real_cann() else zygote.Popen
     ranks = [
-        subprocess.Popen(
+        start(
             command, env=env | {"RANK": str(rank)}, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         for rank in range(size)

@@ -26,7 +26,7 @@ def test_a_cached_graph_is_loaded_by_the_next_process(tmp_path: Path) -> None:
     code = "from tests.cann.programs.modes import check_cached_graph; check_cached_graph()"
     files = []
     for _ in range(2):
-        done = run_python(["-c", code], CACHE_DIR=tmp_path)
+        done = run_python(["-c", code], forked=True, CACHE_DIR=tmp_path)
         assert done.returncode == 0, done.stderr[-4000:]
         assert "Clear broken cache" not in done.stdout + done.stderr
         files.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()})

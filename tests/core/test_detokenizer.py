@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from npu_runner.engine.detokenizer import IncrementalDetokenizer
-from npu_runner.engine.token_bytes import token_text
+from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
 
 TEXTS = [
     "Hello, world! Two  spaces,\n\ta tab, and a trailing one ",

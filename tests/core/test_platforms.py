@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import json
 import logging
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +20,7 @@ from npu_runner.cli.doctor import DoctorOptions, examine_host
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.host import Host
 from npu_runner.serving.replicas.placement import on_devices, place
+from tests import zygote
 
 PLUGIN = """
 from npu_runner.platforms.cpu.platform import CpuPlatform
@@ -31,6 +32,13 @@ class FourthPlatform(CpuPlatform):
 
 class Accelerator(FourthPlatform):
     visible_devices = "FOURTH_DEVICES"
+
+class Broken(FourthPlatform):
+    device_files = "dev/fourth[0-9]*"
+    visible_devices = "FOURTH_DEVICES"
+
+    def why_unavailable(self):
+        return "its driver is too old"
 
 not_a_platform = 3
 """
@@ -72,7 +80,7 @@ def job(folder: Path, *options: str) -> tuple[str, dict[str, str]]:
              "body": {"prompt": prompt, "max_tokens": 6, "temperature": 0}} for prompt in PROMPTS]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     paths = os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, "-m", "npu_runner", "batch", "-i", "in.jsonl", "-o", "out.jsonl", "--max-model-len", "64",
          "--kv-cache-bytes", "4M", "--preprocessing-workers", "1", *options],
         cwd=folder, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)  # fmt: skip
@@ -120,6 +128,36 @@ def test_priorities_order_what_auto_tries(installed: Callable[..., None]) -> Non
     installed(FOURTH)
     assert [each.name for each in platforms.platforms()] == ["fourth", "npu", "cuda", "cpu"]
     assert platforms.pick_platform("auto").name == "fourth"
+
+
+def test_auto_computes_nowhere_else_where_devices_are_there_and_unusable(
+    installed: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole job on the CPU of a host of accelerators looks right, and takes days."""
+    installed("fourth = their_devices:Broken")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FOURTH_DEVICES", raising=False)
+    Path("dev").mkdir()
+    Path("dev/fourth_manager").touch()
+    usable = platforms.pick_platform("auto").name
+    assert usable != "fourth"
+    Path("dev/fourth0").touch()
+    words = (r"platform auto: this host has fourth devices \(dev/fourth0\), and they cannot be used: its driver is too "
+             r"old\. To compute without them, name a platform \(--platform cpu\)")
+    with pytest.raises(ConfigError, match=words):
+        platforms.pick_platform("auto")
+    with pytest.raises(ConfigError, match=words):
+        place("auto", 2, 1)
+    assert platforms.pick_platform("cpu").name == "cpu"
+    monkeypatch.setenv("FOURTH_DEVICES", "")
+    assert platforms.pick_platform("auto").name == usable, "somebody has hidden them"
+
+
+def test_what_shows_an_ascend_host() -> None:
+    pattern = platforms.find_platform("npu").device_files
+    shown = [name for name in ("davinci0", "davinci12", "davinci_manager", "hisi_hdc")
+             if fnmatch.fnmatch(f"/dev/{name}", str(pattern))]  # fmt: skip
+    assert shown == ["davinci0", "davinci12"]
 
 
 def test_it_says_what_replicas_share(installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

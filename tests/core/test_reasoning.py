@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from npu_runner.engine.detokenizer import IncrementalDetokenizer
-from npu_runner.engine.reasoning import SplitAnswer, split_answer
-from npu_runner.prompts.text.reasoning import find_reasoning_tokens
+from npu_runner.prompts.text.reasoning import SplitAnswer, find_reasoning_tokens, split_answer
 from npu_runner.request.prompt_inputs import ReasoningTokens, Thinking
 from tests.prompts.preprocessing_checkpoints import llama_tokenizer, qwen_tokenizer
 

@@ -8,10 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npu_runner.core.batch import RunningTable, decode_batch
-from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.block_manager import BlockManager, first_needed_block, most_blocks
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.sequence import Sequence
-from npu_runner.core.sliding import first_needed_block, most_blocks
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from tests.core.traffic import MAX_LEN, World

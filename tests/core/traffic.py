@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.block_manager import BlockManager, first_needed_block
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
-from npu_runner.core.sliding import first_needed_block
 from npu_runner.core.state_snapshots import StateSnapshots
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 from npu_runner.request.sampling_params import SamplingParams

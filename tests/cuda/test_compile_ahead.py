@@ -185,3 +185,22 @@ def _foreign(number):  # type: ignore[no-untyped-def]
 
 def _constant(number, CONSTANT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: F821
     pass
+
+
+def test_threads_give_each_kernel_its_own_launcher(platform_name: str, device: torch.device) -> None:
+    """Launchers that were loaded before share one module in CPython. A wrong one has another number of arguments."""
+    if platform_name != "cuda":
+        pytest.skip("needs a GPU (--platform cuda)")
+    from npu_runner.platforms.cuda import draw
+    from npu_runner.platforms.cuda.compile_ahead import compile_ahead
+    draw.compile_all(1000, device)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            for kernel in (draw._sum_blocks, draw._draw_rows):
+                kernel.device_caches.clear()
+            compile_ahead(lambda: draw.compile_all(1000, device), lambda: torch.cuda.set_device(device))
+            draw.compile_all(1000, device)
+    finally:
+        sys.setswitchinterval(interval)

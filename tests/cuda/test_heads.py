@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.ops import HeadNorms
-from npu_runner.platforms.torch_ops import TorchOps, rotate_leading
+from npu_runner.platforms.ops import HeadNorms, TorchOps, rotate_leading
 
 # T tokens, N query heads, K kv heads, H head dim, R dims that turn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npu_runner.platforms.torch_ops import TorchOps, rotate_half
+from npu_runner.platforms.ops import TorchOps, rotate_half
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -17,6 +17,7 @@ from npu_runner.engine.executors import shared_memory
 from npu_runner.engine.executors.executor import Executor
 from npu_runner.engine.generation import Generation
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
+from tests import zygote
 from tests.faults.interrupts import PARAMS, PROMPTS, SETTINGS, answers
 from tests.faults.lines import Injected
 from tests.oracle.running import greedy, runner_of
@@ -162,7 +163,7 @@ def assert_goes_on(size: int, num_interrupts: int, steps_under_way: int, checkpo
                    num_replicas: int = 1) -> None:
     command = [sys.executable, "-m", "tests.faults.interrupts", str(checkpoint("qwen3")), str(size),
                str(num_interrupts), str(steps_under_way), str(num_replicas)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
+    done = zygote.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
     assert done.returncode == 0
     assert json.loads(done.stdout) == [True] * num_interrupts
 
@@ -179,6 +180,6 @@ def test_ctrl_c_with_two_ranks_while_images_are_prepared() -> None:
 
 def assert_goes_on_with_images(size: int) -> None:
     command = [sys.executable, "-m", "tests.faults.interrupts", SHAPES_VL.name, str(size), "6", "1"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
+    done = zygote.run(command, stdout=subprocess.PIPE, start_new_session=True, timeout=500)
     assert done.returncode == 0
     assert json.loads(done.stdout) == [True] * 6

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
 import subprocess
@@ -11,12 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
+from tests import zygote
 from tests.batch.scripted import row, workers_of, write_rows
 
 NUM_KILLS = 30
@@ -26,38 +24,8 @@ SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M
          "--preprocessing-workers", "1", "--allowed-media-dir", "."]  # fmt: skip
 
 
-class Zygote:
-    """Starts jobs and says how they ended."""
-
-    def __init__(self, folder: Path):
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("job_zygote.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-        )
-
-    def start(self, arguments: list[str]) -> int:
-        return self._ask(json.dumps(arguments))
-
-    def exit_status(self) -> int:
-        return self._ask("")
-
-    def _ask(self, line: str) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(line, file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
-
-    def __enter__(self) -> Zygote:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
+def started(arguments: list[str], folder: Path) -> subprocess.Popen[Any]:
+    return zygote.Popen([sys.executable, "-m", "npu_runner", *arguments], cwd=folder, stdout=2)
 
 
 def requests(folder: Path) -> Iterator[dict[str, Any] | bytes]:
@@ -92,7 +60,7 @@ def wait_until_workers_are_gone(job: int) -> None:
 
 
 def is_over(pid: int) -> bool:
-    """Until the zygote is asked for its status, a job that has ended is a zombie."""
+    """Until its status is asked for, a job that has ended is a zombie."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
@@ -110,43 +78,39 @@ def test_killed_at_thirty_moments_every_row_is_there_once(tmp_path: Path, monkey
     write_rows(tmp_path / "in.jsonl", requests(tmp_path))
     undisturbed = tmp_path / "undisturbed.jsonl"
     command = ["batch", "-i", "in.jsonl", *SMALL, "-o"]
-    done = subprocess.run([sys.executable, "-m", "npu_runner", *command, undisturbed.name, "--ordered"], cwd=tmp_path)
-    assert done.returncode == 3
+    assert started([*command, undisturbed.name, "--ordered"], tmp_path).wait() == 3
     expected = whole_lines(undisturbed)
     assert len(expected) == 2 * NUM_IMAGES + 3
 
     rng, num_kills, num_jobs = random.Random(2), 0, 0
     num_kills_with_rows = {False: 0, True: 0}  # by whether the job is ordered: then with rows that are early
-    with Zygote(tmp_path) as zygote:
-        started = time.monotonic()
-        zygote.start([*command, "measured.jsonl"])
-        assert zygote.exit_status() == 3
-        whole_seconds = time.monotonic() - started
-        while num_kills < NUM_KILLS or min(num_kills_with_rows.values()) < NUM_KILLS_WITH_ROWS:
-            # When a job was finished before it could be killed, the next one begins; every other one is ordered.
-            output = tmp_path / f"out-{num_jobs}.jsonl"
-            is_ordered = num_jobs % 2 == 1
-            arguments = [*command, output.name, *(["--ordered"] if is_ordered else [])]
-            pid = zygote.start(arguments)
-            if num_kills % 2:
-                wait_for_rows(pid, output, len(whole_lines(output)) + rng.randint(1, 8))
-            else:
-                time.sleep(rng.uniform(0, whole_seconds))
-            os.kill(pid, signal.SIGKILL)
-            status = zygote.exit_status()
-            wait_until_workers_are_gone(pid)
-            if status == -signal.SIGKILL:
-                num_kills += 1
-                found = whole_lines(output)
-                assert set(found) <= set(expected)
-                assert len(set(found)) == len(found)
-                if found and not (is_ordered and found == expected[: len(found)]):
-                    num_kills_with_rows[is_ordered] += 1
-            else:
-                assert_finished(status, output, expected, is_ordered)
-                num_jobs += 1
-        zygote.start(arguments)
-        assert_finished(zygote.exit_status(), output, expected, is_ordered)
+    began = time.monotonic()
+    assert started([*command, "measured.jsonl"], tmp_path).wait() == 3
+    whole_seconds = time.monotonic() - began
+    while num_kills < NUM_KILLS or min(num_kills_with_rows.values()) < NUM_KILLS_WITH_ROWS:
+        # When a job was finished before it could be killed, the next one begins; every other one is ordered.
+        output = tmp_path / f"out-{num_jobs}.jsonl"
+        is_ordered = num_jobs % 2 == 1
+        arguments = [*command, output.name, *(["--ordered"] if is_ordered else [])]
+        job = started(arguments, tmp_path)
+        if num_kills % 2:
+            wait_for_rows(job.pid, output, len(whole_lines(output)) + rng.randint(1, 8))
+        else:
+            time.sleep(rng.uniform(0, whole_seconds))
+        job.kill()
+        status = job.wait()
+        wait_until_workers_are_gone(job.pid)
+        if status == -signal.SIGKILL:
+            num_kills += 1
+            found = whole_lines(output)
+            assert set(found) <= set(expected)
+            assert len(set(found)) == len(found)
+            if found and not (is_ordered and found == expected[: len(found)]):
+                num_kills_with_rows[is_ordered] += 1
+        else:
+            assert_finished(status, output, expected, is_ordered)
+            num_jobs += 1
+    assert_finished(started(arguments, tmp_path).wait(), output, expected, is_ordered)
     print(f"{num_kills} kills over {num_jobs + 1} jobs of {whole_seconds:.1f} s; with rows: {num_kills_with_rows}")
 
 
@@ -156,4 +120,4 @@ def assert_finished(status: int, output: Path, expected: list[bytes], is_ordered
     assert output.read_bytes() == b"".join(found)
     assert (found if is_ordered else sorted(found)) == (expected if is_ordered else sorted(expected))
     names = {path.name for path in output.parent.iterdir() if output.name in path.name}
-    assert names == {output.name, f"{output.name}.manifest.json"}
+    assert names == {f"{output.name}{end}" for end in ("", ".manifest.json", ".rows", ".runs.jsonl")}

@@ -14,6 +14,7 @@ import tokenizers
 
 from npu_runner import LLM
 from npu_runner.engine.executors import shared_memory
+from tests import zygote
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.faults.poisoned_strategy import FAULTS, GIL_SECONDS, install, poisoned_copy
 from tests.oracle.running import greedy
@@ -33,7 +34,7 @@ def run_job(model: Path, folder: Path, size: int, output: str) -> subprocess.Com
                "--max-model-len", "256", "--kv-cache-bytes", "1M", "--progress", "off"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path),
                    "SOURCE_DATE_EPOCH": "1700000000"}
-    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=300)
+    return zygote.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=300)
 
 
 def write_input(folder: Path, model: Path, poisons: dict[int, str]) -> None:

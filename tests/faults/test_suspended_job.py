@@ -48,7 +48,7 @@ FLEET = """
 import functools, sys
 from npu_runner.serving.replicas import process_replica
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
-from npu_runner.serving.replicas.row_queue import RowQueue
+from npu_runner.serving.replicas.load_balancer import RowQueue
 from tests.replicas.test_stopped_replicas import made, run_of
 process_replica.STOPPED_SECONDS = 2.0
 queue, answers = RowQueue(200), []

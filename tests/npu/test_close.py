@@ -42,7 +42,7 @@ def test_a_closed_engine_of_another_mode_leaves_nothing(graph_mode: str, checkpo
 
 def assert_nothing_is_left(graph_mode: str, checkpoint: Any) -> None:
     model: Path = checkpoint("qwen3", num_hidden_layers=1)
-    done = run_python(["-c", PROGRAM, str(model), graph_mode])
+    done = run_python(["-c", PROGRAM, str(model), graph_mode], forked=True)
     assert done.returncode == 0, done.stderr[-4000:]
     before, after = json.loads(done.stdout.splitlines()[-1])
     assert before["allocated_bytes"] > 4 << 20
@@ -75,7 +75,7 @@ def test_an_engine_whose_device_broke_is_closed_and_says_what_it_could_not_give_
     model: Path = checkpoint("qwen3", num_hidden_layers=1)
     waits = ("SynchronizeStream", "SynchronizeDevice", "SynchronizeStreamWithTimeout", "SynchronizeDeviceWithTimeout",
              "SynchronizeEvent")
-    done = run_python(["-c", BROKEN, str(model), *waits])
+    done = run_python(["-c", BROKEN, str(model), *waits], forked=True)
     assert done.returncode == 0, done.stderr[-4000:]
     died, closed = done.stdout.splitlines()[-2:]
     assert died.startswith("DIED"), done.stdout

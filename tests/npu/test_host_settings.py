@@ -129,7 +129,7 @@ print(json.dumps([options, {name: os.environ.get(name) for name in names}]))
 @pytest.mark.skipif(has_real_cann(), reason="the chip is chosen here")
 @pytest.mark.parametrize("soc", ["Ascend910_9392", "Ascend950PR_9589"])
 def test_a_job_without_the_launcher_is_as_safe(soc: str) -> None:
-    done = run_python(["-c", PROGRAM], soc=soc)
+    done = run_python(["-c", PROGRAM], forked=True, soc=soc)
     assert done.returncode == 0, done.stderr
     found: tuple[list[dict[str, Any]], dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     (eager, graphs), variables = found

@@ -30,7 +30,7 @@ def test_the_worst_step_has_as_many_of_the_largest_images_as_fit(checkpoint: Any
     settings["size"] = {"shortest_edge": 4096, "longest_edge": 16_777_216}
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
     done = run_python(["-c", PROGRAM, str(path), str(MAX_MODEL_LEN), str(STEP_TOKENS)], memory_bytes=1 << 30,
-                      allow_fp32_attention=True)
+                      forked=True, allow_fp32_attention=True)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
     largest, rest = 4 * (MAX_MODEL_LEN - 1), 4 * (STEP_TOKENS - 2 * (MAX_MODEL_LEN - 1))

@@ -26,7 +26,7 @@ except ConfigError as refusal:
 @pytest.mark.parametrize("backend", ["auto", "fused"])
 def test_float32_is_refused_with_the_remedy(backend: str, checkpoint: Any) -> None:
     model: Path = checkpoint("qwen3", num_hidden_layers=1)
-    done = run_python(["-c", PROGRAM, str(model), backend])
+    done = run_python(["-c", PROGRAM, str(model), backend], forked=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set dtype" in done.stdout
 
@@ -53,7 +53,7 @@ def test_a_head_dim_that_the_kernel_refuses_is_named_before_weights_load(checkpo
     for path in sizes[64].iterdir():
         if path.suffix != ".safetensors":
             (bare / path.name).write_bytes(path.read_bytes())
-    done = run_python(["-c", HEAD_DIMS, str(bare), str(sizes[128])], paged_head_dims="128,192")
+    done = run_python(["-c", HEAD_DIMS, str(bare), str(sizes[128])], forked=True, paged_head_dims="128,192")
     assert done.returncode == 0, done.stderr[-4000:]
     refused, served = done.stdout.splitlines()[-2:]
     assert refused.startswith("head dim 64: the fused attention of CANN")

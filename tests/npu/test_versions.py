@@ -54,17 +54,26 @@ def test_what_the_doctor_tells_to_install_is_in_the_table() -> None:
         assert remedy.partition("==")[2].partition(",")[0] in wheels
 
 
+def test_no_torch_npu_is_advised_where_cann_is_missing() -> None:
+    """It would spoil torch for every platform, as docs/running-on-ascend.md says."""
+    check = software.check_pair({"torch": "2.13.0", "torch_npu": None})
+    assert check.status == "failed"
+    assert "pip install" not in check.remedy
+    assert "CANN first" in check.remedy
+
+
 @pytest.mark.npu
 @pytest.mark.skipif(has_real_cann(), reason="a real host has the CANN it has")
 def test_the_platform_refuses_an_old_cann_by_name(tmp_path: Path) -> None:
     variables = toolkit(tmp_path / "cann", "8.5.0")
-    done = run_python(["-m", "npu_runner", "generate", "--platform", "npu", "Hello?"], timeout=120, **variables)
+    done = run_python(["-m", "npu_runner", "generate", "--platform", "npu", "Hello?"], forked=True, timeout=120,
+                      **variables)
     assert done.returncode == 2, done.stderr
     assert "CANN 8.5.0: its rotary operator takes no TND layout" in done.stderr
     assert "install CANN 9.2.0" in done.stderr
     assert "Traceback" not in done.stderr
     # Nor does "auto" quietly take the processor of a host with devices.
-    done = run_python(["-m", "npu_runner", "generate", "Hello?"], timeout=120, **variables)
+    done = run_python(["-m", "npu_runner", "generate", "Hello?"], forked=True, timeout=120, **variables)
     assert (done.returncode, "CANN 8.5.0" in done.stderr) == (2, True), done.stderr
 
 
@@ -91,7 +100,7 @@ def test_the_platform_refuses_a_wheel_with_the_operator_of_an_old_one(wheel: str
     """The wheel's own schema of the operator, as the table has it, in the place of the one that is installed."""
     schema = fact(wheel, "torch.ops.npu.npu_scatter_pa_kv_cache")
     assert schema is not None
-    done = run_python(["-c", OLD_WHEEL, wheel, schema])
+    done = run_python(["-c", OLD_WHEEL, wheel, schema], forked=True)
     assert done.returncode == 0, done.stderr
     assert f"torch_npu {wheel}: its npu_scatter_pa_kv_cache has no cache_mode" in done.stdout
     assert "take a torch_npu for CANN 9" in done.stdout
@@ -101,7 +110,37 @@ def test_the_platform_refuses_a_wheel_with_the_operator_of_an_old_one(wheel: str
 @pytest.mark.skipif(has_real_cann(), reason="a real host has the environment it has")
 @pytest.mark.parametrize(("variable", "value"), [("TASK_QUEUE_ENABLE", "2"), ("ASCEND_LAUNCH_BLOCKING", "1")])
 def test_the_platform_refuses_graphs_that_torch_npu_would_not_capture(variable: str, value: str) -> None:
-    done = run_python(["-m", "npu_runner", "generate", "--platform", "npu", "Hello?"], timeout=120, **{variable: value})
+    done = run_python(["-m", "npu_runner", "generate", "--platform", "npu", "Hello?"], forked=True, timeout=120,
+                      **{variable: value})
     assert done.returncode == 2, done.stderr
     assert f"{variable}={value}" in done.stderr
     assert "enforce_eager" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_npu", "status"),
+    [
+        ("2.9.0", "2.9.0.post2", "ok"),
+        ("2.7.1+cpu", "2.7.1.post8", "ok"),
+        ("2.13.0", "2.13.0", "ok"),
+        ("2.10.0", "2.10.0.post1", "warning"),
+        ("2.9.1", "2.9.1", "warning"),
+        ("2.10.0", "2.9.0.post2", "failed"),
+        ("2.9.0", "2.9.0", "failed"),
+        ("2.8.0", "2.8.0.post2", "failed"),
+        ("2.6.0", "2.6.0.post5", "failed"),
+        ("2.9.0", None, "failed"),
+        (None, "2.9.0.post2", "failed"),
+    ],
+)
+def test_pairs_of_torch_and_torch_npu(torch: str | None, torch_npu: str | None, status: str) -> None:
+    check = software.check_pair({"torch": torch, "torch_npu": torch_npu})
+    assert check.status == status
+    assert bool(check.remedy) == (status != "ok")
+
+
+def test_an_old_wheel_is_refused_with_its_reason_and_a_wheel_that_exists() -> None:
+    check = software.check_pair({"torch": "2.9.0", "torch_npu": "2.9.0"}, cann="9.1.0")
+    assert "no cache_mode" in check.found
+    assert "torch_npu==2.9.0.post6" in check.remedy
+    assert "2.9.0.post9" in software.check_pair({"torch": "2.9.0", "torch_npu": "2.9.0"}).remedy, "the newest otherwise"

@@ -66,6 +66,17 @@ def test_the_answer_is_transformers_with_the_checkpoints_own_defaults(
     assert capsys.readouterr().out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
 
 
+def test_an_empty_answer_is_no_answer(checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
+    (first,), _ = reference.generate(path, chat_ids(path), max_new_tokens=1)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": first}))
+    assert cli.main(["generate", QUESTION, "--model", str(path), *OPTIONS]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "npu-runner: no answer: 1 tokens without text (finish_reason stop)" in printed.err
+    assert "shapes-vl" not in printed.err
+
+
 def test_images_and_videos_are_shown_in_the_order_in_which_they_are_named(
     checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

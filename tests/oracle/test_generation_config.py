@@ -38,6 +38,12 @@ def test_greedy_defaults_give_what_transformers_generate_gives(wanted: dict[str,
         prompts = [llm.engine.processor.from_text(text) for text in TEXTS]
         ours = [output.token_ids for output in llm.generate(prompts)]
         plain = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9))
+        unsaid = SamplingParams(temperature=0, ignore_eos=True)
+        others = [*llm.generate(prompts[:1], unsaid), *llm.chat([{"role": "user", "content": "which"}], unsaid)]
+        assert [len(output.token_ids) for output in others] == [wanted["max_new_tokens"]] * 2
+        assert llm.get_default_sampling_params() == SamplingParams(
+            temperature=0, max_tokens=wanted["max_new_tokens"],
+            repetition_penalty=wanted.get("repetition_penalty", 1.0))  # fmt: skip
     theirs = [model.generate(**reference.model_inputs(path, prompt.token_ids))[0, len(prompt.token_ids):].tolist()
               for prompt in prompts]
     assert ours == theirs

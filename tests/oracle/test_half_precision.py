@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 from npu_runner import LLM
+from npu_runner.layers.linear import OutputPart
+from npu_runner.layers.norm import PartsRMSNorm, RMSNorm
+from npu_runner.layers.parallel import LayerContext, TensorParallel
+from npu_runner.platforms import pick_platform
+from npu_runner.strategies.olmo2 import Olmo2Layer
 from tests.families import sees_images
 from tests.oracle import reference
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy, recorded_logits
@@ -77,3 +82,24 @@ def test_as_near_to_float32_as_transformers(
             assert (exact.max(-1).values - chosen).max().item() <= 2 * (ours - exact).abs().max().item()
     print(f"{model_type} {dtype}: log probabilities off by {ours_worst:.4f}, transformers' by {theirs_worst:.4f}")
     assert LEAST_ERROR[dtype] < ours_worst < FACTOR * theirs_worst, f"{ours_worst:.4f}, theirs {theirs_worst:.4f}"
+
+
+def test_the_norm_of_olmo2_is_rounded_where_transformers_rounds_it() -> None:
+    """To the bit: rounded before the weight as well, a quarter of the values are others."""
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(7, 64, generator=generator).to(torch.bfloat16)
+    reference = Olmo2RMSNorm(64, 1e-6).to(torch.bfloat16)
+    reference.weight.data.copy_(torch.rand(64, generator=generator) + 0.5)
+    context = LayerContext(pick_platform("cpu").make_ops(), None, TensorParallel(), torch.bfloat16,  # type: ignore[arg-type]
+                           torch.device("cpu"))
+    alone = Olmo2Layer.norm_class(64, 1e-6, context)
+    parts = PartsRMSNorm([OutputPart("norm", 64, 0, 64)], 1e-6, context)
+    for norm in (alone, parts):
+        norm.weight.data.copy_(reference.weight)
+    assert torch.equal(alone(x_TD), reference(x_TD))
+    assert torch.equal(parts(x_TD)[0], reference(x_TD))
+    once_more = RMSNorm(64, 1e-6, context)
+    once_more.weight.data.copy_(reference.weight)
+    assert not torch.equal(once_more(x_TD), reference(x_TD))

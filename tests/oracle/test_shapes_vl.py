@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import EMBEDDED
@@ -13,6 +14,15 @@ from tests.oracle import reference
 
 NUM_IMAGES, FEW_IMAGES = 200, 60
 MAX_TOKENS = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    """Other tests compute with one (tests/conftest.py)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def drawn(num_images: int) -> Iterator[Example]:

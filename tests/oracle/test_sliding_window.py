@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_runner import LLM
-from npu_runner.core.sliding import first_needed_block
+from npu_runner.core.block_manager import first_needed_block
 from npu_runner.platforms import pick_platform
 from npu_runner.strategies import pick_strategy
 from tests.core.test_config import spoiled

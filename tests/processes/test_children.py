@@ -16,6 +16,7 @@ import pytest
 from npu_runner.processes.child import Child, describe_exit, in_start_thread
 from tests.processes.child_programs import NAME
 
+pytestmark = pytest.mark.from_nothing("the start is what is tested")
 ROOT = Path(__file__).parents[2]
 
 

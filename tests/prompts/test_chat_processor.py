@@ -21,10 +21,9 @@ from PIL import Image
 from preprocessing_checkpoints import write_json, write_llama, write_qwen_vl
 from transformers import ProcessorMixin
 
+from npu_runner.checkpoint.files import PROMPT_FILES
 from npu_runner.errors import JobError, ModelError, RequestError
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
-from npu_runner.prompts.prompt_sources import FILES
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import PromptInputs
 
 # Only tokenizers do in the last transformers for Python 3.10.
@@ -244,7 +243,7 @@ def test_a_pickled_processor_makes_the_same_prompt(qwen_folder: Path) -> None:
     assert again.identity() == first.identity()
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", PROMPT_FILES)
 def test_a_pickled_processor_is_read_again_from_the_same_files_or_not_at_all(tmp_path: Path, name: str) -> None:
     folder = write_qwen_vl(tmp_path)
     pickled = pickle.dumps(ChatProcessor(str(folder), ProcessorSettings(takes_videos=True)))
@@ -271,7 +270,7 @@ def test_all_files_that_a_processor_reads_are_compared(
     model = request.getfixturevalue(folder)
     monkeypatch.setattr(Path, "read_text", noted)
     ChatProcessor(str(model), ProcessorSettings(takes_videos=True))
-    assert {"config.json", "tokenizer_config.json", "chat_template.jinja"} <= set(names) <= set(FILES)
+    assert {"config.json", "tokenizer_config.json", "chat_template.jinja"} <= set(names) <= set(PROMPT_FILES)
 
 
 def test_another_version_of_pillow_is_another_processor(

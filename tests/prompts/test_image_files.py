@@ -149,12 +149,39 @@ def test_a_broken_exif_block_counts_as_upright() -> None:
         assert pixels(encoded(photo(), "JPEG", exif=junk)).shape == (40, 60, 3)
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_an_animation_is_its_first_frame(kind: str) -> None:
     frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue", "lime")]
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     assert pixels(data)[5, 5].tolist() == [255, 0, 0]
+
+
+def tiff(*kinds: int, big: bool = False) -> bytes:
+    """As Pillow writes it: an image of each of these NewSubfileTypes, the first in red."""
+    images = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue", "lime")[: len(kinds)]]
+    for image, kind in zip(images, kinds, strict=True):
+        image.encoderinfo = {"tiffinfo": {254: kind}}  # type: ignore[attr-defined]
+    return encoded(images[0], "TIFF", save_all=True, append_images=images[1:], tiffinfo={254: kinds[0]}, big_tiff=big)
+
+
+@pytest.mark.parametrize("big", [False, True])
+def test_of_several_pages_none_is_left_out_in_silence(big: bool) -> None:
+    """A fax of two pages is two images: one would be answered, and the other never missed."""
+    for kinds in ((0, 0), (2, 2), (2, 1, 2)):
+        found = refusal(tiff(*kinds, big=big))
+        assert (found.code, "several pages" in found.message) == ("image_several_pages", True)
+    for kinds in ((0,), (0, 1), (0, 1, 4)):  # reduced copies and a mask
+        assert Image.open(io.BytesIO(tiff(*kinds, big=big))).n_frames == len(kinds)  # type: ignore[attr-defined]
+        assert pixels(tiff(*kinds, big=big))[5, 5].tolist() == [255, 0, 0]
+
+
+def test_a_circle_of_directories_ends() -> None:
+    data = bytearray(tiff(0))
+    (first,) = struct.unpack_from("<L", data, 4)
+    (count,) = struct.unpack_from("<H", data, first)
+    struct.pack_into("<L", data, first + 2 + 12 * count, first)
+    assert pixels(bytes(data))[5, 5].tolist() == [255, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])

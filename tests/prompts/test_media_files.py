@@ -201,6 +201,7 @@ def test_what_is_not_a_readable_file_is_refused(allowed: Path) -> None:
         error = refusal(address, allowed)
         assert error.code == code, address[:20]
         assert len(error.message) < 400
+        assert (code == "media_missing") == (f"no such file below '{allowed}'" in error.message)
 
 
 def test_a_file_without_permission_is_refused(allowed: Path, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from npu_runner.prompts.media.mrope import asks_for_mrope, mrope_positions
 from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.vision_prompts import asks_for_mrope, mrope_positions
 from npu_runner.request.prompt_inputs import ImageSpan
 
 MERGE = 2

@@ -18,6 +18,8 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import RawPrompt
 from npu_runner.prompts.sending import unread_file
 from npu_runner.request.limits import LIMITS
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.serving.calls.prompt_server import PromptEndpoint, Request
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 from npu_runner.serving.workers.prompt_tasks import NumberedTask, Preparation, PromptTask, chat_task, text_task
 
@@ -202,3 +204,19 @@ def test_a_bad_image_is_named_by_its_place(image: Any, code: str, workers: Worke
     assert isinstance(found, RequestError)
     assert (found.code, found.param) == (code, "images[0]")
     assert found.message.startswith("images[0]: ")
+
+
+def test_what_is_recalled_never_reaches_a_worker(qwen: ChatProcessor) -> None:
+    """Asked back before the worker is there: what it would have been given is counted, and is nothing in the end."""
+    limits = PoolLimits(num_workers=1, task_timeout_seconds=120.0)
+    endpoint = PromptEndpoint(qwen, limits, max_source_pixels=LIMITS.max_source_pixels, pack=lambda answer: answer)
+    try:
+        long, short = (text_task(RawPrompt(prompt="word " * count)) for count in (10_000, 1))
+        endpoint.submit([(n, Request(SamplingParams(), short if n == 3 else long)) for n in range(5)])
+        assert endpoint.pool.pending_bytes == 4 * long.num_chars
+        assert endpoint.recall(3) == [4, 3, 2]
+        assert endpoint.pool.pending_bytes == 2 * long.num_chars
+        assert endpoint.recall(9) == [1, 0]
+        assert endpoint.pool.pending_bytes == 0
+    finally:
+        endpoint.close()

@@ -13,11 +13,13 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from PIL import Image
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import read_video_pyav
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
+from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.video_files import VideoFile, _wanted_groups
 from npu_runner.prompts.media.video_settings import VideoSettings
 from npu_runner.request.limits import Limits
@@ -144,6 +146,33 @@ def test_a_list_of_videos_reads_none_of_them(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RequestError) as caught:
         frames_of(b"ffconcat version 1.0\nfile secret.mp4\n")
     assert caught.value.code == "video_not_recognised"
+
+
+@pytest.mark.parametrize(("kind", "codec", "called"), [
+    ("mp4", "libx264", "MP4 or MOV"), ("mov", "libx264", "MP4 or MOV"), ("avi", "mpeg4", "AVI"),
+    ("matroska", "libx264", "Matroska or WebM"), ("flv", "flv", "FLV"), ("asf", "mpeg4", "ASF"),
+])  # fmt: skip
+def test_a_video_in_an_images_field_is_told_where_it_belongs(kind: str, codec: str, called: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        open_image(video_of(MOVING[:2], kind=kind, codec=codec))
+    assert caught.value.code == "image_not_recognised"
+    assert f"the file is a video ({called}) and not an image; send it as one: video_url" in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "JPEG2000", "ICO", "AVIF"])
+def test_an_image_in_a_videos_field_is_told_where_it_belongs(kind: str) -> None:
+    encoded = io.BytesIO()
+    Image.fromarray(MOVING[0]).save(encoded, kind)
+    with pytest.raises(RequestError, match=r"is an image \(.*\) and not a video; send it as one: image_url") as caught:
+        frames_of(encoded.getvalue())
+    assert caught.value.code == "video_not_recognised"
+
+
+def test_an_animated_gif_is_a_video_too() -> None:
+    encoded = io.BytesIO()
+    first, *others = (Image.fromarray(frame) for frame in MOVING[:3])
+    first.save(encoded, "GIF", save_all=True, append_images=others, duration=100)
+    assert len(frames_of(encoded.getvalue())) == 3
 
 
 def test_too_many_frames_are_refused_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def key(number: int) -> bytes:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    cache: VisionCache[Value] = VisionCache(max_bytes=30)
+    cache = VisionCache(max_bytes=30)
     for number in (1, 2, 3):
         assert cache.get(key(number)) is None
         cache.put(key(number), Value(10))
@@ -29,7 +29,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_what_is_larger_than_the_cache_is_not_kept_and_evicts_nothing() -> None:
-    cache: VisionCache[Value] = VisionCache(max_bytes=30)
+    cache = VisionCache(max_bytes=30)
     cache.put(key(1), Value(30))
     cache.put(key(2), Value(31))
     assert cache.get(key(2)) is None
@@ -38,7 +38,7 @@ def test_what_is_larger_than_the_cache_is_not_kept_and_evicts_nothing() -> None:
 
 
 def test_a_pinned_image_outlives_eviction_until_others_are_pinned() -> None:
-    cache: VisionCache[Value] = VisionCache(max_bytes=10)
+    cache = VisionCache(max_bytes=10)
     first = Value(10)
     cache.put(key(1), first)
     cache.pin_only({key(1): first})
@@ -50,7 +50,7 @@ def test_a_pinned_image_outlives_eviction_until_others_are_pinned() -> None:
 
 
 def test_clearing_forgets_values_pins_and_counters() -> None:
-    cache: VisionCache[Value] = VisionCache(max_bytes=10)
+    cache = VisionCache(max_bytes=10)
     cache.put(key(1), Value(10))
     cache.pin_only({key(2): Value(5)})
     cache.get(key(1))
@@ -65,7 +65,7 @@ def test_clearing_forgets_values_pins_and_counters() -> None:
 def test_random_traffic_against_a_list() -> None:
     """The reference: a list of keys, the latest used at its end."""
     rng = random.Random(5)
-    cache: VisionCache[Value] = VisionCache(max_bytes=150)
+    cache = VisionCache(max_bytes=150)
     kept: list[tuple[bytes, Value]] = []
     hits = misses = evictions = 0
     for _ in range(5000):

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import zygote
+from tests.batch.job_folder import LEFT
+
 REPLICA, RANK = b"npu_runner.serving.replicas.process_main", b"npu_runner.engine.executors.worker"
 _ANY = b"npu_runner."
 ROOT = Path(__file__).parents[2]
@@ -32,7 +35,7 @@ def start_scripted(
         "output": str(folder / "out.jsonl"), "preprocessing_workers": 1, "progress": "off", "data_parallel_size": 2,
         **options,
     }  # fmt: skip
-    return subprocess.Popen(
+    return zygote.Popen(
         [sys.executable, "-m", "tests.replicas.scripted_job", json.dumps(fields)], stderr=subprocess.PIPE,
         stdout=stdout, env={**os.environ, "STAGE": stage, "PYTHONPATH": PYTHONPATH}, cwd=folder,
     )  # fmt: skip
@@ -43,7 +46,7 @@ def start_real(folder: Path, output: str, *options: str) -> subprocess.Popen[byt
     command = [sys.executable, "-m", "npu_runner", "batch", "-i", "in.jsonl", "-o", output, "--platform", "cpu",
                "--max-model-len", "512", "--kv-cache-bytes", "32M", "--preprocessing-workers", "1",
                "--allowed-media-dir", ".", *options]  # fmt: skip
-    return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE)
+    return zygote.Popen(command, cwd=folder, stderr=subprocess.PIPE)
 
 
 def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
@@ -113,7 +116,7 @@ def _runs(pid: int) -> bool:
 
 
 def leftovers(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {"model", "in.jsonl", "out.jsonl", "out.jsonl.manifest.json"}
+    return {path.name for path in folder.iterdir()} - {"model", "in.jsonl", *LEFT}
 
 
 def singly(pids: list[int]) -> list[list[int]]:

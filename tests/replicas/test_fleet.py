@@ -18,6 +18,8 @@ from npu_runner.serving.replica import (
     Event,
     Finished,
     FinishedRow,
+    Loading,
+    Opened,
     Ready,
     Replica,
     ReplicaFacts,
@@ -25,7 +27,7 @@ from npu_runner.serving.replica import (
     RowRun,
 )
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
-from npu_runner.serving.replicas.row_queue import RowQueue
+from npu_runner.serving.replicas.load_balancer import RowQueue
 
 
 @dataclass
@@ -54,7 +56,7 @@ class ScriptedReplica(Replica):
         self._events: list[Event] = []
         self._has_begun = False
 
-    def start(self, wake: Callable[[], None]) -> None:
+    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version="1", settings={"speed": 1}, ledger="", max_rows=self._script.max_rows)
         self._events.append(Ready(facts))
 
@@ -245,13 +247,45 @@ def test_rows_behind_the_window_wait() -> None:
 
 def test_replicas_that_would_answer_otherwise_are_refused() -> None:
     class Differs(ScriptedReplica):
-        def start(self, wake: Callable[[], None]) -> None:
+        def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
             settings = {"max_model_len": self.name}
             self._events.append(Ready(ReplicaFacts(version="1", settings=settings, ledger="", max_rows=1)))
 
     fleet = Fleet([lambda place=place: Differs(Script(), place) for place in (0, 1)], RowQueue(10), hooks_of())
     with fleet, pytest.raises(ConfigError, match="max_model_len: 'replica 1' here, 'replica 0' there"):
         fleet.load()
+
+
+class Speaking(ScriptedReplica):
+    """Opens its checkpoint, loads it in two phases, and is ready then."""
+
+    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+        self._events += [Opened({"seed": self.name}), Loading(f"{self.name} reads"), Loading(f"{self.name} compiles")]
+        super().start(wake, tell)
+
+
+def test_one_replica_says_what_all_do_until_they_are_ready() -> None:
+    said: list[str] = []
+    checked: list[Any] = []
+    hooks = hooks_of(check=checked.append, loading=said.append)
+    fleet = Fleet([lambda place=place: Speaking(Script(), place) for place in (0, 1)], RowQueue(10), hooks)
+    with fleet:
+        fleet.load()
+        fleet.begin(None)
+        assert said == ["replica 0 reads", "replica 0 compiles"]
+        assert checked == [{"seed": "replica 0"}, {"seed": "replica 1"}]
+        fleet._take(fleet.states[0], Loading("replica 0 reads again"))  # in the place of one that died
+        assert len(said) == 2
+
+
+def test_settings_that_are_refused_end_the_load() -> None:
+    def check(settings: Any) -> None:
+        raise ConfigError(f"seed: {settings['seed']}")
+
+    fleet = Fleet([lambda: Speaking(Script(), 0)], RowQueue(10), hooks_of(check=check))
+    with fleet, pytest.raises(ConfigError, match="seed: replica 0"):
+        fleet.load()
+    assert fleet.states[0].facts is None
 
 
 def test_with_nobody_left_it_says_so() -> None:

@@ -64,6 +64,27 @@ def test_a_dry_run_shows_what_every_host_would_run_and_runs_nothing(env: dict[st
     assert not Path(env["SSH_LOG"]).exists()
 
 
+def test_in_containers_every_command_goes_through_docker_exec(env: dict[str, str]) -> None:
+    """The shell of the host and that of the container each take one layer of quotes away: here the host's does."""
+    done = launch(env, "start", "--hosts", "a b", "--container", "npu runner", "--root", "/opt/npu runner", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    commands = [line.partition(": ")[2] for line in done.stdout.splitlines()[:-1]]
+    words = [shlex.split(command) for command in commands]
+    assert {tuple(found[:5]) for found in words} == {("docker", "exec", "npu runner", "bash", "-c")}
+    assert all(len(found) == 6 for found in words), "what the container runs is one word"
+    inside = [found[5] for found in words if "ray start" in found[5]]
+    assert all(command.startswith("cd /opt/npu\\ runner && ") for command in inside)
+    assert [shlex.split(command)[-1] for command in inside] == ['{"NPU": <its /dev/davinci*>}'] * 2
+
+
+def test_help_is_the_head_of_the_script(env: dict[str, str]) -> None:
+    done = launch(env, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Starts a Ray cluster")
+    assert "--container NAME" in done.stdout
+    assert "set -euo" not in done.stdout
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["begin"], "start or stop, not 'begin'"),
     (["start"], "no host was named"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ from npu_runner.batch.job.row_server import RowServer, server_plan
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import JobError
-from npu_runner.serving.replica import Begun, Event, Finished, Progressed, Ready, Returned
+from npu_runner.serving.replica import Begun, Event, Finished, Loading, Opened, Progressed, Ready, Returned
+from npu_runner.serving.replicas.process_main import ReplicaHost
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, row, write_rows
 
 NUM_ROWS = 200
@@ -61,10 +64,37 @@ def server_of(file: InputFile, source: Any, inherited: tuple[int, ...] = (),
                        inherited=inherited)  # fmt: skip
     scan = file.scan()
     server = RowServer(pickle.loads(pickle.dumps(plan)))
-    server.start(lambda: None)
+    server.start(lambda: None, lambda event: None)
     assert isinstance(server.poll(0.0)[0], Ready)
     server.begin(STAMP)
     return server, RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
+
+
+class Wire:
+    """What a host needs of a channel to the driver, with nobody at the other end."""
+
+    def __init__(self) -> None:
+        self.commands: SimpleQueue[Any] = SimpleQueue()
+        self.sent: list[Any] = []
+
+    def receive(self) -> tuple[Any, int]:
+        return self.commands.get(), 0
+
+    def send(self, message: Any) -> None:
+        self.sent += pickle.loads(pickle.dumps(message))
+        if isinstance(self.sent[-1], Ready):
+            self.commands.put(("end", None))
+
+
+def test_a_replicas_process_says_what_it_opened_and_what_it_does_before_it_is_ready(file: InputFile) -> None:
+    options, wire = BatchOptions(input=file.name, output="-", max_thinking_tokens=None), Wire()
+    plan = server_plan(RunnerConfig(model="m", seed=7), options=options, source=file.source, num_workers=1,
+                       open_model=open_slow)
+    ReplicaHost(functools.partial(RowServer, plan), wire).run()
+    opened, loading, ready = wire.sent
+    assert opened == Opened({"seed": "7", "prompts.kind": "scripted"})
+    assert loading == Loading("learning the script")
+    assert ready.facts.settings == {"engine": "scripted", **opened.settings}
 
 
 def finish(server: RowServer, count: int) -> tuple[dict[int, bytes], list[Event]]:

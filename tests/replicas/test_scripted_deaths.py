@@ -72,12 +72,13 @@ def test_a_killed_replica_is_named_its_rows_are_answered_and_it_is_started_again
     assert "started again (1 of 3)" in said
     assert lines(tmp_path) == undisturbed
     wait_until_gone(whole)
-    replicas = json.loads(summary.read_text())["replicas"]
+    replicas = json.loads(summary.read_text())["this_run"]["replicas"]
     assert sum(replica["deaths"] for replica in replicas) == 1
     assert sum(replica["rows"] for replica in replicas) == NUM_ROWS + 1
     assert leftovers(tmp_path) == {"summary.json"}
 
 
+@pytest.mark.from_nothing("the command's own start of replicas and workers")
 def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_with_another_number(
     tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
@@ -123,13 +124,13 @@ def test_order_report_summary_and_failed_rows_once_more_are_as_with_one(tmp_path
     assert status == 3, said
     assert [item["custom_id"] for item in read_rows(tmp_path / "out.jsonl")] == [f"r{n:03d}" for n in range(80)]
     assert "r079" in (tmp_path / "report.html").read_text()
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((tmp_path / "summary.json").read_text())["this_run"]
     assert [replica["name"] for replica in summary["replicas"]] == ["replica 0", "replica 1"]
     assert sum(replica["rows"] for replica in summary["replicas"]) == 80
     assert (summary["rows"]["answered"], summary["preprocessing"]["workers"]) == (72, 2)
     status, said = run(tmp_path, ordered=True, retry_errors=True, data_parallel_size=3, **extras)
     assert status == 3, said
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((tmp_path / "summary.json").read_text())["this_run"]
     assert (summary["rows"]["resumed"], summary["rows"]["failed"]) == (72, 8)
     assert [item["custom_id"] for item in read_rows(tmp_path / "out.jsonl")] == [f"r{n:03d}" for n in range(80)]
 

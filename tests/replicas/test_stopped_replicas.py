@@ -31,9 +31,9 @@ from npu_runner.serving.replica import (
 )
 from npu_runner.serving.replicas import process_replica
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replicas.load_balancer import RowQueue
 from npu_runner.serving.replicas.placement import Placement
 from npu_runner.serving.replicas.process_replica import ProcessReplica
-from npu_runner.serving.replicas.row_queue import RowQueue
 from tests.replicas.jobs import wait_until_gone
 
 # Who waits for a stopped process waits for ever.
@@ -53,7 +53,7 @@ class SizesOfRows(Replica):
         facts = ReplicaFacts(version="1", settings={}, ledger="", max_rows=MAX_ROWS)
         self._events: list[Event] = [Ready(facts)]
 
-    def start(self, wake: Callable[[], None]) -> None:
+    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         """There is nothing to load."""
 
     def begin(self, terms: Any) -> None:
@@ -109,7 +109,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessReplica]:
     """It is ready; nobody minds that it is stopped, and all rows are on their way to it, one by one."""
     monkeypatch.setattr(process_replica, "STOPPED_SECONDS", math.inf)
     with made() as replica:
-        replica.start(lambda: None)
+        replica.start(lambda: None, lambda event: None)
         heard(replica, bool)
         stop(replica)
         replica.begin(None)

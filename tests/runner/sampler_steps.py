@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from npu_runner.prompts.text.sampling_ids import resolve_sampling
+from npu_runner.prompts.text.tokenizer import resolve_sampling
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.sampler import Sampler, SamplerOutput
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.sampling.bad_words import BadWords, Watch
+from npu_runner.sampling.logit_rules import BadWords, Watch
 from tests.runner.sampler_steps import make_sampler, step
 
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.core.block_manager import first_needed_block, most_blocks
 from npu_runner.core.scheduler import SchedulerLimits
-from npu_runner.core.sliding import first_needed_block, most_blocks
 from npu_runner.platforms.cpu.devices import CpuMemory
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import DecodeBuckets, pad_into, send

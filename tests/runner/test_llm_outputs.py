@@ -15,6 +15,7 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.serving.calls.unsaid_limit import _say_once
 from tests.oracle import reference
 from tests.oracle.running import SMALL, greedy, runner_of
 
@@ -136,13 +137,32 @@ def test_length_stop_and_stop_tokens(llm: LLM) -> None:
     assert outputs[1].text == outputs[3].text[:0] == ""
 
 
-def test_without_max_tokens_the_models_length_ends_it(path: Path, platform_name: str) -> None:
-    with LLM(path, platform=platform_name, **{**SMALL, "max_model_len": 40}) as llm:
-        (output,) = llm.generate([PROMPTS[1]], SamplingParams(temperature=0, ignore_eos=True))
-        assert output.finish_reason == "length"
-        assert output.num_prompt_tokens + len(output.token_ids) == 40
-        with pytest.raises(RequestError, match=r"prompt 0: the prompt has .* tokens.*, the model takes 40"):
-            llm.generate([PROMPTS[3]], greedy())
+def test_without_max_tokens_each_call_has_its_own(path: Path, platform_name: str,
+                                                  caplog: pytest.LogCaptureFixture) -> None:
+    """16 for a raw prompt, as vLLM's SamplingParams() and OpenAI's /v1/completions have; what is left for a chat."""
+    unsaid = SamplingParams(temperature=0, ignore_eos=True)
+    _say_once.cache_clear()
+    with LLM(path, platform=platform_name, **{**SMALL, "max_model_len": 64}) as llm:
+        def lengths(*params: SamplingParams) -> list[int]:
+            results = llm.generate([PROMPTS[0]] * len(params), params)
+            assert all(output.finish_reason == "length" for output in results)
+            return [len(output.token_ids) for output in results]
+
+        said = unsaid.replace(max_tokens=16)
+        whole = unsaid.replace(max_tokens=llm.config.max_model_len)
+        (output,) = llm.generate([PROMPTS[0]], whole)
+        assert output.num_prompt_tokens + len(output.token_ids) == 64
+        (output,) = llm.chat([{"role": "user", "content": PROMPTS[0]}], unsaid)
+        assert (output.finish_reason, output.num_prompt_tokens + len(output.token_ids)) == ("length", 64)
+        assert lengths(said) == [16]
+        assert not caplog.records, "whoever names a limit hears nothing of it"
+        assert lengths(unsaid, said, unsaid.replace(min_tokens=18)) == [16, 16, 18]
+        assert lengths(unsaid) == [16]
+        assert ["name no max_tokens" in record.getMessage() for record in caplog.records] == [True], "once a process"
+        assert llm.get_default_sampling_params().max_tokens == 16
+        assert llm.get_default_sampling_params(for_chat=True).max_tokens is None
+        with pytest.raises(RequestError, match="prompt 0: the text has more than 64 tokens"):
+            llm.generate([PROMPTS[3] * 2], greedy())
 
 
 def run_to_end(llm: LLM) -> dict[str, RequestOutput]:

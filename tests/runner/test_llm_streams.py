@@ -12,7 +12,7 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.serving.engine_loop import max_waiting_requests
-from npu_runner.serving.workers.options import PreprocessingOptions
+from npu_runner.serving.options import PreprocessingOptions
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)

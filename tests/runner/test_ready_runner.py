@@ -66,6 +66,15 @@ def test_a_made_up_step_in_the_midst_of_a_job_changes_none_of_its_tokens(what: s
     assert tokens(finish(llm)) == expected
 
 
+def test_a_made_up_step_takes_no_answer_about_a_rule(llm: LLM) -> None:
+    runner = runner_of(llm)
+    rule = 'start: "a"'
+    assert runner.build_rules([(1, rule)], patience=60.0) == {1: None}
+    runner._matchers.ask([(2, rule)])  # built already: the next step that is collected would tell of it
+    runner.dummy_run(64, 4, expected_decode_len=2)
+    assert runner.build_rules([], patience=0.0) == {2: None}
+
+
 def test_a_closed_runner_holds_no_cache_and_no_weights(platform_name: str) -> None:
     llm = LLM(SHAPES_VL, platform=platform_name, **SETTINGS)
     start(llm, "job")

@@ -8,6 +8,7 @@ import pytest
 
 from npu_runner import LLM
 from npu_runner.assets import SHAPES_VL
+from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import ConfigError
 from npu_runner.runner.settings import DEFAULT_MAX_MODEL_LEN
 
@@ -22,8 +23,12 @@ GRAPHS = {"graph_mode": "reduce-overhead", "max_num_seqs": 4}
     ({"max_num_seqs": 4_000_000}, r"max_num_seqs 4000000 is more than 3728270: .* lower it to at most 3728270"),
     ({"max_state_snapshots": 0}, "max_state_snapshots 0: qwen3_vl has no layers with state; leave it out"),
     ({"use_graph_cache": True}, "use_graph_cache: platform cpu keeps no graphs in graph_mode eager"),
+    ({"kv_cache_bytes": 1 << 50}, r"kv_cache_bytes 1048576.00 GiB: [\d.]+ .iB of memory is free; lower it"),
+    ({"tool_call_parser": "hermess"}, "tool_call_parser: 'hermess'"),
+    ({"chat_template_kwargs": {"enable_thinkin": False}}, "enable_thinkin"),
 ])
-def test_refused(settings: dict[str, Any], message: str) -> None:
+def test_refused(settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckpointReader, "read", lambda *_: pytest.fail("a weight is read"))
     with pytest.raises(ConfigError, match=message):
         LLM(SHAPES_VL, platform="cpu", **settings)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from npu_runner import LLM, SamplingParams
+from npu_runner.core.scheduler import StepsUnderWay
 from npu_runner.core.sequence import Sequence
-from npu_runner.core.steps_under_way import StepsUnderWay
 from npu_runner.engine.executors.executor import Executor
 from npu_runner.runner.base import ModelRunnerOutput
 

@@ -13,8 +13,8 @@ from npu_runner.config import RunnerConfig
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.runner.clocks import PhaseClock
+from npu_runner.strategies import open_checkpoint
 from npu_runner.strategies.base import LoadStrategy
-from npu_runner.strategies.opened import open_checkpoint
 
 _SETTINGS = {"platform": "cpu", "enforce_eager": True, "kv_cache_bytes": 1 << 20, "max_model_len": 64}
 _PROGRAM = """

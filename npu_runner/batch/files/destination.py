@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
+from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, sync_folder
 from npu_runner.batch.files.input_file import InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.output_file import RowsFile, rows_in_order, scan_output
+from npu_runner.batch.files.output_file import (
+    RowCounts,
+    RowsFile,
+    counts_of,
+    read_row,
+    rows_in_order,
+    scan_output,
+)
 from npu_runner.batch.files.place import Place
 from npu_runner.errors import ConfigError, OutputLostError
 
@@ -58,8 +66,11 @@ class StreamDestination:
     def finished(self, rows: InputScan) -> np.ndarray:
         return np.zeros(rows.num_rows, dtype=bool)
 
-    def num_failed_kept(self) -> int:
+    def num_failed(self) -> int:
         return 0
+
+    def kept_counts(self) -> RowCounts:
+        return RowCounts()
 
     def begin(self, manifest: Manifest) -> Writers:
         return Writers(AnswerWriter(os.dup(self._place.descriptor), self.name))
@@ -67,9 +78,9 @@ class StreamDestination:
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
         """Rows went out in order already, if that was asked for."""
 
-    def num_there(self, rows: InputScan) -> tuple[int, int]:
+    def counts_now(self) -> RowCounts:
         """What went out cannot be looked at again."""
-        return 0, 0
+        return RowCounts()
 
 
 class FileDestination:
@@ -147,9 +158,28 @@ class FileDestination:
         """Which of the input's rows need no work any more."""
         return np.isin(rows.keys, self._kept)
 
-    def num_failed_kept(self) -> int:
-        """Failed rows that stay as they are."""
-        return 0 if self._overwrite or self._retry_errors else len(self._failed_keys())
+    def answered(self, rows: InputScan) -> np.ndarray:
+        """Which of the input's rows have an answer."""
+        return np.isin(rows.keys, self._answers.scan.keys[~self._answers.scan.failed])
+
+    def custom_id(self, name: bytes) -> str | None:
+        """Of the row in the files whose key begins with this; None: there is none, or it has none."""
+        for file in self._files:
+            (found,) = np.nonzero(np.char.startswith(file.scan.keys, name))
+            if len(found):
+                with clear_file_errors(file.title), open(file.path, "rb") as rows:
+                    custom_id: str | None = read_row(rows, int(file.scan.starts[found[0]]))["custom_id"]
+                    return custom_id
+        return None
+
+    def num_failed(self) -> int:
+        """Failed rows of earlier runs."""
+        return 0 if self._overwrite else len(self._failed_keys())
+
+    def kept_counts(self) -> RowCounts:
+        """Of the rows that stay as they are."""
+        counts = RowCounts() if self._overwrite else counts_of([file.scan for file in self._files])
+        return replace(counts, failures_by_code=Counter()) if self._retry_errors else counts
 
     def begin(self, manifest: Manifest) -> Writers:
         """Leave what is kept, whole, and open the files for more."""
@@ -161,8 +191,13 @@ class FileDestination:
                     file.refuse_changes()
             if self._overwrite:
                 manifest_path(self.path).unlink(missing_ok=True)
+                sync_folder(self.path.parent)
+            elif self._retry_errors:
+                # First: an input and settings that are new on disk never have failures of the old ones beside them.
+                self._repair()
             replace(manifest, error_file=self._error_name).save(self.path)
-            if not self._overwrite:
+            if not (self._overwrite or self._retry_errors):
+                # Second: the manifest knows the error file before a row is in it.
                 self._repair()
             answers = self._answers.open()
             try:
@@ -206,17 +241,10 @@ class FileDestination:
             for file, scan, found in zip(self._files, scans, places, strict=True):
                 file.put_in_order(scan, found)
 
-    def num_there(self, rows: InputScan) -> tuple[int, int]:
-        """How many rows of the input have an answer in the files now, and how many of these are failed ones."""
+    def counts_now(self) -> RowCounts:
+        """Of the rows that are in the files now."""
         with late_file_errors(f"output {self.name}"):
-            scans = [scan_output(file.path) for file in self._files]
-        num_found = num_failed = 0
-        for scan in scans:
-            found = rows_in_order(scan, rows.keys)
-            found = found[found >= 0]
-            num_found += len(found)
-            num_failed += int(scan.failed[found].sum())
-        return num_found, num_failed
+            return counts_of([scan_output(file.path) for file in self._files])
 
 
 Destination = StreamDestination | FileDestination

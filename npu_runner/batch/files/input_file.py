@@ -22,7 +22,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from npu_runner.batch.files import compressed
 from npu_runner.batch.files.durable import late_file_errors
+from npu_runner.batch.files.input_identity import NAME_BYTES, InputIdentity
 from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
 from npu_runner.batch.rows.shape import PIECE_BYTES, NameReader
 from npu_runner.errors import ConfigError, JobError
@@ -32,14 +34,6 @@ STANDARD_STREAM = "-"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DUPLICATES_SHOWN = 5
 _ROWS_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class InputIdentity:
-    """Tells one input from another, and a grown one from a changed one."""
-
-    num_bytes: int
-    blake2b: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class InputScan:
     checksums: np.ndarray
     identity: InputIdentity
     continues_earlier: bool
-    """It begins with the whole of the earlier input."""
+    """It begins with the whole of the earlier input, byte for byte."""
 
     @property
     def num_rows(self) -> int:
@@ -143,6 +137,7 @@ class _Line:
     start: int
     size: int = 0
     is_row: bool = False
+    has_end: bool = False
 
     def __post_init__(self) -> None:
         self.name = NameReader()
@@ -151,8 +146,17 @@ class _Line:
     def add(self, piece: bytes) -> None:
         self.size += len(piece)
         self.is_row = self.is_row or bool(piece.strip())
+        self.has_end = piece.endswith(b"\n")
         self.name.feed(piece)
         self.checksum.update(piece)
+
+    def record(self, key: bytes, checksum: bytes) -> bytes:
+        """Of this row in an InputIdentity. The last row may get its line end later and is the same row."""
+        if not self.has_end:
+            whole = self.checksum.copy()
+            whole.update(b"\n")
+            checksum = whole.digest()
+        return key[:NAME_BYTES] + checksum
 
 
 class InputFile:
@@ -164,6 +168,11 @@ class InputFile:
         found = os.fstat(self._file.fileno())
         self._size, self._mtime_ns = found.st_size, found.st_mtime_ns
         self._scan: InputScan | None = None
+        try:
+            compressed.refuse_compressed(source, os.pread(self._file.fileno(), compressed.NUM_BYTES, 0))
+        except ConfigError:
+            self._file.close()
+            raise
 
     def close(self) -> None:
         self._file.close()
@@ -181,7 +190,7 @@ class InputFile:
 
     def scan(self, earlier: InputIdentity | None = None) -> InputScan:
         """Read everything once. Raises ConfigError when a custom_id occurs twice."""
-        keys, checksums, table = bytearray(), bytearray(), array("Q")
+        keys, checksums, records, table = bytearray(), bytearray(), bytearray(), array("Q")
         digest, line = hashlib.blake2b(digest_size=16), _Line(1, 0)
         position, continues_earlier = 0, earlier is None or earlier.num_bytes == 0
         for piece, ends in self._pieces():
@@ -194,11 +203,13 @@ class InputFile:
             position += len(piece)
             line.add(piece)
             if ends and line.is_row:
-                keys += row_key(line.name.name(), line.number)
-                checksums += line.checksum.digest()
+                keys += (key := row_key(line.name.name(), line.number))
+                checksums += (checksum := line.checksum.digest())
+                records += line.record(key, checksum)
                 table.extend((line.number, line.start, line.size))
             line = _Line(line.number + 1, position) if ends else line
-        self._scan = _scan_of(keys, checksums, table, InputIdentity(position, digest.hexdigest()), continues_earlier)
+        identity = InputIdentity(position, digest.hexdigest(), bytes(records))
+        self._scan = _scan_of(keys, checksums, table, identity, continues_earlier)
         self._refuse_duplicates(self._scan)
         return self._scan
 

@@ -8,23 +8,42 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from npu_runner import __version__
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
-from npu_runner.batch.files.input_file import InputIdentity
+from npu_runner.batch.files.input_identity import InputIdentity, identity_from_json, save_rows, with_rows
 from npu_runner.batch.files.names import manifest_path
 from npu_runner.errors import ConfigError
 
-FORMAT = 2
-"""Of the file. 1 had no `npu_runner`; such a file is read, and written as 2 when its output goes on."""
+FORMAT = 3
+"""Of the file. 1 had no `npu_runner`, 1 and 2 no `changes`. They are read, and written as 3 when their output goes
+on."""
 DECODERS = "prompts.decoders"
 """Versions of the libraries that decode images and videos, among the settings."""
-_READABLE = (1, FORMAT)
+LIMITS_OF_ROWS = {
+    "prompts.max_images_per_prompt": "a prompt with more fails as too_many_images; any other is the same prompt",
+    "prompts.max_source_pixels": "a larger image fails as image_too_large, before it is decoded; any other is the same",
+}
+"""Settings that can only make a row fail, each with the reason: neither a higher nor a lower value changes an answer.
+max_model_len is none of them, because it ends answers, too. Limits that no manifest names may differ in any run."""
+_READABLE = (1, 2, FORMAT)
 _ABSENT = "(not there)"
+
+
+class SettingChange(NamedTuple):
+    """A setting with two values, JSON-ready; one that is not there has a word that says so."""
+
+    name: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: was {_as_json(self.was)}, is {_as_json(self.now)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +62,8 @@ class Manifest:
     version that looked at samples only: these stay so to their end, and so does their `system_fingerprint`."""
     error_file: str | None = None
     """Where failed rows are, as seen from the output's folder; None: in the output."""
+    changes: tuple[dict[str, Any], ...] = ()
+    """Settings that were changed knowingly while the output went on, in order."""
 
     @property
     def has_served(self) -> bool:
@@ -51,13 +72,24 @@ class Manifest:
 
     @property
     def system_fingerprint(self) -> str:
-        """Names model and settings in every answer; no decoders, which may be installed while an output goes on."""
+        """Names model and settings in every answer that is written with them; no decoders, which may be installed
+        while an output goes on."""
         named = {name: value for name, value in self.settings.items() if name != DECODERS}
         settings = {name: json.dumps(value, sort_keys=True) for name, value in named.items()}
         weights = {f"weights.{name}": line for name, line in self.weights.items()}
         return f"fp_{digest_lines({**self.model_files, **weights, **settings})}"
 
+    def changed(self, settings: dict[str, Any], changes: list[SettingChange]) -> Manifest:
+        """With `settings` from here on, and a record of these changes. Answers of before have the fingerprint there."""
+        now, fingerprint = start_time(), self.system_fingerprint
+        records = [{"name": change.name, "was": change.was, "is": change.now, "time": now,
+                    "system_fingerprint_before": fingerprint} for change in changes]  # fmt: skip
+        return replace(self, settings=settings, changes=(*self.changes, *records))
+
     def save(self, output: Path) -> None:
+        """The records of rows are on disk before: what a manifest says of the input is always known row by row."""
+        earlier = _read(output)
+        save_rows(output, self.input, in_manifest=None if earlier is None else earlier.input)
         path = manifest_path(output)
         with clear_file_errors(f"manifest {path}"), replacing(path) as file:
             text = json.dumps(_to_json(self), indent=2, sort_keys=True, ensure_ascii=False)
@@ -65,21 +97,26 @@ class Manifest:
 
     @staticmethod
     def load(output: Path) -> Manifest | None:
-        """The manifest beside an output; None when there is none."""
-        path = manifest_path(output)
-        try:
-            with clear_file_errors(f"manifest {path}"):
-                if not path.exists():
-                    return None
-                fields = json.loads(path.read_bytes())
-            if fields["format"] not in _READABLE:
-                raise ValueError(f"it is of npu-runner {fields.get('npu_runner', '(unknown)')}, this is {__version__}")
-            return _from_json(fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"manifest {path}: cannot be read ({error}); --overwrite starts afresh") from error
+        """The manifest beside an output, with the records of the input's rows; None when there is none."""
+        found = _read(output)
+        return None if found is None else found.with_input(with_rows(output, found.input))
 
     def with_input(self, identity: InputIdentity) -> Manifest:
         return replace(self, input=identity)
+
+
+def _read(output: Path) -> Manifest | None:
+    path = manifest_path(output)
+    try:
+        with clear_file_errors(f"manifest {path}"):
+            if not path.exists():
+                return None
+            fields = json.loads(path.read_bytes())
+        if fields["format"] not in _READABLE:
+            raise ValueError(f"it is of npu-runner {fields.get('npu_runner', '(unknown)')}, this is {__version__}")
+        return _from_json(fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"manifest {path}: cannot be read ({error}); --overwrite starts afresh") from error
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
@@ -92,8 +129,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "model_files": manifest.model_files,
         "weights": manifest.weights,
         "settings": manifest.settings,
-        "input": {"num_bytes": manifest.input.num_bytes, "blake2b": manifest.input.blake2b},
+        "input": manifest.input.to_json(),
         **({"error_file": manifest.error_file} if manifest.error_file is not None else {}),
+        **({"changes": manifest.changes} if manifest.changes else {}),
     }
 
 
@@ -104,17 +142,18 @@ def _from_json(fields: dict[str, Any]) -> Manifest:
         model_files=fields["model_files"],
         weights=fields.get("weights", {}),
         settings=fields["settings"],
-        input=InputIdentity(num_bytes=fields["input"]["num_bytes"], blake2b=fields["input"]["blake2b"]),
+        input=identity_from_json(fields["input"]),
         error_file=fields.get("error_file"),
+        changes=tuple(fields.get("changes", ())),
     )
 
 
-def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
     """Every name whose value changed, with both values."""
     names = sorted(earlier.keys() | now.keys())
+    changes = [SettingChange(name, earlier.get(name, _ABSENT), now.get(name, _ABSENT)) for name in names]
     # Through JSON, because one side has been there: tuples are lists, keys are strings.
-    pairs = [(name, _jsonish(earlier.get(name, _ABSENT)), _jsonish(now.get(name, _ABSENT))) for name in names]
-    return [f"{name}: was {before}, is {after}" for name, before, after in pairs if before != after]
+    return [change for change in changes if _as_json(change.was) != _as_json(change.now)]
 
 
 def start_time() -> int:
@@ -127,5 +166,5 @@ def start_time() -> int:
     return int(value)
 
 
-def _jsonish(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)

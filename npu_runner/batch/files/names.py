@@ -13,8 +13,16 @@ def manifest_path(output: Path) -> Path:
     return output.with_name(output.name + ".manifest.json")
 
 
+def rows_path(output: Path) -> Path:
+    return output.with_name(output.name + ".rows")
+
+
 def suspects_path(output: Path) -> Path:
     return output.with_name(output.name + ".suspects.json")
+
+
+def runs_path(output: Path) -> Path:
+    return output.with_name(output.name + ".runs.jsonl")
 
 
 def new_version_path(file: Path) -> Path:
@@ -28,6 +36,8 @@ def own_files(option: str, file: Path) -> dict[Path, str]:
     if option in ("output", "error_file"):
         found[lock_path(file)] = "lock"
     if option == "output":
-        for path, name in ((manifest_path(file), "manifest"), (suspects_path(file), "suspects")):
+        others = ((manifest_path(file), "manifest"), (rows_path(file), "rows"), (suspects_path(file), "suspects"),
+                  (runs_path(file), "record of runs"))
+        for path, name in others:
             found |= {path: name, new_version_path(path): f"next version of the {name}"}
     return found

@@ -11,12 +11,14 @@ import fcntl
 import json
 import os
 import stat
+import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -34,7 +36,7 @@ from npu_runner.batch.files.place import Place
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.errors import ConfigError, JobError, OutputLostError
 
-_NO_KEY = b""
+_UNNAMED = "unknown"
 # A process that is gone may have left a child that is not another program yet and holds what it held.
 _LEAVING_SECONDS = 5.0
 
@@ -49,6 +51,10 @@ class OutputScan:
     num_broken_lines: int
     """Lines that are no result row, or repeat one. A crash tears at most the last line; a power cut may leave more."""
     num_bytes: int
+    codes: list[str]
+    """Of the failed rows, in order."""
+    num_cut_off: int
+    """Answers of which a completion ended at its limit of tokens."""
 
     @property
     def num_rows(self) -> int:
@@ -57,6 +63,38 @@ class OutputScan:
     @property
     def num_failed(self) -> int:
         return int(self.failed.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCounts:
+    """What the rows of an output are."""
+
+    num_answered: int = 0
+    num_cut_off: int = 0
+    failures_by_code: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_failed(self) -> int:
+        return self.failures_by_code.total()
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_answered + self.num_failed
+
+
+def counts_of(scans: Sequence[OutputScan]) -> RowCounts:
+    """Of an output, and of its error file behind it, where it has one.
+
+    A failed row that stands in both, because a job was killed while it moved them, counts once; one that is answered
+    does not count as failed.
+    """
+    answered = scans[0].keys[~scans[0].failed]
+    codes = [code for scan in scans for code in scan.codes]
+    failed, places = np.unique(np.concatenate([scan.keys[scan.failed] for scan in scans]), return_index=True)
+    return RowCounts(
+        num_answered=len(answered), num_cut_off=scans[0].num_cut_off,
+        failures_by_code=Counter(codes[place] for place in places[~np.isin(failed, answered)]),
+    )  # fmt: skip
 
 
 class OutputLock:
@@ -77,7 +115,7 @@ class OutputLock:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+                holder = _holder(descriptor)
                 os.close(descriptor)
                 if _is_gone(holder) and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -100,6 +138,25 @@ class OutputLock:
         os.close(self._descriptor)
 
 
+def job_at_work(output: Path) -> str | None:
+    """The pid of the job that holds the lock of this output; None: none does. Nothing is made or changed."""
+    try:
+        descriptor = os.open(lock_path(output), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(descriptor)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _holder(descriptor: int) -> str:
+    return os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+
+
 def _is_gone(holder: str) -> bool:
     try:
         os.kill(int(holder), 0)
@@ -113,17 +170,20 @@ def _is_gone(holder: str) -> bool:
 def scan_output(path: Path) -> OutputScan:
     """Read an output file once. One that does not exist has no rows."""
     keys, starts, failed = bytearray(), array("Q"), bytearray()
+    codes: list[str] = []
     seen: set[bytes] = set()
-    position = num_broken = 0
+    position = num_broken = num_cut_off = 0
     for line in _lines_of(path):
-        key, is_error = _key_of(line)
-        if key == _NO_KEY or key in seen:
+        row = _row_of(line)
+        if row is None or row.key in seen:
             num_broken += 1
         else:
-            seen.add(key)
-            keys += key
+            seen.add(row.key)
+            keys += row.key
             starts.append(position)
-            failed.append(is_error)
+            failed.append(row.code is not None)
+            codes += [] if row.code is None else [row.code]
+            num_cut_off += row.is_cut_off
         position += len(line)
     return OutputScan(
         keys_array(keys),
@@ -131,6 +191,8 @@ def scan_output(path: Path) -> OutputScan:
         np.frombuffer(failed, dtype=bool),
         num_broken,
         position,
+        codes,
+        num_cut_off,
     )
 
 
@@ -199,18 +261,35 @@ def _lines_of(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-def _key_of(line: bytes) -> tuple[bytes, bool]:
-    """The row's key and whether it is an error; no key when the line is not a whole result row."""
+class _Row(NamedTuple):
+    key: bytes
+    code: str | None
+    """Of its error; None: it is an answer."""
+    is_cut_off: bool
+
+
+def _row_of(line: bytes) -> _Row | None:
+    """None where the line is not a whole result row."""
     if not line.endswith(b"\n"):
-        return _NO_KEY, False
+        return None
     try:
         row = json.loads(line)
         custom_id, error = row["custom_id"], row["error"]
-        if custom_id is None:
-            return row_key(None, int(error["line"])), True
-        return row_key(custom_id, 0), error is not None
+        key = row_key(None, int(error["line"])) if custom_id is None else row_key(custom_id, 0)
+        return _Row(key, None if error is None else _code_of(error), error is None and _is_cut_off(row))
     except (ValueError, KeyError, TypeError, RecursionError):
-        return _NO_KEY, False
+        return None
+
+
+def _code_of(error: Any) -> str:
+    code = error.get("code") if isinstance(error, dict) else None
+    return sys.intern(code) if isinstance(code, str) else _UNNAMED  # a million failed rows have few codes
+
+
+def _is_cut_off(row: dict[str, Any]) -> bool:
+    with contextlib.suppress(KeyError, TypeError):  # a row without choices: vectors, or no answer of ours
+        return any(choice["finish_reason"] == "length" for choice in row["response"]["body"]["choices"])
+    return False
 
 
 class RowsFile:

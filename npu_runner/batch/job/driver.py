@@ -6,7 +6,8 @@ Neither reads a row nor makes an answer, but for the rows that are given up. Kno
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
@@ -19,8 +20,8 @@ from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.blame import GivenUp
 from npu_runner.serving.replica import FinishedRow, ReplicaStats
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replicas.load_balancer import RowQueue
 from npu_runner.serving.replicas.replica_state import MakeReplica, added
-from npu_runner.serving.replicas.row_queue import RowQueue
 
 _IDLE_SECONDS = 0.2
 
@@ -47,8 +48,9 @@ class Driver:
         self._should_stop = should_stop
         self._suspects = suspects
 
-    def run(self) -> None:
-        """Raises what replicas and `delivery` raise. Rows still under way when it stops are dropped."""
+    def run(self, look: Callable[[], None] = lambda: None) -> None:
+        """Raises what replicas and `delivery` raise. Rows still under way when it stops are dropped. `look` is called
+        whenever rows were counted."""
         while not self._should_stop() and not self._fleet.is_over:
             try:
                 finished, given_up = self._fleet.poll(_IDLE_SECONDS)
@@ -61,6 +63,7 @@ class Driver:
                 self._delivery.put(_given_up(self._book, lost))
             self._delivery.count()
             self._progress.update(self._tally, self.engine_stats)
+            look()
 
     def stats(self) -> ReplicaStats:
         return added([state.stats() for state in self._fleet.states])
@@ -70,13 +73,15 @@ class Driver:
 
 
 def hooks_for(
-    book: RowBook, suspects: Suspects, say: Callable[[str], None], *, rows_carry_data: bool = False,
-    scale_up: Callable[[int], Sequence[MakeReplica]] | None = None,
+    book: RowBook, suspects: Suspects, progress: Progress, check: Callable[[Mapping[str, Any]], None], *,
+    rows_carry_data: bool = False, scale_up: Callable[[int], Sequence[MakeReplica]] | None = None,
 ) -> FleetHooks:  # fmt: skip
-    """What a fleet asks of a job. `rows_carry_data`: rows go to replicas with their bytes."""
+    """What a fleet asks of a job. `check`: FleetHooks'. `rows_carry_data`: rows go to replicas with their bytes."""
     return FleetHooks(
         make_run=book.run_with_data if rows_carry_data else book.run,
-        say=say,
+        say=progress.say,
+        check=check,
+        loading=progress.loading,
         isolate=functools.partial(_isolate, suspects, book),
         record_death=functools.partial(_record_death, suspects, book),
         scale_up=scale_up,

@@ -1,16 +1,27 @@
-"""What made an output, held against what would go on with it: model, settings, length. Knows nothing of serving."""
+"""What made an output, held against what would go on with it: model, settings, input. Knows nothing of serving."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from npu_runner.batch.files.destination import Destination
-from npu_runner.batch.files.input_file import InputIdentity
-from npu_runner.batch.files.manifest import DECODERS, Manifest, differences, start_time
+import numpy as np
+
+from npu_runner.batch.files.destination import Destination, FileDestination
+from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.input_identity import InputIdentity, RowChange, first_change
+from npu_runner.batch.files.manifest import (
+    DECODERS,
+    LIMITS_OF_ROWS,
+    Manifest,
+    SettingChange,
+    differences,
+    start_time,
+)
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.serving.replica import ReplicaFacts
@@ -22,7 +33,56 @@ def refuse_another_model(destination: Destination, model_files: Mapping[str, str
     """Before anything is loaded: by what can be read at once."""
     earlier = destination.earlier
     if earlier is not None and earlier.has_served:
-        _refuse(destination, "model", differences(earlier.model_files, dict(model_files)))
+        _refuse_model(destination, differences(earlier.model_files, model_files))
+
+
+def refuse_another_input(destination: Destination, file: InputFile, rows: InputScan, *, retry_errors: bool) -> None:
+    """Rows may be added at the end. With `retry_errors` one without an answer may be another one of the same name."""
+    earlier = destination.earlier
+    if earlier is None or rows.continues_earlier:
+        return
+    assert isinstance(destination, FileDestination), "a stream was not begun by anybody"
+    known, now = earlier.input.rows, rows.identity.rows
+    assert now is not None, "a scan has records of its rows"
+    if known is None:
+        what = ("rows may be added at its end, not changed: the version that began the output kept no digests of rows, "
+                "so nobody knows which of them were")
+    else:
+        is_answered = destination.answered(rows)
+        change = first_change(known, now, ~is_answered & retry_errors, rows.lines)
+        if change is None:
+            return
+        what = _changed_row(destination, file, rows, change, is_answered)
+    raise ConfigError(f"input {file.name}: it is not the input that {destination.name} was begun with: {what}. Restore "
+                      "it, choose another output, or --overwrite to start afresh")
+
+
+def _changed_row(destination: FileDestination, file: InputFile, rows: InputScan, change: RowChange,
+                 is_answered: np.ndarray) -> str:
+    """Which row it is, and what may be done about it."""
+    here = change.place_now
+    custom_id = destination.custom_id(change.name)
+    if here is not None:
+        (row,) = rows.run(np.array([0]), np.array([here])).rows()
+        custom_id = file.source.name(row)
+    name = f"row {change.place + 1}" + ("" if custom_id is None else f" (custom_id {custom_id!r})")
+    if here is None:
+        return f"{name} is not there any more, and no row may be removed"
+    if here != change.place:
+        return f"{name} is row {here + 1} now (line {rows.lines[here]}); rows keep their order, new ones go to the end"
+    where = f"{name}, line {rows.lines[here]}, was changed"
+    if is_answered[here]:
+        return f"{where} and has an answer; ask it under a new custom_id at the end"
+    return f"{where}; it has no answer, so with --retry-errors it may be"
+
+
+def refuse_other_settings(destination: Destination, known: Mapping[str, Any], *, accept: Collection[str],
+                          retry_errors: bool) -> None:
+    """Before the weights are loaded. `known`: settings that are known by then, all that have a dot in their names."""
+    earlier = destination.earlier
+    if earlier is not None and earlier.has_served:
+        before = {name: value for name, value in earlier.settings.items() if "." in name or name in known}
+        accepted_changes(destination.name, before, known, accept=accept, retry_errors=retry_errors)
 
 
 def config_to_go_on_with(config: RunnerConfig, earlier: Manifest | None) -> RunnerConfig:
@@ -45,18 +105,19 @@ def loading(given: RunnerConfig, taken: RunnerConfig, destination: Destination) 
             raise
         raise OutOfMemoryError(
             f"output {destination.name} was begun with {_LENGTH} {taken.max_model_len} and goes on with no other: free "
-            f"memory, or --overwrite to start afresh with what fits now. {error}"
+            f"memory, --overwrite to start afresh with what fits now, or go on knowingly with a shorter one and "
+            f"--accept-changed {_LENGTH}. {error}"
         ) from error
 
 
 def manifest_of(
     destination: Destination, facts: ReplicaFacts, *, model_name: str, model_files: dict[str, str],
-    weights: dict[str, str], input: InputIdentity,
+    weights: dict[str, str], input: InputIdentity, accept: Collection[str] = (), retry_errors: bool = False,
 ) -> Manifest:  # fmt: skip
-    """The manifest of this output: the earlier one, if nothing that shapes answers has changed since."""
-    settings = dict(facts.settings)
+    """The manifest of this output: the earlier one, and what may have changed since (`accepted_changes`)."""
+    settings = json.loads(json.dumps(dict(facts.settings)))
     if facts.weights is not None and (changes := differences({**model_files, **weights}, dict(facts.weights))):
-        raise ConfigError(f"the replicas have loaded another model than this host sees: {'; '.join(changes)}")
+        raise ConfigError(f"the replicas have loaded another model than this host sees: {_listed(changes)}")
     earlier = destination.earlier
     if earlier is None or not earlier.has_served:
         return Manifest(
@@ -64,21 +125,51 @@ def manifest_of(
             model_name=model_name,
             model_files=model_files,
             weights=weights,
-            settings=json.loads(json.dumps(settings)),
+            settings=settings,
             input=input,
         )
     if earlier.weights:
-        _refuse(destination, "model", differences(earlier.weights, weights))
-    going_on = _with_decoders(earlier.settings, settings)
-    _refuse(destination, "settings", differences(going_on, _with_decoders(settings, earlier.settings)))
-    return replace(earlier, settings=going_on, input=input)
+        _refuse_model(destination, differences(earlier.weights, weights))
+    changes = accepted_changes(destination.name, earlier.settings, settings, accept=accept, retry_errors=retry_errors)
+    _refuse_unknown_names(accept, {*earlier.settings, *settings, *(change["name"] for change in earlier.changes)})
+    return replace(earlier, input=input).changed(_with_decoders(settings, earlier.settings), changes)
 
 
-def _with_decoders(settings: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def accepted_changes(
+    output: str, earlier: Mapping[str, Any], now: Mapping[str, Any], *, accept: Collection[str], retry_errors: bool
+) -> list[SettingChange]:
+    """The settings that differ, where they may. Raises ConfigError for one that may not.
+
+    The two may be parts of the settings, as long as they have the same names. `accept`: names that the user has given.
+    """
+    changes = differences(_with_decoders(earlier, now), _with_decoders(now, earlier))
+    refused = [change for change in changes
+               if change.name not in accept and not (retry_errors and change.name in LIMITS_OF_ROWS)]
+    if refused:
+        limits = " and ".join(change.name for change in refused if change.name in LIMITS_OF_ROWS)
+        also = f". With --retry-errors {limits} may differ: it makes rows fail and changes no answer" if limits else ""
+        flags = " ".join(f"--accept-changed {change.name}" for change in refused)
+        raise ConfigError(
+            f"output {output}: was begun with other settings; answers of both would be mixed. Changed: "
+            f"{_listed(refused)}. Restore them, choose another output, --overwrite to start afresh, or go on knowingly "
+            f"with {flags}{also}"
+        )
+    return changes
+
+
+def _refuse_unknown_names(accept: Collection[str], known: Collection[str]) -> None:
+    for name in accept:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or sorted(known)
+            raise ConfigError(f"accept_changed: {name!r} is no setting of this output (a file of the model never is); "
+                              f"did you mean {', '.join(near)}?")
+
+
+def _with_decoders(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """`settings`, and decoders that only `others` have: one that was installed since, or is gone. Without it whatever
     needs it fails by name, so no answer is of another one."""
     decoders = {**others.get(DECODERS, {}), **settings.get(DECODERS, {})}
-    return {**settings, DECODERS: decoders} if decoders else settings
+    return {**settings, DECODERS: decoders} if decoders else dict(settings)
 
 
 def manifest_without_model(
@@ -91,9 +182,13 @@ def manifest_without_model(
     return Manifest(created=start_time(), model_name=model_name, model_files=model_files, settings={}, input=input)
 
 
-def _refuse(destination: Destination, what: str, changes: list[str]) -> None:
+def _refuse_model(destination: Destination, changes: list[SettingChange]) -> None:
     if changes:
         raise ConfigError(
-            f"output {destination.name}: was begun with another {what}; answers of two would be mixed. Changed: "
-            f"{'; '.join(changes)}. Choose another output, or --overwrite to start afresh"
+            f"output {destination.name}: was begun with another model; answers of two would be mixed. Changed: "
+            f"{_listed(changes)}. Choose another output, or --overwrite to start afresh"
         )
+
+
+def _listed(changes: list[SettingChange]) -> str:
+    return "; ".join(map(str, changes))

@@ -9,8 +9,7 @@ from typing import Any
 from npu_runner.config import check_choices, from_keywords, one_of
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
-from npu_runner.serving.replicas.options import AUTO, ReplicaOptions
-from npu_runner.serving.workers.options import PreprocessingOptions
+from npu_runner.serving.options import AUTO, PreprocessingOptions, ReplicaOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +29,23 @@ class BatchOptions:
     """Answers in the order of the input instead of the order in which they finish. A file is put in order once it is
     whole."""
     retry_errors: bool = False
-    """When resuming, try failed rows again."""
+    """When resuming, try failed rows again. Rows of the input that have no answer may be corrected, under the same
+    custom_id, and limits that only make rows fail may be others: max_images_per_prompt and max_source_pixels. If
+    preprocessing refuses all of them again, no model is loaded."""
+    accept_changed: tuple[str, ...] = field(default=(), metadata={"values": "NAME"})
+    """When resuming, go on although this setting of the manifest is another one than before; may be repeated. Answers
+    of before stay, and system_fingerprint tells them from later ones. A model's files are no settings."""
     overwrite: bool = False
     """Replace an existing output instead of resuming it."""
     summary: Path | None = None
-    """Write the closing summary of this run to this file, as JSON, also when an error ended it. A resumed job counts
-    what it added. - writes standard output, if nothing else does."""
+    """Write what all runs of the job add up to, and this run under `this_run`, to this file, as JSON, also when an
+    error ended it. While the run is under way the file says so. - writes standard output at the end, if nothing else
+    does."""
     report: Path | None = None
     """Write an HTML page of the rows (images, strips of videos, questions, answers) to this file. - writes standard
     output, if nothing else does."""
     report_rows: int = 300
-    """Most rows on that page; failed and unexpected answers come first."""
+    """Most rows on that page; failed rows come first, then answers that are unexpected, cut off or unparsed."""
     cached_tokens: bool = False
     """Report each row's prefix-cache hits in its usage. They depend on timing, so rows are not reproducible then."""
     ray: str | None = field(default=None, metadata={"alone": AUTO})
@@ -58,12 +63,13 @@ class BatchOptions:
     """In chats: tokens of reasoning after which the end-of-thinking token is forced; rows may say otherwise. None: no
     limit."""
     progress: str = one_of("auto", "bar", "lines", "off")
-    """bar, lines or off; auto: a bar on a terminal and lines elsewhere."""
+    """bar, lines or off; auto: a bar on a terminal and lines elsewhere. Shown is how far the model is loaded, too."""
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
     workers: PreprocessingOptions = field(default_factory=PreprocessingOptions)
 
     def __post_init__(self) -> None:
         check_choices(self)
+        object.__setattr__(self, "accept_changed", tuple(self.accept_changed))
         if self.shared_input and self.ray is None:
             raise ConfigError("shared_input: replicas of this host read the input as it is; it goes with ray")
         if self.workers.preprocessing_workers == 0:

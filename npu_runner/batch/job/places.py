@@ -44,10 +44,10 @@ class Places:
             yield
 
 
-def find_places(options: BatchOptions, model: str) -> Places:
+def find_places(options: BatchOptions, model: str | None) -> Places:
     """Looks at every name before anything is begun. Raises ConfigError for a name that cannot be what it was given for.
 
-    `model`: where it is a folder, its files are no places to write to.
+    `model`: where it is a folder, its files are no places to write to; None: no model is used.
     """
     places = Places(
         output=find_place("output", options.output), error_file=_found("error_file", options.error_file),
@@ -60,7 +60,7 @@ def find_places(options: BatchOptions, model: str) -> Places:
             if key in taken:
                 raise ConfigError(f"{place.title}: is the {taken[key]} as well; choose another name")
         taken |= dict.fromkeys(_keys(place), place.option)
-    kept = _kept_names(places, Path(model))
+    kept = _kept_names(places, [] if model is None or not Path(model).is_dir() else files_that_count(Path(model)))
     for place in places:
         for key in [] if place.is_stream else _keys(place):
             if key in kept:
@@ -96,7 +96,7 @@ def _read_names(options: BatchOptions) -> dict[Hashable, str]:
     return taken
 
 
-def _kept_names(places: Places, model: Path) -> dict[Hashable, str]:
+def _kept_names(places: Places, model_files: list[Path]) -> dict[Hashable, str]:
     """Names that the job needs for itself, or that others write to, and what each is."""
     kept: dict[Hashable, str] = {}
     for place in places:
@@ -104,7 +104,7 @@ def _kept_names(places: Places, model: Path) -> dict[Hashable, str]:
             continue
         for path, name in own_files(place.option, place.path).items():
             kept |= dict.fromkeys(_keys_of_file(path), f"{name} of the {place.option}, which the job makes itself")
-    for path in files_that_count(model) if model.is_dir() else []:
+    for path in model_files:
         kept |= dict.fromkeys(_keys_of_file(path), f"model's {path.name}")
     if any(not place.is_stream for place in places):
         for number, name in _STANDARD.items():

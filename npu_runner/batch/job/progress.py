@@ -15,9 +15,11 @@ from tqdm import tqdm
 from npu_runner.batch.job.summary import Tally
 from npu_runner.processes.patient_streams import PatientStream, patient
 from npu_runner.request.outputs import EngineStats
+from npu_runner.serving.loading_line import loading_line
 
 _BAR_SECONDS = 0.5
 _LINE_SECONDS = 10.0
+_BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 class Progress:
@@ -31,9 +33,19 @@ class Progress:
         self._style = style
         self._bar: tqdm | None = None
         self._num_rows = self._num_before = 0
+        self._start_time = 0.0
         self._interval = _BAR_SECONDS if style == "bar" else _LINE_SECONDS
-        self._last_time = 0.0
+        self._last_time = time.monotonic()
         self._last_counts = (0, 0, 0)
+
+    def loading(self, phase: str) -> None:
+        """What the model does before it is ready: on a terminal at once, elsewhere a line now and then."""
+        if self._style == "bar":
+            self._bar = loading_line(self._out) if self._bar is None else self._bar
+            self._bar.set_description_str(phase)
+        elif time.monotonic() - self._last_time >= self._interval:
+            self._last_time = time.monotonic()
+            self.say(phase)
 
     @property
     def silence(self) -> str | None:
@@ -49,11 +61,14 @@ class Progress:
 
     def start(self, num_rows: int, num_before: int) -> None:
         """Serving begins; `num_before` of the rows are finished already."""
-        self._num_rows, self._num_before, self._last_time = num_rows, num_before, time.monotonic()
+        self._num_rows, self._num_before = num_rows, num_before
+        self._start_time = self._last_time = time.monotonic()
         if self._style == "bar":
+            self.close()
             self._bar = tqdm(
-                total=num_rows, initial=num_before, unit="row", file=self._out, dynamic_ncols=True, smoothing=0.1
-            )
+                total=num_rows, initial=num_before, unit="row", file=self._out, dynamic_ncols=True,
+                bar_format=_BAR_FORMAT,
+            )  # fmt: skip
 
     def update(self, tally: Tally, get_stats: Callable[[], EngineStats], *, is_last: bool = False) -> None:
         """Draw if enough time has passed since the last drawing."""
@@ -65,18 +80,32 @@ class Progress:
         counts = (tally.num_done, stats.num_prefill_tokens, stats.num_decode_tokens)
         rates = [(new - old) / max(elapsed, 1e-3) for new, old in zip(counts, self._last_counts, strict=True)]
         self._last_time, self._last_counts = now, counts
-        state = (
-            f"prefill {rates[1]:.0f} tok/s, decode {rates[2]:.0f} tok/s, {stats.num_running} running, "
-            f"{stats.num_waiting} waiting, {tally.num_failed} failed"
-        )
+        state = [*tally.shortcomings(with_codes=self._bar is None), f"decode {rates[2]:.0f} tok/s",
+                 f"prefill {rates[1]:.0f} tok/s", f"{stats.num_running} running", f"{stats.num_waiting} waiting"]
         if self._bar is not None:
-            self._bar.set_postfix_str(state, refresh=False)
-            self._bar.update(self._num_before + tally.num_done - self._bar.n)
+            self._bar.n = self._num_before + tally.num_done
+            _draw(self._bar, state)
         else:
-            done = self._num_before + tally.num_done
-            self.say(f"{done}/{self._num_rows} rows, {rates[0]:.2f} rows/s, {state}")
+            self.say(", ".join([*self._pace(tally.num_done, now - self._start_time, rates[0]), *state]))
+
+    def _pace(self, num_done: int, seconds: float, rate_lately: float) -> list[str]:
+        """How far it is and how fast: the rate over all of this run says how long the rest takes."""
+        num_left = self._num_rows - self._num_before - num_done
+        left = [f"{tqdm.format_interval(num_left * seconds / num_done)} left"] if num_left and num_done else []
+        return [f"{self._num_before + num_done}/{self._num_rows} rows", *left,
+                f"{num_done / max(seconds, 1e-3):.2f} rows/s (lately {rate_lately:.2f})"]
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _draw(bar: tqdm, state: list[str]) -> None:
+    """With as much of `state` as the terminal's width has room for, the first of it first; no entry is cut."""
+    drawn = bar.format_dict
+    while state and drawn["ncols"] is not None and drawn["ncols"] < len(
+        tqdm.format_meter(**{**drawn, "ncols": None, "postfix": ", ".join(state)})
+    ):
+        state = state[:-1]
+    bar.set_postfix_str(", ".join(state))

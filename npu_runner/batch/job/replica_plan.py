@@ -21,12 +21,11 @@ from npu_runner.batch.job.row_server import ModelSide, RowServer, ServerPlan, nu
 from npu_runner.batch.job.summary import ReplicaReport
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
+from npu_runner.serving.options import AUTO, num_cpus
 from npu_runner.serving.replica import Replica
-from npu_runner.serving.replicas.options import AUTO
 from npu_runner.serving.replicas.placement import Placement, place
 from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
-from npu_runner.serving.workers.options import num_cpus
 
 _MAX_DIGEST_THREADS = 4
 _REMEDY = "leave --shared-input out, and rows travel with their bytes"
@@ -75,18 +74,14 @@ def _on_this_host(
     config: RunnerConfig, options: BatchOptions, source: RowFile, open_model: Callable[[RunnerConfig], ModelSide]
 ) -> ReplicaPlan:
     """Nothing is started yet. Raises ConfigError where the devices do not suffice."""
-    make_plan = functools.partial(
-        server_plan, options=options, source=source, open_model=open_model, inherited=(source.descriptor,)
-    )
     if options.replicas.data_parallel_size == 1:
-        num_workers = options.workers.num_workers(num_cpus())
-        plan = make_plan(config, num_workers=num_workers)
-        return ReplicaPlan(replicas=[functools.partial(RowServer, plan)], workers_each=num_workers)
+        plan = local_plan(config, options, source, open_model)
+        return ReplicaPlan(replicas=[functools.partial(RowServer, plan)], workers_each=plan.limits.num_workers)
     asked = options.replicas.data_parallel_size
     placements = place(config.platform, None if asked == AUTO else int(asked), config.parallel.tensor_parallel_size)
     counts = [options.workers.num_workers(placement.num_cores) for placement in placements]
     plans = [
-        make_plan(config.replace(platform=placement.platform), num_workers=count)
+        local_plan(config.replace(platform=placement.platform), options, source, open_model, num_workers=count)
         for placement, count in zip(placements, counts, strict=True)
     ]
     replicas: list[MakeReplica] = [
@@ -98,9 +93,25 @@ def _on_this_host(
     )
 
 
+def local_plan(
+    config: RunnerConfig, options: BatchOptions, source: RowFile, open_model: Callable[[RunnerConfig], ModelSide],
+    num_workers: int | None = None,
+) -> ServerPlan:  # fmt: skip
+    """For a server of this host, which reads rows through the driver's descriptor. `num_workers`: None for one that has
+    all cores."""
+    count = options.workers.num_workers(num_cpus()) if num_workers is None else num_workers
+    return server_plan(config, options=options, source=source, num_workers=count, open_model=open_model,
+                       inherited=(source.descriptor,))
+
+
 def _make_process(name: str, plan: ServerPlan, placement: Placement) -> Replica:
     make = functools.partial(RowServer, plan, name)
     return ProcessReplica(name, make, placement, num_rows_ahead=num_rows_ahead(plan), inherited=plan.inherited)
+
+
+def num_present(states: Sequence[ReplicaState]) -> int:
+    """Replicas that hold devices: those that are dead, or wait for devices, hold none."""
+    return sum(state.replica is not None and state.waits_for is None for state in states)
 
 
 def report_of(state: ReplicaState) -> ReplicaReport:

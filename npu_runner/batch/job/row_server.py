@@ -26,7 +26,7 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.engine_loop import Endpoint, Flight, Prepared, max_waiting_requests
-from npu_runner.serving.replica import FinishedRow, RawRow, ReplicaFacts, RowRun
+from npu_runner.serving.replica import Event, FinishedRow, Opened, RawRow, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline_replica import InlineReplica
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 
@@ -42,8 +42,12 @@ class ModelSide(Protocol):
     def generation_defaults(self) -> Mapping[str, Any]:
         """SamplingParams fields that the checkpoint sets."""
 
-    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
-        """The engine, once it can serve; prompts of `processor` are what it takes. `wants_grammars`: LLMEngine's."""
+    def describe(self) -> Mapping[str, Any]:
+        """The part of what the engine's `describe` will say that is known before it loads."""
+
+    def load(self, wants_grammars: Callable[[], bool], progress: Callable[[str], None]) -> AbstractContextManager[Any]:
+        """The engine, once it can serve; prompts of `processor` are what it takes. `wants_grammars`, `progress`:
+        LLMEngine's."""
 
 
 class CheckpointSide:
@@ -51,16 +55,22 @@ class CheckpointSide:
 
     def __init__(self, config: RunnerConfig):
         # torch comes with it: not before everything else is checked
-        from npu_runner.strategies.opened import open_checkpoint
+        from npu_runner.strategies import open_checkpoint
 
         self._checkpoint = open_checkpoint(config)
         self.processor, self.generation_defaults = self._checkpoint.processor, self._checkpoint.generation_defaults
 
-    def load(self, wants_grammars: Callable[[], bool]) -> AbstractContextManager[Any]:
+    def describe(self) -> Mapping[str, Any]:
+        """See ModelSide."""
+        from npu_runner.engine.before_loading import settings_before_loading
+
+        return settings_before_loading(self._checkpoint)
+
+    def load(self, wants_grammars: Callable[[], bool], progress: Callable[[str], None]) -> AbstractContextManager[Any]:
         """See ModelSide."""
         from npu_runner.engine.llm_engine import LLMEngine
 
-        return LLMEngine(self._checkpoint, wants_grammars=wants_grammars)
+        return LLMEngine(self._checkpoint, wants_grammars=wants_grammars, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +136,7 @@ class _Row:
     row: RawRow
     form: AnswerForm
     expected: str | None
+    has_json_rule: bool
 
 
 class RowEndpoint(Endpoint):
@@ -170,7 +181,7 @@ class RowEndpoint(Endpoint):
         if isinstance(result, RejectedRow):
             return Prepared(Flight(row.number), failure=_failed(row, result.custom_id, result.error))
         assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
-        flight = Flight(row.number, result.num_sequences, _Row(row, result.form, result.expected))
+        flight = Flight(row.number, result.num_sequences, _Row(row, result.form, result.expected, result.has_json_rule))
         return Prepared(flight, result.custom_id, result.prompt, result.params, finished.num_bytes)
 
     def answer(self, flight: Flight, output: RequestOutput) -> FinishedRow:
@@ -180,7 +191,7 @@ class RowEndpoint(Endpoint):
             return _failed(of.row, name, error)
         assert self._stamp is not None, "no row is answered before the job begins"
         data = answer_row(output, custom_id=name, form=of.form, stamp=self._stamp)
-        return FinishedRow(flight.number, answered(output, of.expected), data)
+        return FinishedRow(flight.number, answered(output, of.expected, has_json_rule=of.has_json_rule), data)
 
     def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
         return _failed(flight.row.row, name, RowError(code=error.code, message=error.message, param=error.param))
@@ -207,7 +218,8 @@ class RowServer(InlineReplica):
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
 
-    def start(self, wake: Callable[[], None]) -> None:
+    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+        super().start(wake, tell)
         self._model = self._plan.open_model(self._plan.config)
         if self._plan.answer_defaults.get("max_thinking_tokens") is not None:
             try:
@@ -228,27 +240,31 @@ class RowServer(InlineReplica):
         self._open.callback(self.endpoint.close)
 
     def _load(self) -> ReplicaFacts:
+        self._tell(Opened(self.known_settings()))
         with ExitStack() as hashing:
             digests = None
             folder = Path(self._plan.config.model)
             if self._plan.digest_threads:
                 digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
-            self._engine = self._open.enter_context(self._model.load(self.endpoint.wants_grammars.is_set))
+            self._engine = self._open.enter_context(
+                self._model.load(self.endpoint.wants_grammars.is_set, self._report))
             self.endpoint.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs
         return ReplicaFacts(
             version=npu_runner.__version__,
-            settings=self._settings(),
+            settings={**self._engine.describe(), **self.known_settings()},
             ledger=self._engine.ledger,
             max_rows=max_num_seqs + max_waiting_requests(max_num_seqs) + self.num_rows_ahead,
             weights=weights,
             start_seconds=self._engine.start_seconds,
         )
 
-    def _settings(self) -> dict[str, Any]:
+    def known_settings(self) -> dict[str, Any]:
+        """Everything beside the checkpoint and the row that shapes an answer, as far as it is known before the engine
+        loads: all names with a dot are."""
         return {
-            **self._engine.describe(),
+            **self._model.describe(),
             **{f"prompts.{name}": value for name, value in self._model.processor.identity().items()},
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
             **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},

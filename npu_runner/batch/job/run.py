@@ -7,17 +7,18 @@ changed before the model stands ready.
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import numpy as np
 
-from npu_runner.batch.files.destination import Destination, open_destination
+from npu_runner.batch.files.destination import Destination, Writers, open_destination
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
@@ -25,14 +26,16 @@ from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
-from npu_runner.batch.job.delivery import Delivery, delivery_for, window_of
+from npu_runner.batch.job.accounts import Accounts
+from npu_runner.batch.job.delivery import Delivery, EarlyRows, delivery_for, window_of
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.replica_plan import planned_replicas, report_of
+from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas, report_of
 from npu_runner.batch.job.report import make_report
 from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
+from npu_runner.batch.job.screening import all_are_refused
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobRecord, JobSummary, Tally
 from npu_runner.batch.rows.openai_response import JobStamp
@@ -40,9 +43,9 @@ from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError
 from npu_runner.processes.patient_streams import PatientStream, patient_stderr
+from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replicas.fleet import Fleet
-from npu_runner.serving.replicas.row_queue import RowQueue
-from npu_runner.serving.workers.options import num_cpus
+from npu_runner.serving.replicas.load_balancer import RowQueue
 
 _MAX_DIGEST_THREADS = 4
 
@@ -78,6 +81,8 @@ def run_batch(
         except NpuRunnerError as error:
             if job.record.is_worth_saying(error):
                 job.say_summary(error)
+            else:
+                job.accounts.withdraw()
             raise
         finally:
             progress.close()
@@ -103,6 +108,7 @@ class _Job:
         self._signals = signals
         self._open_model = open_model
         self.record = JobRecord()
+        self.accounts = Accounts(self.record, places.output, places.summary, progress.say)
 
     def run(self) -> None:
         destination = open_destination(self._places.output, overwrite=self._options.overwrite,
@@ -117,22 +123,28 @@ class _Job:
     def _run(self, destination: Destination) -> None:
         """With the output locked: look, plan, serve, finish."""
         destination.look()
+        self.accounts.look(destination.path, overwrite=self._options.overwrite)
         if self._places.report is not None and destination.path is None:
             raise ConfigError("report: it is made from the output file, and this output cannot be read again")
         with self._open_input(destination) as file:
             work = self._plan(file, destination)
-            try:
-                if work.wanted.any():
-                    self._serve(file, work, destination)
-                else:
-                    self._nothing_to_do(work, destination)
-                if not self.record.is_cut_short:
-                    self._finish(file, work, destination)
-            except OutputLostError:
-                # Whoever wrote them, runs before or this one: what counts is what is still there.
-                self.record.tally = Tally()
-                self.record.num_resumed, self.record.num_failed_kept = destination.num_there(work.rows)
-                raise
+            with self.accounts.of_this_run():
+                self._do(file, work, destination)
+
+    def _do(self, file: InputFile, work: _Work, destination: Destination) -> None:
+        """What was planned."""
+        try:
+            if not work.wanted.any():
+                self._nothing_to_do(work, destination)
+            elif not self._all_are_refused_again(file, work, destination):
+                self._serve(file, work, destination)
+            if not self.record.is_cut_short:
+                self._finish(file, work, destination)
+        except OutputLostError:
+            # Whoever wrote them, runs before or this one: what counts is what is still there.
+            self.record.tally, self.record.kept = Tally(), destination.counts_now()
+            self.record.num_resumed = self.record.kept.num_rows
+            raise
 
     def _open_input(self, destination: Destination) -> InputFile:
         path = destination.path
@@ -144,26 +156,62 @@ class _Job:
         """Everything that can be refused before a model is loaded is refused here."""
         earlier = destination.earlier
         rows = file.scan(earlier.input if earlier else None)
-        if not rows.continues_earlier:
-            raise ConfigError(
-                f"input {file.name}: it is not the input that {destination.name} was begun with (rows may be added "
-                "at its end, not changed); restore it, choose another output, or --overwrite to start afresh"
-            )
+        if not rows.num_rows:
+            raise ConfigError(f"input {file.name}: it has no row; whatever was to write it has written nothing, or not "
+                              "there")
+        manifest_check.refuse_another_input(destination, file, rows, retry_errors=self._options.retry_errors)
         folder = resolve_checkpoint(self._config.model, self._config.revision)
         files = fingerprint_model(folder)
         manifest_check.refuse_another_model(destination, files)
         finished = destination.finished(rows)
-        self.record.num_resumed, self.record.num_failed_kept = int(finished.sum()), destination.num_failed_kept()
+        self.record.num_resumed, self.record.kept = int(finished.sum()), destination.kept_counts()
         self.record.num_rows = rows.num_rows
         return _Work(rows=rows, wanted=~finished, model_folder=folder, model_files=files)
+
+    def _all_are_refused_again(self, file: InputFile, work: _Work, destination: Destination) -> bool:
+        """Whether only failed rows are left, to be tried again, and preprocessing refuses all: their errors are written
+        without a model.
+
+        Where rows are read on other hosts, only those know what is refused.
+        """
+        earlier, options = destination.earlier, self._options
+        are_left = int(work.wanted.sum()) == destination.num_failed()
+        if earlier is None or not (options.retry_errors and are_left) or options.ray is not None:
+            return False
+        book = RowBook(work.rows, work.wanted, file.source)
+        config = manifest_check.config_to_go_on_with(self._config_of(work), earlier)
+        plan = local_plan(config, options, file.source, self._open_model)
+        with contextlib.closing(EarlyRows()) as refused:
+            if not all_are_refused(plan, book, refused, self._check(destination)):
+                return False
+            self.record.num_workers = plan.limits.num_workers
+            self._progress.say(f"no model is loaded: preprocessing refuses all {book.num_rows} rows")
+            self._signals.defer()
+            with Delivery(destination.begin(earlier.with_input(work.rows.identity)), self.record.tally) as delivery:
+                for index in range(book.num_rows):
+                    row = refused.pop(index)
+                    assert row is not None, f"row {index} was refused and is lost"
+                    delivery.put(row)
+        Suspects(destination.path).clear()
+        return True
+
+    def _check(self, destination: Destination) -> Callable[[Mapping[str, Any]], None]:
+        """Of settings that are known before the weights load."""
+        return functools.partial(manifest_check.refuse_other_settings, destination, accept=self._options.accept_changed,
+                                 retry_errors=self._options.retry_errors)
+
+    def _config_of(self, work: _Work) -> RunnerConfig:
+        """Of the folder that was looked at, whatever a hub id stands for a moment later."""
+        return self._config.replace(model=str(work.model_folder), revision=None)
 
     def _serve(self, file: InputFile, work: _Work, destination: Destination) -> None:
         """Load replicas of the model, and have them answer the rows that are wanted."""
         options, record = self._options, self.record
+        self.accounts.announce()
         if record.num_resumed:
             self._progress.say(f"resuming: {record.num_resumed} of {work.rows.num_rows} rows are finished")
-        # The folder that was looked at, whatever a hub id stands for a moment later.
-        given = self._config.replace(model=str(work.model_folder), revision=None)
+        self._progress.loading(f"opening {work.model_folder.name}")
+        given = self._config_of(work)
         taken = manifest_check.config_to_go_on_with(given, destination.earlier)
         book = RowBook(work.rows, work.wanted, file.source)
         suspects = Suspects(destination.path, overwrite=options.overwrite, retry_errors=options.retry_errors)
@@ -175,14 +223,14 @@ class _Job:
             window = window_of(len(plan.replicas))
             if options.ordered and destination.path is None:
                 queue.allow(window)
-            hooks = hooks_for(book, suspects, self._progress.say, rows_carry_data=plan.rows_carry_data,
-                              scale_up=plan.scale_up)  # fmt: skip
+            hooks = hooks_for(book, suspects, self._progress, self._check(destination),
+                              rows_carry_data=plan.rows_carry_data, scale_up=plan.scale_up)  # fmt: skip
             given_up = known_suspects(queue, book, suspects)
             with Fleet(plan.replicas, queue, hooks, max_restarts=plan.max_restarts, given_up=given_up) as fleet:
                 manifest = self._load(fleet, work, destination, manifest_check.loading(given, taken, destination))
                 # From here on a signal lets the step under way end, and then the job.
                 self._signals.defer()
-                writers = destination.begin(manifest)
+                writers = self._begin(destination, manifest)
                 if options.overwrite:
                     suspects.clear()
                 fleet.begin(self._stamp(manifest))
@@ -200,15 +248,21 @@ class _Job:
             with loading:
                 facts = fleet.load()
             refuse_changed_files(work.model_folder, work.model_files)
-            self.record.start_phases = facts.start_seconds
+            self.record.start_phases, self.record.platform = facts.start_seconds, facts.settings.get("platform")
             shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
             self._progress.say(f"model {work.model_folder}: {shown}\n{facts.ledger}")
             if not digests.is_done:
                 self._progress.say("the model is ready; waiting until its weights are hashed")
             return manifest_check.manifest_of(
                 destination, facts, model_name=work.model_folder.name, model_files=work.model_files,
-                weights=digests.lines(), input=work.rows.identity,
+                weights=digests.lines(), input=work.rows.identity, accept=self._options.accept_changed,
+                retry_errors=self._options.retry_errors,
             )  # fmt: skip
+
+    def _begin(self, destination: Destination, manifest: Manifest) -> Writers:
+        if self._options.overwrite:
+            self.accounts.clear()
+        return destination.begin(manifest)
 
     def _stamp(self, manifest: Manifest) -> JobStamp:
         return JobStamp(
@@ -228,16 +282,28 @@ class _Job:
         )  # fmt: skip
         try:
             with delivery:
+                self._measure(fleet, driver)
+                self.accounts.begin()
                 self._progress.start(record.num_rows or 0, record.num_resumed)
-                driver.run()
+                driver.run(functools.partial(self._look, fleet, driver))
             self._progress.update(record.tally, driver.engine_stats, is_last=True)
             if not record.is_cut_short:
                 suspects.clear()
         finally:
             record.serve_ended = time.monotonic()
-            record.stats = driver.stats()
+            self._measure(fleet, driver)
             record.replicas = tuple(map(report_of, fleet.states)) if len(fleet.states) > 1 else ()
             self._progress.close()
+
+    def _look(self, fleet: Fleet, driver: Driver) -> None:
+        """Now and then while rows are served."""
+        if self.accounts.is_due():
+            self._measure(fleet, driver)
+            self.accounts.keep()
+
+    def _measure(self, fleet: Fleet, driver: Driver) -> None:
+        self.record.stats = driver.stats()
+        self.record.hold(num_present(fleet.states) * self._config.parallel.tensor_parallel_size)
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> None:
         self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
@@ -245,8 +311,8 @@ class _Job:
         manifest = manifest_check.manifest_without_model(
             destination, model_name=work.model_folder.name, model_files=work.model_files, input=work.rows.identity
         )
-        # No row is added, but the file is repaired, or made for an input that is empty so far.
-        destination.begin(manifest).close()
+        # No row is added, but the file is repaired.
+        self._begin(destination, manifest).close()
 
     def _finish(self, file: InputFile, work: _Work, destination: Destination) -> None:
         """Every row is there: put them in order, and make the report."""
@@ -254,18 +320,20 @@ class _Job:
         destination.finish(work.rows, is_ordered=self._options.ordered)
         if self._places.report is not None:
             most_pixels = self._config.prompts.max_source_pixels
-            make_report(self._places.report, self._options, most_pixels, file, work.rows, destination)
+            assert destination.path is not None, "refused at the start"
+            outputs = [path for path in (destination.path, destination.error_path) if path is not None]
+            make_report(self._places.report, self._options, most_pixels, file, work.rows, outputs,
+                        has_schema=self._options.response_schema is not None)
             self._progress.say(f"report    {self._places.report.name}")
 
     def say_summary(self, error: NpuRunnerError | None = None) -> JobSummary:
         """Tell what was done, on the terminal and in the summary's file. After an `error` it raises no second one."""
         summary = self.record.summary(error)
-        for line in summary.to_lines():
+        for line in [*summary.to_lines(), *self.accounts.lines()]:
             self._progress.say(line)
         summary = replace(summary, silence=self._progress.silence)  # these lines may have been the first to be lost
         try:
-            if self._places.summary is not None:
-                summary.save(self._places.summary)
+            self.accounts.save(summary)
         except JobError as second:
             if error is None:
                 raise

@@ -61,9 +61,15 @@ class StopSignals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._name = name = signal.Signals(number).name
         if self.is_requested:
-            print(f"{name} again: ending at once", file=sys.stderr, flush=True)
+            _say(f"{name} again: ending at once\n")
             os._exit(1)  # the workers die with their parent, and so do the ranks
         self.is_requested = True
-        print(f"{name}: stopping; once more to end at once", file=sys.stderr, flush=True)
+        _say(f"{name}: stopping; once more to end at once\n")
         if not self._is_deferred:
             raise Interrupted(name)
+
+
+def _say(line: str) -> None:
+    """In one write: the handler may run in the midst of another one, where what is buffered is lost."""
+    sys.stderr.write(line)
+    sys.stderr.flush()

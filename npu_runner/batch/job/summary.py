@@ -1,21 +1,24 @@
-"""What a run of a job has done: counts while it runs, and its summary for programs and for people.
+"""What one run of a job has done: counts while it runs, and its summary for programs and for people.
 
-Knows nothing of how the job was done.
+Knows nothing of how the job was done, or of its other runs.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.files.place import Place
+from npu_runner.batch.files.output_file import RowCounts
 from npu_runner.errors import ConfigError, NpuRunnerError
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.serving.replica import ReplicaStats
+
+_MOST_CODES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +31,19 @@ class Outcome:
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
+    is_cut_off: bool = False
+    """A completion ended at its limit of tokens."""
+    is_unparsed: bool = False
+    """A rule asked for JSON, and a completion is none."""
     is_as_expected: bool | None = None
     """None: nobody said what to expect."""
 
 
-def answered(output: RequestOutput, expected: str | None) -> Outcome:
+def answered(output: RequestOutput, expected: str | None, *, has_json_rule: bool) -> Outcome:
+    """`has_json_rule`: the answer is to be JSON, by a schema or without one."""
     return Outcome(
+        is_cut_off=any(completion.finish_reason == "length" for completion in output.completions),
+        is_unparsed=has_json_rule and not all(is_json(completion.text) for completion in output.completions),
         num_prompt_tokens=output.num_prompt_tokens,
         num_cached_tokens=output.num_cached_tokens,
         num_completion_tokens=sum(len(completion.token_ids) for completion in output.completions),
@@ -54,6 +64,10 @@ class Tally:
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
     """Those of the completion tokens that are reasoning."""
+    num_cut_off: int = 0
+    """Answered rows of which a completion ended at its limit of tokens."""
+    num_unparsed: int = 0
+    """Answered rows that a rule asked for JSON, and of which a completion is none. They may be cut off as well."""
     num_expected: int = 0
     """Answered rows whose metadata holds the expected answer."""
     num_as_expected: int = 0
@@ -72,9 +86,27 @@ class Tally:
         self.num_cached_tokens += outcome.num_cached_tokens
         self.num_completion_tokens += outcome.num_completion_tokens
         self.num_reasoning_tokens += outcome.num_reasoning_tokens
+        self.num_cut_off += outcome.is_cut_off
+        self.num_unparsed += outcome.is_unparsed
         if outcome.is_as_expected is not None:
             self.num_expected += 1
             self.num_as_expected += outcome.is_as_expected
+
+    def shortcomings(self, *, with_codes: bool = True) -> list[str]:
+        """What a person has to see: "3 failed (2 media_missing, 1 not_json)", "cut off 4", "unparsed 1"."""
+        common = self.failures_by_code.most_common() if with_codes else []
+        codes = [f"{count} {code}" for code, count in common[:_MOST_CODES]] + ["..."] * (len(common) > _MOST_CODES)
+        counts = (("cut off", self.num_cut_off), ("unparsed", self.num_unparsed))
+        return [f"{self.num_failed} failed" + (f" ({', '.join(codes)})" if codes else ""),
+                *(f"{name} {count}" for name, count in counts if count)]
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def is_as_expected(answer: str, expected: str) -> bool:
@@ -120,8 +152,8 @@ class JobRecord:
     num_rows: int | None = None
     """None: nothing was planned yet."""
     num_resumed: int = 0
-    num_failed_kept: int = 0
-    """Failed rows of earlier runs that stay as they are."""
+    kept: RowCounts = field(default_factory=RowCounts)
+    """Rows of earlier runs that stay as they are."""
     tally: Tally = field(default_factory=Tally)
     stats: ReplicaStats = field(default_factory=ReplicaStats)
     replicas: tuple[ReplicaReport, ...] = ()
@@ -129,9 +161,32 @@ class JobRecord:
     start_phases: Mapping[str, float] = field(default_factory=dict)
     is_interrupted: bool = False
     """By a signal that came before the first row."""
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    started_at: float = field(default_factory=time.time)
+    """Unix time; the others are of the monotonic clock."""
     started: float = field(default_factory=time.monotonic)
     serve_began: float | None = None
     serve_ended: float | None = None
+    platform: str | None = None
+    num_devices: int = 0
+    """Held by the replicas that were there at the last `hold`."""
+    device_seconds: float = 0.0
+    """Those of the start and of serving, times the devices."""
+    _held_since: float | None = None
+
+    @property
+    def start_seconds(self) -> float:
+        return (self.serve_began or time.monotonic()) - self.started
+
+    @property
+    def serve_seconds(self) -> float:
+        return 0.0 if self.serve_began is None else (self.serve_ended or time.monotonic()) - self.serve_began
+
+    def hold(self, num_devices: int) -> None:
+        """So many devices were held since the last call; at the first one, since the run began."""
+        now = time.monotonic()
+        self.device_seconds += (now - (self._held_since or self.started)) * num_devices
+        self.num_devices, self._held_since = num_devices, now
 
     @property
     def is_cut_short(self) -> bool:
@@ -145,13 +200,11 @@ class JobRecord:
 
     def summary(self, error: NpuRunnerError | None) -> JobSummary:
         assert self.num_rows is not None, "no work was planned yet"
-        now = time.monotonic()
-        began, ended = self.serve_began or now, self.serve_ended or now
         return JobSummary(
             num_rows=self.num_rows, num_resumed=self.num_resumed, tally=self.tally, stats=self.stats.engine,
-            num_failed_in_output=self.num_failed_kept + self.tally.num_failed,
-            wait_seconds=self.stats.wait_seconds, replicas=self.replicas, start_seconds=began - self.started,
-            start_phases=self.start_phases, serve_seconds=ended - began, num_workers=self.num_workers,
+            num_failed_in_output=self.kept.num_failed + self.tally.num_failed,
+            wait_seconds=self.stats.wait_seconds, replicas=self.replicas, start_seconds=self.start_seconds,
+            start_phases=self.start_phases, serve_seconds=self.serve_seconds, num_workers=self.num_workers,
             num_workers_replaced=self.stats.num_workers_replaced, error=error,
             is_interrupted=self.is_interrupted or (error is None and self.is_cut_short),
         )
@@ -225,10 +278,6 @@ class JobSummary:
             },
         }
 
-    def save(self, place: Place) -> None:
-        with place.late_errors(), place.writing() as file:
-            file.write(json.dumps(self.to_json(), indent=2).encode() + b"\n")
-
     def _rows(self) -> dict[str, Any]:
         return {
             "total": self.num_rows,
@@ -237,6 +286,8 @@ class JobSummary:
             "failed": self.tally.num_failed,
             "failed_in_output": self.num_failed_in_output,
             "unfinished": self.num_unfinished,
+            "cut_off": self.tally.num_cut_off,
+            "unparsed": self.tally.num_unparsed,
             "failures_by_code": dict(sorted(self.tally.failures_by_code.items())),
         }
 
@@ -262,8 +313,7 @@ class JobSummary:
     def to_lines(self) -> list[str]:
         """The summary for a person."""
         tally, stats = self.tally, self.stats
-        codes = ", ".join(f"{count} {code}" for code, count in tally.failures_by_code.most_common())
-        rows = f"{tally.num_answered} answered, {tally.num_failed} failed" + (f" ({codes})" if codes else "")
+        rows = ", ".join([f"{tally.num_answered} answered", *tally.shortcomings()])
         earlier_failed = self.num_failed_in_output - tally.num_failed
         if self.num_resumed:
             rows += f", {self.num_resumed} finished earlier" + (f" ({earlier_failed} failed)" if earlier_failed else "")
@@ -271,7 +321,7 @@ class JobSummary:
             rows += f", {self.num_unfinished} not finished"
         lines = [f"rows      {rows}"]
         num_images = stats.vision_cache_hits + stats.vision_cache_misses
-        if tally.num_done:
+        if tally.num_done and self.start_phases:  # a model was loaded
             of_reasoning = f" ({tally.num_reasoning_tokens} of reasoning)" if tally.num_reasoning_tokens else ""
             lines += [
                 f"tokens    {tally.num_prompt_tokens} prompt ({tally.num_cached_tokens} from the prefix cache), "

@@ -12,7 +12,7 @@ from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, PromptProcesso
 from npu_runner.batch.rows.logprobs_json import opened, to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules, resolve_media
-from npu_runner.prompts.text.effort import Effort, kwargs_with_effort
+from npu_runner.prompts.text.chat_template import Effort, kwargs_with_effort
 from npu_runner.prompts.text.tool_parsers import parse_calls
 from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs
 from npu_runner.request.outputs import CompletionOutput

@@ -19,9 +19,7 @@ from npu_runner.prompts.media.media import MediaRules
 from npu_runner.request.limits import shown
 from npu_runner.request.outputs import CompletionOutput, PromptLogprobs, TokenLogprob
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
-
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's, for this endpoint alone
+from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 
 def _tag_of_prompt(value: Any) -> str | None:

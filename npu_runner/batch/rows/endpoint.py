@@ -21,7 +21,7 @@ from npu_runner.request.outputs import CompletionOutput, PromptLogprobs
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.request.structured_outputs import StructuredOutputsParams
+from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
 
 RequestParams = SamplingParams | PoolingParams
 Prompts = PromptInputs | tuple[PromptInputs, ...]
@@ -122,6 +122,16 @@ def _of_format(response_format: SchemaFormat | PlainFormat) -> StructuredOutputs
     if response_format.type == "text":
         return None
     return StructuredOutputsParams(json_object=True, origin="response_format")
+
+
+def asks_for_json(body: Mapping[str, Any], *, has_rule_of_job: bool) -> bool:
+    """Whether the answer of a served row's body is to be JSON. `has_rule_of_job`: a schema is for rows that say
+    nothing of their answer and have no tools."""
+    said = {name: value for name in AnswerRules.model_fields if (value := body.get(name)) is not None}
+    if not said:
+        return has_rule_of_job and (not body.get("tools") or body.get("tool_choice") == "none")
+    kind, rule = said.get("response_format", {}).get("type"), said.get("structured_outputs", {})
+    return "guided_json" in said or kind in ("json_schema", "json_object") or any(map(rule.get, JSON_KINDS))
 
 
 class PromptProcessor(Protocol):

@@ -5,6 +5,7 @@ What may stand in a body is its endpoint's to say. Knows nothing of files, image
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from pydantic import Field, ValidationError
 from npu_runner.batch.rows.chat import ChatBody
 from npu_runner.batch.rows.completions import CompletionBody
 from npu_runner.batch.rows.embeddings import EmbeddingBody
-from npu_runner.batch.rows.endpoint import RowBody, Strict
+from npu_runner.batch.rows.endpoint import AnswerRules, RowBody, Strict
 from npu_runner.batch.rows.shape import check_shape
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, check_count, shown
@@ -69,14 +70,15 @@ def parse_row(row: dict[str, Any]) -> BatchRow:
     custom_id = row.get("custom_id")
     if isinstance(custom_id, str):
         check_count("custom_id", "characters", custom_id, LIMITS.max_custom_id_chars, "custom_id_too_long")
+    kind: type[Strict] = _Envelope
     try:
         envelope = _Envelope.model_validate(row)
-        endpoint = _endpoint_of(envelope.url)
+        kind = endpoint = _endpoint_of(envelope.url)
         endpoint.check_counts(envelope.body)
         endpoint.refuse_unserved(envelope.body)
         return BatchRow(envelope.custom_id, endpoint.model_validate(envelope.body))
     except ValidationError as error:
-        raise _first_error(error) from error
+        raise _first_error(error, kind) from error
 
 
 def _endpoint_of(url: str) -> type[RowBody]:
@@ -86,18 +88,38 @@ def _endpoint_of(url: str) -> type[RowBody]:
     return ENDPOINTS[url]
 
 
-def _first_error(error: ValidationError) -> RequestError:
+def _first_error(error: ValidationError, model: type[Strict]) -> RequestError:
     errors = error.errors(include_url=False, include_context=False)
     first = next((item for item in errors if item["type"] == "extra_forbidden"), errors[0])
     path = _path(first["loc"])
     kind = first["type"]
     if kind == "extra_forbidden":
-        return RequestError(f"{path}: unknown field", "unknown_parameter", path)
+        return RequestError(f"{path}: unknown field{_hint(first['loc'], model)}", "unknown_parameter", path)
     if kind == "missing":
         return RequestError(f"{path}: missing", "missing_required_parameter", path)
     what = "Input should be an object" if kind == "model_type" else first["msg"].removeprefix("Value error, ")
     code = "invalid_type" if kind.endswith("_type") else kind if kind.startswith("unknown_") else "invalid_value"
     return RequestError(f"{path}: {what}, but it is {shown(first['input'])}", code, path)
+
+
+def _hint(location: tuple[int | str, ...], model: type[Strict]) -> str:
+    """What may have been meant by a field that is unknown there."""
+    name = str(location[-1])[:60]
+    elsewhere = [url for url, body in ENDPOINTS.items() if name in _names_of(body)]
+    if len(location) == 1 and elsewhere:
+        return "; it goes into body" if model is _Envelope else f"; {elsewhere[0]} has it"
+    known = _names_of(model) if len(location) == 1 else {name for kind in _parts() for name in _names_of(kind)}
+    near = difflib.get_close_matches(name, sorted(known), n=3)
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def _names_of(model: type[Strict]) -> set[str]:
+    return {field.alias or name for name, field in model.model_fields.items()}
+
+
+def _parts() -> list[type[Strict]]:
+    """What stands in bodies."""
+    return [kind for kind in Strict.__subclasses__() if not issubclass(kind, (RowBody, AnswerRules, _Envelope))]
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -18,6 +18,7 @@ from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.request.limits import LIMITS
+from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
 from npu_runner.serving.replica import RawRow
 
 
@@ -35,6 +36,12 @@ class PreparedRow:
     def num_sequences(self) -> int:
         """How many the engine will have of it."""
         return len(self.prompt) if isinstance(self.prompt, tuple) else self.params.n
+
+    @property
+    def has_json_rule(self) -> bool:
+        """Its answer is to be JSON."""
+        rule = getattr(self.params, "structured_outputs", None)
+        return isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
 
 
 @dataclass(frozen=True, kw_only=True)

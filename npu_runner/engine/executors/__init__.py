@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from npu_runner.engine.executors.executor import Executor
-from npu_runner.strategies.opened import OpenedCheckpoint
+from npu_runner.engine.executors.executor import Executor, Progress, silent
+from npu_runner.strategies import OpenedCheckpoint
 
 
-def make_executor(checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool] = lambda: False) -> Executor:
-    """In this process for one rank; spawned processes for more, which open the checkpoint again.
-
-    Those ask nobody whether grammars are wanted.
+def make_executor(checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool] = lambda: False,
+                  progress: Progress = silent) -> Executor:
+    """In this process for one rank; spawned processes for more, which open the checkpoint again and ignore
+    `wants_grammars`. `progress` is called with what rank 0 does until it is ready.
     """
     if checkpoint.config.parallel.tensor_parallel_size == 1:
         from npu_runner.engine.executors.inline_executor import InlineExecutor
 
-        return InlineExecutor(checkpoint, wants_grammars)
+        return InlineExecutor(checkpoint, wants_grammars, progress)
     from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 
-    return SharedMemoryExecutor(checkpoint.config, checkpoint.path)
+    return SharedMemoryExecutor(checkpoint.config, checkpoint.path, progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import RequestError
@@ -11,15 +11,20 @@ from npu_runner.grammars.matchers import Rule
 from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
 
+Progress = Callable[[str], None]
+"""Called with what a rank does while it starts: `loading weights: 1.20 GiB of 5.60 GiB`."""
 CLOSED = "the engine was closed, by its user or after what ended it; make a new one"
+
+
+def silent(phase: str) -> None:
+    """The progress that nobody watches."""
 
 
 class Executor(ABC):
     """Ready once constructed. At most `RING_SIZE` steps are under way.
 
-    Where a step can end in an error that its requests may be the cause of, and the executor lives on, that is a
-    RequestError, OutOfMemoryError or StepError. A rank that dies, hangs or loses its device is an EngineDeadError that
-    names it and what it was doing.
+    An error that a step's requests may have caused, and that the executor survives, is a RequestError, OutOfMemoryError
+    or StepError. A rank that dies, hangs or loses its device is an EngineDeadError that names it and what it was doing.
     """
 
     info: RunnerInfo

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.executor import CLOSED, Executor
+from npu_runner.engine.executors.executor import CLOSED, Executor, Progress, silent
 from npu_runner.engine.executors.rank_channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, RequestError, StepError
 from npu_runner.grammars.matchers import Rule
@@ -17,7 +17,7 @@ from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.clocks import STEP_PHASES
 from npu_runner.runner.model_runner import ModelRunner
-from npu_runner.strategies.opened import OpenedCheckpoint
+from npu_runner.strategies import OpenedCheckpoint
 
 
 @dataclass
@@ -30,8 +30,9 @@ class _Step:
 
 
 class InlineExecutor(Executor):
-    def __init__(self, checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool] = lambda: False):
-        self._runner: ModelRunner | None = ModelRunner(checkpoint, wants_grammars=wants_grammars)
+    def __init__(self, checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool] = lambda: False,
+                 progress: Progress = silent):
+        self._runner: ModelRunner | None = ModelRunner(checkpoint, progress=progress, wants_grammars=wants_grammars)
         self._under_way: deque[_Step] = deque()
         self.info = self._runner.info()
 
@@ -62,7 +63,7 @@ class InlineExecutor(Executor):
 
     @contextmanager
     def _border(self, batch: ScheduledBatch) -> Iterator[None]:
-        """The border between a model, whoever wrote it, and the requests that it serves."""
+        """The border between a model, ours or a package's, and the requests that it serves."""
         try:
             yield
         except NpuRunnerError:

@@ -1,9 +1,8 @@
 """What travels between the engine and one rank, made so that an interrupt between any two lines loses nothing.
 
-Calls and replies lie in memory without a name (memfds, or unlinked files where there are none), so nothing is left
-behind however a process ends. Sockets carry small records that say which call they are about. Records are looked at
-first and taken out only once they are booked, and a call that is told twice is run once: whoever was interrupted does
-the same again. Knows nothing of what a call does.
+Calls and replies lie in shared memory without a name (memfds), so no process leaves anything behind. Sockets carry
+small records that say which call they are about. A record is read first, and removed only after it has been booked. A
+call that is sent twice runs once. So an interrupted step can be repeated. Knows nothing of what a call does.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import select
 import socket
 import struct
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,7 +94,7 @@ class Payloads:
 
 
 class PhaseBoard:
-    """What each rank says it is doing, for the engine's messages. Of fixed size, so nobody ever maps it anew."""
+    """What each rank says it is doing, for the engine's messages. Of fixed size, so it is mapped only once."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -125,7 +123,4 @@ class PhaseBoard:
 
 
 def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("npu_runner", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    return os.memfd_create("npu_runner", os.MFD_CLOEXEC)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.executor import CLOSED, Executor
+from npu_runner.engine.executors.executor import CLOSED, Executor, Progress, silent
 from npu_runner.engine.executors.rank_channel import RING_SIZE, Payloads, PhaseBoard, Record, Wire
 from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
 from npu_runner.errors import EngineDeadError, RequestError, StepError, blame_for
@@ -39,7 +39,7 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class _Call:
-    """What every rank is told: `number` from 1, `length` of its payload in bytes."""
+    """Sent to every rank: `number` from 1, `length` of its payload in bytes."""
 
     number: int
     length: int
@@ -48,15 +48,16 @@ class _Call:
 
 
 class SharedMemoryExecutor(Executor):
-    def __init__(self, config: RunnerConfig, model_path: Path):
+    def __init__(self, config: RunnerConfig, model_path: Path, progress: Progress = silent):
         self._config = config
+        self._progress, self._phase = progress, ""
         self._counters = RunnerCounters()
         self._phases = PhaseBoard.create()
         self._calls = Payloads.create()
         self._store = open_store()
         self._last = _Call(0, 0, START_TIMEOUT_SECONDS, "start")
         self._num_announced = 0
-        """The last call that every rank has been told of for certain."""
+        """The last call that was certainly sent to every rank."""
         self._oldest = 1
         """The number of the call that `collect` waits for."""
         start = RankStart(self._phases, self._calls)
@@ -145,6 +146,14 @@ class SharedMemoryExecutor(Executor):
                 self._receive(by_descriptor[descriptor])  # type: ignore[index]
             if not answered:
                 self._check_alive(late, watch)
+                self._report_start()
+
+    def _report_start(self) -> None:
+        """What rank 0 does, where that has changed, until all are ready."""
+        phase = self._ranks[0].phase()
+        if self._last.what == "start" and phase != self._phase:
+            self._phase = phase
+            self._progress(phase)
 
     def _receive(self, rank: RankProcess) -> None:
         try:
@@ -172,7 +181,7 @@ class SharedMemoryExecutor(Executor):
                    blame=_blame(reply.status, value))
 
     def _check_alive(self, late: list[RankProcess], watch: Stopwatch) -> None:
-        """All ranks: one that has answered may still owe the others its part in what the devices do."""
+        """All ranks: the others may still wait, in a collective, for one that has answered."""
         for rank in self._ranks:
             if not rank.child.is_running:
                 self._fail(rank.exit_reason())

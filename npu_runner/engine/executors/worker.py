@@ -196,7 +196,7 @@ def _start(rank: Rank, config: RunnerConfig, store_port: int) -> Any:
     from npu_runner.layers.parallel import TensorParallel
     from npu_runner.platforms import pick_platform
     from npu_runner.runner.model_runner import ModelRunner
-    from npu_runner.strategies.opened import open_checkpoint
+    from npu_runner.strategies import open_checkpoint
 
     size = config.parallel.tensor_parallel_size
     platform = pick_platform(config.platform)

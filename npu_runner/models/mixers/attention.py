@@ -7,6 +7,7 @@ T tokens in the step, D hidden size, N query heads, K kv heads, H head dim, R di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.model_config import AttentionConfig, ModelConfig
 from npu_runner.layers.attention import PagedAttention
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, qkv_parts
-from npu_runner.layers.norm import RMSNorm
+from npu_runner.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.platforms.ops import HeadNorms
 from npu_runner.platforms.step_inputs import AttentionMetadata
@@ -63,12 +64,13 @@ class DecoderAttention(nn.Module):
 class HeadNormAttention(DecoderAttention):
     """With an RMS norm of each query head and of each key head, as in Qwen3."""
 
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+
     def __init__(self, config: ModelConfig, mixer: AttentionConfig, cache_layer: int, context: LayerContext,
                  **biases: bool):
         super().__init__(config, mixer, cache_layer, context, **biases)
         self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps, context, is_zero_centred=config.norm_is_zero_centred)
-            for _ in range(2))
+            self.norm_class(config.head_dim, config.rms_norm_eps, context) for _ in range(2))
 
     def head_norms(self) -> HeadNorms:
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -77,6 +79,8 @@ class HeadNormAttention(DecoderAttention):
 class GatedAttention(HeadNormAttention):
     """q_proj yields each head's query and gate side by side; the output is multiplied with the gate's sigmoid before
     o_proj, as in Qwen3-Next."""
+
+    norm_class = ZeroCentredRMSNorm
 
     @staticmethod
     def parts(config: ModelConfig, context: LayerContext) -> list[OutputPart]:

@@ -1,13 +1,16 @@
-"""The gated MLP as a channel mixer. Knows nothing of the layer around it.
+"""The channel mixers: the gated MLP, and a mixture of such experts with its router and the one that every token sees.
 
-T tokens in the step, D hidden size, I width of this rank.
+Know nothing of the layer around them. Sources: Mixtral (arXiv 2401.04088), shared experts as in Qwen1.5-MoE.
+
+T tokens in the step, D hidden size, I width of this rank, E experts, K of them a token.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from npu_runner.checkpoint.model_config import MLPConfig
+from npu_runner.checkpoint.model_config import MLPConfig, MoEConfig
+from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.linear import ColumnParallelLinear, RowParallelLinear, split_parts
 from npu_runner.layers.parallel import LayerContext
 
@@ -26,3 +29,39 @@ class DecoderMLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x_TD)))
+
+
+class SparseMoE(nn.Module):
+    """Experts are cut by their width over the ranks, every rank has the whole router; one sum over the ranks at the
+    end."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig, context: LayerContext):
+        super().__init__()
+        self.ops, self.tp = context.ops, context.tp
+        self.top_k, self.renormalises = moe.top_k, moe.renormalise
+        self.gate = _Router(hidden_size, moe.num_experts, context)
+        self.experts = ExpertWeights(hidden_size, moe, context)
+        self.shared_expert = self.shared_expert_gate = None
+        if moe.shared_intermediate_size is not None:
+            shared = MLPConfig(intermediate_size=moe.shared_intermediate_size)
+            self.shared_expert = DecoderMLP(hidden_size, shared, context, reduces=False)
+            self.shared_expert_gate = _Router(hidden_size, 1, context)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weights_TK, experts_TK = self.ops.route(self.gate(x_TD), self.top_k, self.renormalises)
+        out_TD = self.ops.experts(x_TD, weights_TK, experts_TK, self.experts.gate_up, self.experts.down)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            out_TD = self.ops.add_gated(out_TD, self.shared_expert(x_TD), self.shared_expert_gate(x_TD))
+        return self.tp.all_reduce(out_TD)
+
+
+class _Router(nn.Module):
+    """Logits of each expert (or of the shared one's gate) for each token; the same on every rank."""
+
+    def __init__(self, hidden_size: int, num_outputs: int, context: LayerContext):
+        super().__init__()
+        self.ops = context.ops
+        self.weight = context.parameter(num_outputs, hidden_size)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.ops.linear(x_TD, self.weight, None)

@@ -77,7 +77,7 @@ class VisionAttention(nn.Module):
 class TowerBlock(nn.Module):
     """Attention and MLP, each behind its norm, each added to what came in. Two norms of one kind: layer or RMS norms.
 
-    What a block adds at its end is left to whoever norms the sum: the next block, in one operator with its norm.
+    A block leaves its last sum to the norm that follows: the next block, in one operator with its norm.
     """
 
     def __init__(self, norm1: LayerNorm | RMSNorm, norm2: LayerNorm | RMSNorm, attn: VisionAttention, mlp: nn.Module):

@@ -30,8 +30,8 @@ _GATHERED = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 def cut_patches(groups: Sequence[Sequence[ImageInput]], beside: Sequence[Sequence[np.ndarray]],
                 settings_of: Callable[[ImageInput], ImageSettings], device: torch.device,
                 dtype: torch.dtype) -> list[tuple[Tensor, list[Tensor]]]:
-    """The patches (P, X) of each group, image after image, each in merge-block order; and what `beside` has for the
-    group, int32 and float32 arrays that travel with its pixels.
+    """The patches (P, X) of each group, image after image, each in merge-block order. With them the group's arrays of
+    `beside`, int32 and float32, which travel with the pixels.
 
     That order is the one of transformers' Qwen2-VL image processor; PatchEmbed arranges its weight by X.
 

@@ -66,8 +66,8 @@ class WindowedMerger(nn.Module):
 class WindowedVisionTower(nn.Module):
     """Tokens lie window after window while they go through the layers, and image after image again at the end.
 
-    A window is then a stretch of rows, as an image is one of windows: attention in either needs no other plan than the
-    lengths of the stretches.
+    A window is then a range of rows, and an image a range of windows. So attention needs only the lengths of the
+    ranges.
     """
 
     def __init__(self, config: VisionConfig, context: LayerContext):

@@ -1,1 +1,1 @@
-"""The CPU: the embedded default that anybody can try."""
+"""The CPU platform, which runs everywhere. Knows no other platform."""

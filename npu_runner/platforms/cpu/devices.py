@@ -1,14 +1,13 @@
-"""Processes of one host as ranks, gloo between them, and memory that nobody measures. Knows nothing of models."""
+"""Processes of one host as ranks, gloo between them, and memory that is not measured. Knows nothing of models."""
 
 from __future__ import annotations
 
 import os
-import sys
 
 import torch
 
-from npu_runner.platforms.devices import Communicators, Devices, Roles
-from npu_runner.platforms.memory import Memory
+from npu_runner.platforms.cpu import host_memory
+from npu_runner.platforms.devices import Communicators, Devices, Memory, Roles
 from npu_runner.platforms.transfers import HOST
 
 
@@ -22,8 +21,7 @@ class CpuDevices(Devices):
 
     def prepare_process(self, rank: int, num_ranks: int) -> None:
         # All ranks are on this host, and a host name may not resolve: gloo talks over the loopback interface.
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
 
@@ -41,6 +39,9 @@ class CpuCommunicators(Communicators):
 class CpuMemory(Memory):
     def info(self) -> None:
         return None
+
+    def free_bytes(self) -> int | None:
+        return host_memory.free_bytes()
 
     def reset_peak(self) -> None:
         """Nothing is measured on the CPU."""

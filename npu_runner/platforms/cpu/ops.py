@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npu_runner.platforms.ops import TorchOps, experts_one_by_one
 from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
-from npu_runner.platforms.torch_ops import TorchOps, experts_one_by_one
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # With fewer rows torch's own product is as fast, and below some ten rows faster: oneDNN lays the weights out anew.
@@ -25,7 +25,7 @@ class CpuOps(TorchOps):
 
     def linear_gelu(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, approximate: str) -> Tensor:
         if not _takes_onednn(x_TD, weight_OD):
-            return super().linear_gelu(x_TD, weight_OD, bias_O, approximate)
+            return self.gelu(super().linear(x_TD, weight_OD, bias_O), approximate)
         return torch.ops.mkldnn._linear_pointwise(x_TD, weight_OD, bias_O, "gelu", [], approximate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,12 +81,12 @@ def _is_eager_float32(x: Tensor) -> bool:
 
 def _takes_onednn(x_TD: Tensor, weight_OD: Tensor) -> bool:
     """Whether oneDNN's product is to be taken: on rows enough it is a fifth faster, bias and GELU cost it no pass."""
-    return (_is_eager_float32(x_TD) and weight_OD.dtype == torch.float32 and x_TD.dim() == 2
+    return (x_TD.dtype == weight_OD.dtype == torch.float32 and not torch.compiler.is_compiling() and x_TD.dim() == 2
             and len(x_TD) >= _LEAST_ROWS and _HAS_ONEDNN)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`torch_ops.rotate_half` in three passes instead of five."""
+    """`ops.rotate_half` in three passes instead of five."""
     half = x.shape[-1] // 2
     out = x * cos
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
@@ -96,7 +96,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.library.custom_op("npu_runner::cpu_experts", mutates_args=())
 def in_graph_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """`CpuOps.experts` inside a graph, whose shapes are fixed: who chose which expert is seen while it runs."""
+    """`CpuOps.experts` inside a graph, whose shapes are fixed: the routing is read while it runs."""
     return experts_one_by_one(x_TD, weights_TK, experts_TK, gate_up, down)
 
 

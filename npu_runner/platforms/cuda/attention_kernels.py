@@ -1,12 +1,12 @@
 """Triton kernels of paged attention: online softmax (arXiv 2205.14135), split contexts for decode (flash-decoding).
 
 A cache row is one token's K * H values; the row of context token `t` is block_table[t // S] * S + t % S, for any block
-size S. A step of a loop takes COLUMNS tokens from a multiple of COLUMNS on: where that divides the block size they lie
+size S. A step of a loop takes COLUMNS tokens from a multiple of COLUMNS on. If COLUMNS divides the block size, they lie
 in one block, whose number is read once. Products are exact in float32 inputs (no TF32), sums are float32 always.
 
 Softmax is in base 2: FACTOR is the scale times log2(e), above 0. It is a constant, because a float argument is float64
 to inductor and would make the sums so; sizes of the model are constants for the compiler's sake. WINDOW is how many
-tokens one sees, itself included, 0: all; what lies before is not read, since its blocks may be anybody's.
+tokens one sees, itself included, 0: all; what lies before is not read, since its blocks may be another sequence's.
 
 K kv heads, GROUP query heads of each, H (HEAD_DIM) head dim; HEAD is a power of 2 that holds it.
 """
@@ -187,8 +187,8 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
            HEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """All query heads of one kv head, one sequence, one part of its context; kv heads of a sequence are neighbours.
 
-    With one part the result goes to `out`; with more, the part's sums to `parts`, its highest score (times FACTOR) and
-    its total to `weights`, for `combine`. An empty part leaves no sums. ROWS, at least GROUP, is what products take.
+    With one part the result goes to `out`. With more, the part's sums go to `parts`; its highest score (times FACTOR)
+    and total go to `weights`, for `combine`. An empty part leaves no sums. ROWS, at least GROUP, is what products take.
     """
     ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     after_earlier_kernels(IS_DEPENDENT)

@@ -1,8 +1,8 @@
-"""Compiles the Triton kernels that a start needs side by side, before its steps meet them one by one.
+"""Compiles the Triton kernels that a start needs in parallel, before its steps need them one by one.
 
-The steps say themselves which: they are gone through once without launching a kernel of this folder, and each variant
-that they would have launched is compiled and loaded in a thread (most of that runs outside the interpreter's lock:
-LLVM, ptxas, the C compiler that makes a launcher). No signature is guessed. Knows nothing of models.
+The steps run once without launching a kernel of this folder. Each variant that they would have launched is compiled and
+loaded in a thread. Most of that runs outside the GIL (LLVM, ptxas, the launcher's C compiler). No signature is guessed.
+Knows nothing of models.
 """
 # mypy: disable-error-code="method-assign"
 
@@ -34,6 +34,7 @@ _EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
 _launch = JITFunction.run
 # Triton's one way to launch is put aside for a moment: two engines that start at once do that one after the other.
 _one_at_a_time = threading.Lock()
+_loading = threading.Lock()
 _thread = threading.local()
 
 
@@ -113,8 +114,13 @@ def _met_instead_of_launched(threads: ThreadPoolExecutor,
 
 
 def _load(compiled: Any) -> None:
-    """Asked for how it is launched, a compiled kernel makes its launcher and loads itself."""
-    assert compiled.run is not None, f"{compiled} cannot be launched"
+    """Asked for how it is launched, a compiled kernel makes its launcher and loads itself.
+
+    One at a time: C modules that were loaded before share one module object in CPython. A thread could take another
+    kernel's launch function from it.
+    """
+    with _loading:
+        assert compiled.run is not None, f"{compiled} cannot be launched"
 
 
 @triton.jit

@@ -4,12 +4,11 @@ They then wait at `after_earlier_kernels` or `wait_for_earlier_kernels`, and the
 kernel before. IS_WANTED is the one switch; it is off where no GPU has it (before sm_90), in Triton's interpreter, and
 in what inductor compiles.
 
-What makes it right: a kernel that is launched so calls one of the two in each of its programs, before it reads or
-writes anything but weights. The wait ends when the kernel before is complete and its writes are seen; that one had
-waited for its own predecessor, so all earlier kernels of the stream are complete, too, and memory they read may be
-written again. A kernel launched as usual (cuBLAS, torch, a copy) waits for all before it, and one launched so behind it
-waits for its end, as it says nothing earlier. Weights are written by copies long before, never by a kernel of a step.
-A graph that is captured keeps these edges.
+Why it is correct: each program of such a kernel calls one of the two before it reads or writes anything but weights.
+The wait ends when the kernel before is complete and its writes are visible. That kernel had waited for its own
+predecessor. So all earlier kernels of the stream are complete, and memory that they read may be written again. A kernel
+launched as usual (cuBLAS, torch, a copy) waits for all before it, and a dependent kernel behind it waits for its end.
+Weights are written by copies long before, never by a kernel of a step. A graph that is captured keeps these edges.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -49,7 +48,7 @@ def after_earlier_kernels(IS_DEPENDENT: tl.constexpr):
 
 @triton.jit
 def wait_for_earlier_kernels(IS_DEPENDENT):
-    """Waits for the one before, and keeps the next from starting before this one has ended: where one kernel's programs
-    fill the GPU more than once, its later ones would find their places taken by programs that wait."""
+    """Waits for the kernel before, and does not let the next one start early. If this kernel's programs fill the GPU
+    more than once, waiting programs of the next would take the place of its later ones."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()

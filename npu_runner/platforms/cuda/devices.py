@@ -9,8 +9,7 @@ import torch
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.cuda.compile_ahead import compile_ahead, prepare
-from npu_runner.platforms.devices import Communicators, Devices, Roles
-from npu_runner.platforms.memory import DeviceMemory, Memory
+from npu_runner.platforms.devices import Communicators, DeviceMemory, Devices, Memory, Roles
 
 # torch has a class for its own allocator's error only; these come as RuntimeError from the driver and the libraries.
 _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED",

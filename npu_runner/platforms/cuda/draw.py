@@ -1,7 +1,7 @@
 """A draw from the whole vocabulary, or its most probable token, in two kernels that read the logits once.
 
-The first leaves the largest logit and the sum of weights of each block of a row; the second finds the block in which
-the running sum passes the row's uniform, and reads that one again. Knows no slots and no parameters.
+The first computes the largest logit and the sum of weights of each block of a row. The second finds the block in which
+the running sum passes the row's uniform, and reads that block again. Knows no slots and no parameters.
 
 B rows, V vocabulary, N blocks of a row; a 1 is a kept dim.
 """

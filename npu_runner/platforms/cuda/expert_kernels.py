@@ -1,9 +1,9 @@
 """Triton kernels of a mixture of experts: the choice, the order of its pairs by expert, and the experts' products.
 
-A pair is one token and one of its K experts, numbered token * K + place. Pairs of one expert stand together in blocks
-of `block_size` (ROWS), the last of them with fewer; a block is one expert's, so a product reads one expert's weights.
-Everything depends on tensors alone, never on what the host would have to wait for: there are as many programs as the
-worst choice needs, and those without rows end at once.
+A pair is one token and one of its K experts, numbered token * K + place. Pairs of one expert lie together in blocks of
+`block_size` (ROWS), the last of them shorter. A block belongs to one expert, so a product reads one expert's weights.
+Everything depends on tensors alone, so the host never waits. There are as many programs as the worst routing needs;
+those without rows end at once.
 
 T tokens, K experts a token, E experts, D hidden size, I width of an expert, P pairs.
 """
@@ -160,7 +160,7 @@ def _count(experts, counts, ranks, first, num_pairs, PAIRS: tl.constexpr):
 @triton.jit
 def _lay_out(counts, starts, block_experts, block_rows, num_experts, most_blocks, block_size,
              EXPERTS: tl.constexpr):
-    """The first block of each expert, each block's expert and number of rows: 0 of those that nobody needs."""
+    """The first block of each expert, each block's expert and number of rows: 0 of those that are not needed."""
     ids = tl.arange(0, EXPERTS)
     count = tl.load(counts + ids, mask=ids < num_experts, other=0)
     num_blocks = tl.cdiv(count, block_size)

@@ -1,9 +1,9 @@
 """Paged attention on CUDA through FlashInfer's wrappers, where it is installed. Knows nothing of models or requests.
 
-FlashInfer takes the pages of a step as one flat list and wants to know it on the host, before each step: `plan` of its
-wrappers divides the work and copies what it found to the device. A captured graph holds the wrapper of its batch size,
-whose buffers `plan` refills before each replay (`PlannedGraphs`). Each sliding window has a wrapper of its own, whose
-pages begin with the first that is seen.
+FlashInfer takes the pages of a step as one flat list, on the host, before each step. `plan` of its wrappers divides the
+work and copies the result to the device. A captured graph holds the wrapper of its batch size, whose buffers `plan`
+refills before each replay (`PlannedGraphs`). Each sliding window has a wrapper of its own, whose pages begin with the
+first that is seen.
 
 T tokens, B sequences, N query heads, K kv heads, H head dim, W blocks per sequence, P pages of the step.
 """

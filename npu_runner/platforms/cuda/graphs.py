@@ -55,8 +55,8 @@ class CudaGraphCompiler(GraphCompiler):
         return graph, output
 
     def _recorded(self, graph: torch.cuda.CUDAGraph, run: Callable[[], _Result]) -> _Result:
-        """Not by torch.cuda.graph, which has the host give back all its pinned memory each time: what was pinned while
-        memory was measured is what the first steps take, and pinning it again holds them up."""
+        """Not by torch.cuda.graph, which frees all pinned host memory each time. The first steps reuse what was pinned
+        while memory was measured; pinning it again would delay them."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):

@@ -1,5 +1,5 @@
-"""What lies between the product that makes queries, keys and values and attention, in one kernel: norm of each head,
-rotary embedding, and the write into the cache. Knows nothing of models.
+"""Norm of each head, rotary embedding and the write into the cache in one kernel, between the qkv product and
+attention. Knows nothing of models.
 
 T tokens, N query heads, K kv heads, H head dim, R dims that turn, NB blocks, S block size.
 """

@@ -1,7 +1,7 @@
 """The vision tower's attention on CUDA: all images of a call in one kernel. Knows no cache and no model.
 
-What torch's scaled_dot_product_attention takes first on recent GPUs, cuDNN, builds a plan for every new pair of image
-size and number of images: 35 ms each on an H200, in the midst of serving. Nothing here depends on sizes.
+On recent GPUs torch's scaled_dot_product_attention prefers cuDNN. That builds a plan for every new pair of image size
+and number of images, while serving: 35 ms each on an H200. Nothing here depends on sizes.
 
 T tokens, N heads, H head dim, B images.
 """

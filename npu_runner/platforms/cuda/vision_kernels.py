@@ -3,12 +3,11 @@
 Softmax is in base 2: FACTOR is the scale times log2(e), above 0. Products are exact in float32 inputs (no TF32), sums
 are float32 always. `images` takes a head dim H (HEAD_DIM) as HEAD dims, a power of 2; what is beyond H is 0.
 
-`split_images` is for an H that is little more than a power of 2, as FIRST dims and up to REST others: 72 and 80 dims
-then take five eighths of the products of 128. Only for 16 bits, and not to be trusted unseen: ptxas 12.8 (of triton
-3.6) adds to 64-bit descriptors of products that lie in shared memory, and in some tiles takes the upper half from a
-register that holds another's address. The products then read elsewhere: wrong numbers, or an access that a GPU refuses.
-What is right stays right for one compiled kernel, so vision_attention compares each once before it is used; tiles are
-those where nothing of the kind was found in the machine code.
+`split_images` is for an H slightly above a power of 2, as FIRST dims and up to REST others: 72 and 80 dims take five
+eighths of the products of 128. For 16 bits only, and each compiled kernel must be checked. ptxas 12.8 (of triton 3.6)
+adds to 64-bit descriptors of products that lie in shared memory. In some tiles it takes the upper half from a register
+that holds another address. The products then read elsewhere: wrong numbers, or an illegal access. So vision_attention
+compares each compiled kernel once before use. The tiles are those whose machine code showed no such case.
 """
 # mypy: ignore-errors
 

@@ -2,15 +2,14 @@
 
 T tokens, B sequences, N query heads, K kv heads, H head dim, NB blocks, S block size.
 
-FIA wants the lengths of a step where the kernel's tiling is computed: on the host. There are three ways, by the kind of
-`AttentionMetadata.plan`:
+FIA needs the lengths of a step where the kernel's tiling is computed. There are two kinds of `AttentionMetadata.plan`:
 - eager and captured (aclgraph): lists of Python integers, `HostLengths`; a captured graph takes new ones at replay.
 - the graph engine (GE): int64 tensors on the device, `DeviceLengths`, since GE computes the tiling itself.
 
-Sliding windows: prefill asks for sparse mode 4, a band. Where all queries are one token long that mode has no effect,
-as its documents say. So decode is given a table that begins with the window's first block, lengths that count from
-there, and a mask of what that block still has before the window (WindowDecode): a step reads the window and less than
-a block more. V blocks that a window may touch, L = V * S.
+Sliding windows: prefill uses sparse mode 4, a band. By its documents, that mode has no effect if all queries are one
+token long. So decode gets a table that begins with the window's first block, lengths that count from there, and a mask
+for tokens of that block before the window (WindowDecode). A step reads the window and less than a block more. V blocks
+that a window may touch, L = V * S.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ _VISION_HEAD_DIMS = (64, 128, 256)
 class HostLengths(NamedTuple):
     """Running totals of the query lengths, and each sequence's context length.
 
-    seen_lens: by sliding window, where some context is longer: what is left of the contexts from the window's first
-    block on. calls: takes down the window of each call, where somebody wants to know.
+    seen_lens: by sliding window, if some context is longer: lengths of the contexts from the window's first block on.
+    calls: records the window of each call; None records nothing.
     """
 
     query_totals: list[int]

@@ -11,8 +11,7 @@ import torch
 import torch_npu
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.devices import Communicators, Devices, Roles
-from npu_runner.platforms.memory import DeviceMemory, Memory
+from npu_runner.platforms.devices import Communicators, DeviceMemory, Devices, Memory, Roles
 from npu_runner.platforms.npu.host_settings import (
     check_allocator,
     communicator_config,
@@ -36,8 +35,7 @@ def roles() -> Roles:
 
 class NpuDevices(Devices):
     def __init__(self, memory: Memory):
-        """Raises ConfigError where torch_npu or CANN is too old, or the allocator's variables are one too many: by name
-        now, not by an error of the first step."""
+        """Raises ConfigError if torch_npu or CANN is too old, or if both of the allocator's variables are set."""
         scatter = torch.ops.npu.npu_scatter_pa_kv_cache.default
         for found in (old_wheel(torch_npu.__version__, has_cache_mode=takes_argument(scatter, "cache_mode")),
                       old_cann(cann_version())):

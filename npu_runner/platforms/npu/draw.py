@@ -15,9 +15,9 @@ _UNITS = float(2**30)
 def draw_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
     """See Ops.softmax_draw. A token less probable than 2^-30 weighs nothing.
 
-    Integers add up exactly, in whatever order the device does it: the running sum never falls, and where it first
-    passes the target it has grown. So nothing has to be asked about the token that is found. All of it
-    runs on the AI core, as searchsorted and running sums of int64 do not.
+    Sums of integers are exact in any order. So the running sum never falls, and it has grown where it first passes the
+    target. The token found needs no further check. All of it runs on the AI core, as searchsorted and running sums of
+    int64 do not.
     """
     shares_BV = (logits_BV / temperature_B1).softmax(-1)  # float32, by the temperature's
     is_unusable_B1 = shares_BV[:, :1] != shares_BV[:, :1]  # one NaN makes all of a row NaN

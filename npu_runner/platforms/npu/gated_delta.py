@@ -1,7 +1,7 @@
 """Gated DeltaNet on Ascend: decoding through the fused recurrent operator where it takes float32 states.
 
-Knows no model and no pool. Prompts, and decoding where the operator is missing or takes other types, go through plain
-operators in chunks: npu_chunk_gated_delta_rule wants gates between -1 and 0, which those of real models leave.
+Knows no model and no pool. Prompts go through plain operators in chunks; so does decoding if the operator is missing or
+takes other types. npu_chunk_gated_delta_rule requires gates between -1 and 0, and gates of real models lie outside.
 
 B sequences of the step, Nk and Nv key and value heads, K and V their dims, C channels, W convolution kernel.
 """

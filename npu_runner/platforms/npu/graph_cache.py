@@ -1,8 +1,8 @@
 """Compiled GE graphs kept from one start to the next, through torchair's cache_compile. Knows nothing of models.
 
-torchair's own key is the module's repr and the compile options: not the source of forward, nor shapes, dtypes, block
-counts or versions, and it skips dynamo's guards on loading. So every graph has a folder of its own here, named by a
-hash of everything that shapes it, with a manifest that says what that was and what its files must hash to.
+torchair's own key is the module's repr and the compile options. It covers neither the source of forward, nor shapes,
+dtypes, block counts or versions, and loading skips dynamo's guards. So every graph has a folder of its own here, named
+by a hash of everything that shapes it. Its manifest stores these inputs and the hashes of its files.
 """
 
 from __future__ import annotations

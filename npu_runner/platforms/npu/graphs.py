@@ -130,9 +130,9 @@ class _AclGraph:
 def _in_place_operators() -> Iterator[None]:
     """Lets operators return their inputs though their schemas do not say so.
 
-    npu_apply_rotary_pos_emb and the attention that writes into a given tensor do. torch looks for such operators when a
-    compiled function is called for the first time, warns of them, and refuses them where CI is set. It matters to a
-    graph that reads the old values afterwards; this one does not.
+    npu_apply_rotary_pos_emb and the attention that writes into a given tensor do. torch looks for such operators at the
+    first call of a compiled function. It warns of them, and refuses them if CI is set. It matters to a graph that reads
+    the old values afterwards; this one does not.
     """
     settings = torch._functorch.config
     if not hasattr(settings, "error_on_custom_op_aliasing"):  # older than torch 2.11

@@ -14,7 +14,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.npu.draw import draw_from_softmax
-from npu_runner.platforms.torch_ops import TorchOps
+from npu_runner.platforms.ops import TorchOps
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -31,7 +31,7 @@ class NpuOps(TorchOps):
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if weight_D.dtype != x_TD.dtype:  # zero-centred: a kernel for the norm takes float32 weights, the fused one not
+        if weight_D.dtype != x_TD.dtype:  # float32: the norm's own kernel takes such weights, the fused one not
             total_TD = x_TD + residual_TD
             return self.rms_norm(total_TD, weight_D, eps), total_TD
         normed_TD, _, total_TD = torch_npu.npu_add_rms_norm(x_TD, residual_TD, weight_D, eps)

@@ -40,12 +40,13 @@ class NpuPlatform(Platform):
     keeps_graphs = ("max-autotune",)
     ray_resource = "NPU"
     visible_devices = "ASCEND_RT_VISIBLE_DEVICES"
+    device_files = "/dev/davinci[0-9]*"
     examination = "npu_runner.platforms.npu.preflight.checks:NpuExamination"
     _attention: weakref.ref[NpuAttention] | None = None
 
     def why_unavailable(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
-            return "torch_npu is not installed"
+            return "torch_npu is not installed; npu-runner doctor says what to do"
         os.environ.update(allocator_defaults(os.environ))
         try:
             import torch

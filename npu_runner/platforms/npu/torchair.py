@@ -1,7 +1,6 @@
 """The one place that imports torchair, the compiler inside torch_npu. Knows nothing of models.
 
-Importing torchair (or its sibling npugraph_ex) takes SIGINT and SIGTERM away from whoever had them; here they are given
-back.
+Importing torchair (or its sibling npugraph_ex) replaces the handlers of SIGINT and SIGTERM; they are restored here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _BY_TOKEN = 2
 
 @functools.cache
 def load(name: str) -> Any:
-    """The module `torchair` or `npugraph_ex`, told which operators write in place."""
+    """The module `torchair` or `npugraph_ex`, with our converters and operators that write in place."""
     module = _import(name)
     if name == "torchair":
         # Registers torch.ops.air.npu_fused_infer_attention_score, whose lengths are tensors. torchair itself imports it
@@ -48,8 +47,8 @@ def load(name: str) -> Any:
 def _define_rule_in_list() -> torch.library.Library:
     """The recurrent gated delta rule in place, with its output in a list.
 
-    torchair puts the operator in place into the functional one's, and leaves who reads that one's first output as it
-    is. Of the wheel's own operator in place, which returns no tuple, that would be the first row.
+    torchair replaces the functional operator by the one in place, and does not change readers of its first output. The
+    wheel's own operator in place returns no tuple, so they would read its first row.
     """
     library = torch.library.Library("npu", "FRAGMENT")
     name = "npu_recurrent_gated_delta_rule_in_list"
@@ -66,9 +65,9 @@ def _define_rule_in_list() -> torch.library.Library:
 
 
 def _convert_rotary_in_place(module: Any) -> None:
-    """Let GE turn q and k where they are. As shipped both are copied first, in case somebody else reads them.
+    """Let GE rotate q and k in place. As shipped both are copied first, in case another operator reads them.
 
-    Nobody does here: NpuOps.rotary gets them fresh from a norm or from the split of the qkv product.
+    None does here: NpuOps.rotary gets them fresh from a norm or from the split of the qkv product.
     """
     apis = _import("torchair._ge_concrete_graph.ge_apis")
     # The shipped one first: the last to register wins.
@@ -82,8 +81,8 @@ def _convert_rotary_in_place(module: Any) -> None:
 
 
 def _convert_cache_writes(module: Any) -> None:
-    """Let GE write the cache in the layout that is asked for. The converter of some wheels knows no cache_mode and
-    writes PA_NZ, which attention then reads as if it were not: wrong answers, without an error.
+    """Let GE write the cache in the requested layout. The converter of some wheels knows no cache_mode and writes
+    PA_NZ, which attention then reads as if it were not: wrong answers, without an error.
     """
     apis = _import("torchair._ge_concrete_graph.ge_apis")
     # The shipped one first: the last to register wins.
@@ -103,9 +102,9 @@ def _convert_cache_writes(module: Any) -> None:
 
 
 def _convert_experts(module: Any) -> None:
-    """Two operators of mixtures of experts for GE. The shipped converter of the router calls an API that takes no
-    `renorm` and fails, in every wheel; the API of the right one cannot be called at all: GE's operator is named here.
-    The sum over a token's experts has no converter; GE's operator for it is another one.
+    """Two operators of mixtures of experts for GE. In every wheel, the shipped converter of the router calls an API
+    that takes no `renorm`, and fails. The right API cannot be called at all, so GE's operator is named here. The sum
+    over a token's experts has no converter; GE's operator for it is another one.
     """
     apis, ge = _import("torchair._ge_concrete_graph.ge_apis"), _import("torchair.ge")
     # The shipped one first: the last to register wins.
@@ -147,10 +146,10 @@ def _convert_softplus(module: Any) -> None:
 
 
 def _convert_state_writes(module: Any) -> None:
-    """Let GE write states where they lie. As shipped the pool is copied first, and torchair drops the copy only where
-    nobody else reads the pool.
+    """Let GE write states in place. As shipped the pool is copied first, and torchair drops the copy only if no other
+    operator reads the pool.
 
-    Here the rows that are written are read before. What is written is computed from them, which keeps the order.
+    Here the rows are read before they are written. The written values are computed from them, which keeps the order.
     """
     apis = _import("torchair._ge_concrete_graph.ge_apis")
     # The shipped one first: the last to register wins.

@@ -1,4 +1,5 @@
-"""Which CANN, driver and chip this host has, and which versions belong together. Imports torch only when asked for it.
+"""Which CANN, driver and chip this host has, and which versions belong together. Imports torch only in functions that
+need it.
 
 The doctor reads this before it knows whether torch can be imported at all.
 """
@@ -61,7 +62,8 @@ class TooOld(NamedTuple):
 
 
 def old_wheel(torch_npu: str, *, has_cache_mode: bool | None = None) -> TooOld | None:
-    """Whether this torch_npu is too old; `has_cache_mode` is what its own schema says, where somebody could ask it."""
+    """Whether this torch_npu is too old; `has_cache_mode`: from its operator's schema, None if torch_npu was not
+    loaded."""
     is_old = _is_old_wheel(torch_npu) if has_cache_mode is None else not has_cache_mode
     return TooOld(f"torch_npu {torch_npu}: {_NO_CACHE_MODE}", _NEWER_WHEEL) if is_old else None
 

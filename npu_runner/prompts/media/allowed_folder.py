@@ -13,8 +13,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-# A descriptor of what a name means, a link or a device too, which is not opened. Systems without it refuse links.
-_NAMED = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK) | os.O_NOFOLLOW | os.O_CLOEXEC
+# A descriptor of what a name means, a link or a device too, which is not opened.
+_NAMED = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 # The same of a folder only: with it the system mounts what is mounted on demand.
 _FOLDER = _NAMED | os.O_DIRECTORY
 # Not blocking: a pipe without a writer must not hang a worker.

@@ -1,7 +1,7 @@
 """Which kinds of image files are opened, and what Pillow's decoders need to be told first. Knows nothing of pixels.
 
-Plugins are imported by name: nothing outside this list ever sees the bytes. What a file declares is bounded before it
-is decoded, also where a file holds another one (icons) or says its size twice (JPEG 2000, HEIC).
+Plugins are imported by name: nothing outside this list ever sees the bytes. A declared size is bounded before decoding,
+also in formats that contain another file (icons) or state their size twice (JPEG 2000, HEIC).
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ FORMATS = tuple(
 HEIF_REMEDY = "pip install 'npu-runner[heif]' reads it"
 _ICON = b"\0\0\1\0"
 _CODESTREAM = b"\xff\x4f\xff\x51"
+_SUBFILE_TYPE = 254  # TIFF's NewSubfileType, of bits
+_REDUCED_OR_MASK = 1 | 4
+_MAX_DIRECTORIES = 64
 
 
 def open_encoded(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image.Image:
@@ -61,7 +64,10 @@ def open_encoded(data: bytes | bytearray | memoryview, max_source_pixels: int) -
     if is_heif(head):
         _check_extents(bytes(data), max_source_pixels)
     with _one_thread():
-        return Image.open(io.BytesIO(data), formats=[*FORMATS, *_heif_format(head)])
+        image = Image.open(io.BytesIO(data), formats=[*FORMATS, *_heif_format(head)])
+    if image.format == "TIFF":
+        _check_pages(bytes(data))
+    return image
 
 
 def is_heif(head: bytes) -> bool:
@@ -96,6 +102,23 @@ def _open_icon(data: bytes, max_source_pixels: int) -> Image.Image:
     width, height = BmpImagePlugin.DibImageFile(io.BytesIO(frame)).size
     check_pixels(width, height // 2, max_source_pixels)  # a mask as high as the image lies behind it
     return Image.open(io.BytesIO(data), formats=["ICO"])
+
+
+def _check_pages(data: bytes) -> None:
+    """TIFF, as faxes and scanners write it: one of several pages would be read, and the others never missed. Reduced
+    copies of a page, and masks, are none."""
+    file = io.BytesIO(data)
+    directory = TiffImagePlugin.ImageFileDirectory_v2(data[: 16 if data[2:4] in (b"+\0", b"\0+") else 8])
+    seen: set[int] = set()
+    num_pages = 0
+    while directory.next and directory.next not in seen:
+        seen.add(file.seek(directory.next))
+        directory.load(file)
+        kind = directory.get(_SUBFILE_TYPE, 0)
+        num_pages += not (isinstance(kind, int) and kind & _REDUCED_OR_MASK)
+        if num_pages > 1 or len(seen) > _MAX_DIRECTORIES:
+            raise RequestError("the TIFF file has several pages, and an image is one; write a file for each page",
+                               code="image_several_pages")
 
 
 def _check_codestream(data: bytes, max_source_pixels: int) -> None:

@@ -1,4 +1,4 @@
-"""How a checkpoint wants its images: sizes, patches, normalisation. Knows nothing of pixels."""
+"""A checkpoint's settings for images: sizes, patches, normalisation. Knows nothing of pixels."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 class ImageSettings:
     """Everything that decides which numbers the vision tower sees for an image.
 
-    The device computes `(pixel * rescale_factor - image_mean) / image_std` per channel; a checkpoint that wants no
-    rescaling or no normalisation has 1, 0 and 1 here. Defaults are those of transformers' Qwen2-VL image processor.
+    The device computes `(pixel * rescale_factor - image_mean) / image_std` per channel. Without rescaling or
+    normalisation these are 1, 0 and 1. Defaults are those of transformers' Qwen2-VL image processor.
     """
 
     min_pixels: int = 56 * 56

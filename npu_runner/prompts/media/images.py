@@ -1,10 +1,10 @@
 """Turns an encoded image into the resized uint8 pixels the vision tower expects. Knows nothing of prompts or devices.
 
-What a person would expect is done: transparency lies on white, EXIF rotation is applied, 16-bit grey is scaled to
-8 bit, an animation is its first frame. What cannot be shown faithfully is a RequestError.
+Transparency is laid on white, EXIF rotation is applied, 16-bit grey is scaled to 8 bit, an animation is its first
+frame. What cannot be shown faithfully is a RequestError.
 
-Beside what the decoder takes, a source pixel takes 8 bytes at most, whatever its mode: it is converted in strips, and
-each step lets go of the image before it.
+Beside the decoder's memory, a source pixel takes at most 8 bytes in any mode. Conversion works in strips, and each step
+frees the image before it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from npu_runner.errors import RequestError
+from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 from npu_runner.prompts.media.image_formats import (
     FORMATS,
     HEIF_REMEDY,
     check_pixels,
-    is_heif,
     open_encoded,
     wants_heif_package,
 )
@@ -33,10 +33,6 @@ from npu_runner.request.prompt_inputs import ImageInput
 # H, W sides of the resized image
 
 _REMEDY = "convert it to JPEG or PNG"
-_MAGIC = {
-    b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"\0\0\1\0": "ICO",
-    b"\0\0\0\x0cjP  ": "JPEG 2000", b"\xff\x4f\xff\x51": "JPEG 2000",
-}  # fmt: skip
 _EXIF_ORIENTATION = 0x0112
 _STRIP_PIXELS = 1 << 18
 _TURNS = {
@@ -75,16 +71,12 @@ def image_input(pixels_HWC: np.ndarray, settings: ImageSettings) -> ImageInput:
     return ImageInput(digest.digest(), pixels_HWC, grid_thw, settings.num_tokens(height, width))
 
 
-def open_image(
-    source: bytes | Image.Image,
-    *,
-    max_source_pixels: int = LIMITS.max_source_pixels,
-    settings: ImageSettings | None = None,
-) -> Image.Image:
+def open_image(source: bytes | Image.Image, *, max_source_pixels: int = LIMITS.max_source_pixels,
+               settings: ImageSettings | None = None) -> Image.Image:
     """The image as upright 8-bit RGB. With `settings`, a shape the model refuses is refused before decoding.
 
     Raises RequestError with code image_empty, image_not_recognised, image_too_large, image_aspect_ratio,
-    image_truncated, image_broken, image_mode or image_out_of_memory.
+    image_truncated, image_several_pages, image_broken, image_mode or image_out_of_memory.
     """
     image = source
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -153,12 +145,13 @@ def _pillow_allows(num_pixels: int) -> Iterator[None]:
 
 
 def _not_recognised(head: bytes) -> RequestError:
-    known = [name for magic, name in _MAGIC.items() if head.startswith(magic)]
-    if is_heif(head) and not wants_heif_package(head):
-        known.append("HEIC or AVIF")
-    for name in known:
+    if (video := video_kind(head)) is not None:
+        return RequestError(f"the file is a video ({video}) and not an image; send it as one: video_url in a message, "
+                            "--video", code="image_not_recognised")
+    known = image_kind(head)
+    if known is not None and not wants_heif_package(head):
         return RequestError(
-            f"the image starts like a {name} file but its header is cut short or broken; upload it again",
+            f"the image starts like a {known} file but its header is cut short or broken; upload it again",
             code="image_truncated",
         )
     unreadable = {

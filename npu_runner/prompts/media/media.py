@@ -62,7 +62,8 @@ def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int
 
     Files must lie below `allowed_media_dir` once links are resolved; None refuses all files. Raises RequestError with
     code media_scheme, media_bad_data_url, media_not_allowed, media_missing, media_unreadable or media_too_large. Its
-    message repeats the given address at most, never where a link leads or whether something outside exists.
+    message repeats the given address and the folder at most, never where a link leads or whether something outside
+    exists.
     """
     kind, rest = _kind_of(url)
     if kind == "data":
@@ -97,7 +98,7 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
     kind, rest = _kind_of(url)
     if kind == "data":
         return len(rest)
-    with _file_errors(rest), _allowed_folder(rules.allowed_dir) as folder:
+    with _file_errors(rest, rules.allowed_dir), _allowed_folder(rules.allowed_dir) as folder:
         size = folder.num_bytes(rest)
     if size > rules.max_bytes:
         raise _too_large(rules.max_bytes)
@@ -105,8 +106,8 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
 
 
 def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
-    """Messages with every `image_url` part turned into an `image` part of Media, every `video_url` part into a `video`
-    part; all else is left as it is.
+    """Messages with every `image_url` part replaced by an `image` part of Media, and every `video_url` part by a
+    `video` part.
 
     The same address is the same Media. Raises RequestError naming the part, or that there are too many or too large
     ones, before any of them is read.
@@ -205,7 +206,7 @@ def _path_of_file_url(url: str) -> str:
 
 
 def _read_allowed(given: str, allowed_media_dir: Path | str | None, max_bytes: int) -> bytes:
-    with _file_errors(given), _allowed_folder(allowed_media_dir) as folder:
+    with _file_errors(given, allowed_media_dir), _allowed_folder(allowed_media_dir) as folder:
         return _bounded(folder.read(given, max_bytes + 1), max_bytes)
 
 
@@ -222,13 +223,15 @@ def _allowed_folder(allowed_media_dir: Path | str | None) -> AllowedFolder:
 
 
 @contextlib.contextmanager
-def _file_errors(given: str) -> Iterator[None]:
+def _file_errors(given: str, allowed_media_dir: Path | str | None) -> Iterator[None]:
     try:
         yield
     except OutsideError as error:
-        raise RequestError(f"{_shown(given)}: outside the folder allowed_media_dir", "media_not_allowed") from error
+        raise RequestError(f"{_shown(given)}: outside the folder {_shown(str(allowed_media_dir))} "
+                           "(allowed_media_dir)", "media_not_allowed") from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise RequestError(f"{_shown(given)}: no such file", code="media_missing") from error
+        raise RequestError(f"{_shown(given)}: no such file below {_shown(str(allowed_media_dir))} "
+                           "(allowed_media_dir)", code="media_missing") from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = error.strerror if isinstance(error, OSError) else "not a file name"
         raise RequestError(f"{_shown(given)}: cannot be read ({reason})", code="media_unreadable") from error

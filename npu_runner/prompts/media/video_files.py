@@ -1,9 +1,9 @@
-"""Opens encoded videos and decodes the frames that are asked for, upright, one at a time. Knows nothing of prompts.
+"""Opens encoded videos and decodes the requested frames, upright, one at a time. Knows nothing of prompts.
 
-What a file declares is bounded before a frame is decoded. A video is read twice: once to learn where its frames are,
-without decoding any, and once to decode the groups of images in which a wanted one lies. Sound is never touched.
+What a file declares is bounded before a frame is decoded. A video is read twice: first to find its frames, without
+decoding, then to decode the groups of pictures that contain a sampled frame. Sound is never touched.
 
-PyAV is loaded with the first video: who sends none does not need it.
+PyAV is loaded with the first video, and not needed without one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from npu_runner.errors import RequestError
+from npu_runner.prompts.media.file_kinds import GIF, image_kind
 from npu_runner.prompts.media.video_settings import ASSUMED_FPS
 from npu_runner.request.limits import LIMITS
 
@@ -47,6 +48,10 @@ class VideoFile:
     def __init__(self, data: bytes):
         if not data:
             raise RequestError("the video has zero bytes", "video_empty")
+        # Of an animated AVIF, FFmpeg reads one frame.
+        if (kind := image_kind(data[:32])) not in (None, GIF):
+            raise RequestError(f"the file is an image ({kind}) and not a video; send it as one: image_url in a "
+                               "message, --image", "video_not_recognised")
         self._av = _load_av()
         self._data = data
         with self._opened() as (container, stream):

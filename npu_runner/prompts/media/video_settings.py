@@ -1,4 +1,5 @@
-"""How a checkpoint wants its videos: which frames, how large, the times it is told. Knows nothing of files or pixels.
+"""A checkpoint's settings for videos: which frames, their sizes, their times in the prompt. Knows nothing of files or
+pixels.
 
 The rules are those of transformers' Qwen3-VL video processor, in whose terms a video is frames x height x width.
 """

@@ -1,7 +1,7 @@
 """Turns an encoded video into pairs of resized frames, each as an image of six colours. Knows nothing of prompts.
 
-More than two where a checkpoint's patches are deeper. A pair is what the tower sees at once, what a prompt has a place
-for, and what the vision cache keeps: a video that is shown again, or overlaps another one, costs only what is new.
+More than two where a checkpoint's patches are deeper. A pair is the unit of the tower, of a prompt's places and of the
+vision cache. So a repeated or overlapping video costs only its new pairs.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Templates come from checkpoints, so they run in jinja2's sandbox and see plain s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jinja2
 import jinja2.ext
@@ -22,15 +22,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from npu_runner.checkpoint.files import read_json, read_text
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.text.tokenizer import read_special_tokens
+from npu_runner.request.limits import shown
 
 # What an expression of a faulty template can raise besides jinja2's own errors.
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-
-
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """What makes a prompt of a conversation, and is not for a request to set."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_EFFORT = "reasoning_effort"
+"""OpenAI's word for what some templates read beside a conversation."""
 
 
 class ChatTemplate:
@@ -94,8 +96,8 @@ class ChatTemplate:
 def read_chat_template(folder: Path, *, has_vision: bool) -> ChatTemplate | None:
     """The checkpoint's template, None when it has none.
 
-    Order as in transformers: models with a processor look into processor_config.json and chat_template.json first,
-    all then at chat_template.jinja and last into tokenizer_config.json; of several named templates `default` counts.
+    Order as in transformers: processor_config.json and chat_template.json (models with a processor), then
+    chat_template.jinja, then tokenizer_config.json. Of several named templates `default` counts.
     """
     tokenizer_config = read_json(folder, "tokenizer_config.json") or {}
     source: Any = None
@@ -175,3 +177,26 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def kwargs_with_effort(
+    kwargs: Mapping[str, Any] | None, effort: str | None, template_reads: Callable[[str], bool]
+) -> Mapping[str, Any] | None:
+    """chat_template_kwargs with the effort; `kwargs` themselves if there is none.
+
+    Raises RequestError for a value that OpenAI does not have, for a template that does not read it, and for two
+    efforts.
+    """
+    if effort is None:
+        return kwargs
+    if effort not in get_args(Effort):
+        message = f"{_EFFORT}: {shown(effort)} is not one of {', '.join(get_args(Effort))}"
+        raise RequestError(message, "invalid_value", _EFFORT)
+    if not template_reads(_EFFORT):
+        message = (f"{_EFFORT}: {effort!r} would do nothing, the model's chat template reads none; what it does read "
+                   "goes into chat_template_kwargs")
+        raise RequestError(message, "unsupported_parameter", _EFFORT)
+    if (kwargs or {}).get(_EFFORT, effort) != effort:
+        message = f"{_EFFORT}: {effort!r}, and another one stands in chat_template_kwargs; give one of them"
+        raise RequestError(message, "invalid_value", _EFFORT)
+    return {**(kwargs or {}), _EFFORT: effort}

@@ -1,7 +1,7 @@
 """Keeps control tokens that a person typed from becoming control tokens. Knows tokenizers, not template syntax.
 
-Typed ones are fenced by two characters that occur nowhere in the conversation, the template renders around the fences,
-and what stands between them is encoded as ordinary characters. Text without them takes the plain path unchanged.
+Typed ones are enclosed by two characters that occur nowhere in the conversation. The template renders around these, and
+what stands between them is encoded as ordinary characters. Text without them takes the plain path unchanged.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int, needs_te
 def check_ending(
     conversation: Conversation, add_generation_prompt: bool | None, continue_final_message: bool
 ) -> None:
-    """Raises RequestError where a conversation cannot be gone on with as asked. add_generation_prompt: None, unsaid."""
+    """Raises RequestError if a conversation cannot be continued as requested. add_generation_prompt: None, not
+    given."""
     if not continue_final_message:
         return
     name, last = "continue_final_message", conversation.messages[-1]

@@ -1,17 +1,29 @@
-"""Loads a checkpoint's tokenizer without transformers. Knows nothing of chats or images."""
+"""A checkpoint's tokenizer, loaded without transformers, and what is asked of it before a request reaches the engine:
+whether text fits into the context, and a request's bad words as token ids.
+
+It is asked where prompts are prepared, so that no step waits for a tokenizer. Knows nothing of chats, images or logits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from npu_runner.checkpoint.files import read_json
-from npu_runner.errors import ModelError
+from npu_runner.errors import ModelError, RequestError
+from npu_runner.request.limits import shown
+from npu_runner.request.sampling_params import SamplingParams
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PIECE_CHARS = 1 << 16
+# A text that has this many characters for each token of the context is looked at more closely: few languages have more.
+_USUAL_CHARS = 4
+# Cutting a text into pieces adds a few tokens at each cut: so much more than the limit is no accident of cutting.
+_CLEARLY_MORE = 1.25
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
@@ -72,3 +84,104 @@ def _add_listed_tokens(tokenizer: Tokenizer, folder: Path) -> None:
 def _added_token(entry: Mapping[str, Any]) -> AddedToken:
     flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}
     return AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
+
+
+def resolve_sampling(
+    params: SamplingParams, encode: Callable[[str], list[int]], vocab_size: int | None
+) -> SamplingParams:
+    """`params` with its bad words as token ids, both with and without a space before them, beside those that it names
+    by ids. Done twice it is the same.
+
+    encode: text to token ids without special tokens. Raises RequestError for ids that a model of `vocab_size` lacks.
+    """
+    check_sampling_ids(params, vocab_size)
+    if not params.bad_words:
+        return params
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        for spelling in (word, f" {word}"):
+            ids = tuple(encode(spelling))
+            _check_ids(f"bad_words: {shown(word)}", ids, vocab_size)
+            if ids:
+                found[ids] = None
+    if not found:
+        raise RequestError("bad_words: this model's tokenizer makes no token of any of them; leave them out",
+                           code="invalid_sampling_parameter", param="bad_words")
+    found |= dict.fromkeys(map(tuple, params.bad_words_token_ids))
+    resolved = tuple(sorted(found))
+    return params if resolved == params.bad_words_token_ids else params.replace(bad_words_token_ids=resolved)
+
+
+def check_sampling_ids(params: SamplingParams, vocab_size: int | None) -> None:
+    """Raises RequestError, naming the field, for an id that the model lacks."""
+    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("bad_words_token_ids", [i for ids in params.bad_words_token_ids for i in ids], vocab_size)
+
+
+def _check_ids(what: str, ids: Collection[int], vocab_size: int | None) -> None:
+    highest = max(ids, default=0)
+    if vocab_size is not None and highest >= vocab_size:
+        name = what.split(":")[0]
+        raise RequestError(
+            f"{what}: token id {highest} is asked for, the model has 0 to {vocab_size - 1}",
+            code="invalid_sampling_parameter",
+            param=name,
+        )
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises RequestError for a prompt that leaves no room for an answer."""
+    if num_tokens >= max_model_len:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, the model takes {max_model_len} with at least one generated; "
+            "shorten it, send smaller images or raise max_model_len", code="prompt_too_long")
+
+
+class TextLength:
+    """Whether prompts are shorter than `max_model_len` tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int):
+        self._tokenizer = tokenizer
+        self.max_model_len = max_model_len
+
+    def check(self, texts: Sequence[str], *, is_cut: bool = False) -> None:
+        """Raises RequestError for texts that have more tokens than the context whatever their tokens are.
+
+        No token stands for more characters than the longest one has. Of a text that is shorter than that, but longer
+        than text usually is, the pieces are counted until they are clearly too many. `is_cut`: the end will be kept
+        alone, so that only text too long to tokenize is refused.
+        """
+        num_chars = sum(map(len, texts))
+        if num_chars <= self.max_model_len * _USUAL_CHARS:
+            return
+        limit = self.max_model_len * self.longest_token
+        if num_chars > limit:
+            raise RequestError(
+                f"the text has {num_chars} characters; at most {limit} can fit into {self.max_model_len} tokens "
+                f"(max_model_len) of {self.longest_token} characters; shorten it",
+                code="prompt_too_long",
+            )
+        if not is_cut:
+            self._check_pieces(texts)
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Raises RequestError for a prompt that leaves no room for an answer."""
+        check_prompt_length(num_tokens, self.max_model_len)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token; where tokens are bytes, one character of theirs is a byte."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
+    def _check_pieces(self, texts: Sequence[str]) -> None:
+        num_tokens, most = 0, int(self.max_model_len * _CLEARLY_MORE)
+        for text in texts:
+            for start in range(0, len(text), _PIECE_CHARS):
+                piece = text[start : start + _PIECE_CHARS]
+                num_tokens += len(self._tokenizer.encode(piece, add_special_tokens=False).ids)
+                if num_tokens > most:
+                    raise RequestError(
+                        f"the text has more than {self.max_model_len} tokens (max_model_len); shorten it",
+                        code="prompt_too_long",
+                    )

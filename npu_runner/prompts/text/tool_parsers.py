@@ -54,7 +54,7 @@ class ToolParser(ABC):
         """
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str | None:
-        """What an answer of calls alone is, in llguidance's Lark: of these tools, one call or more, whose arguments fit
+        """A grammar (llguidance's Lark) for an answer of calls alone: one or more calls of these tools. Arguments fit
         their schemas as `parse` reads them. None: no call can be forced in this format.
 
         Raises RequestError, with the place, for a schema that it cannot be done for.
@@ -62,7 +62,7 @@ class ToolParser(ABC):
         return None
 
     def reads(self, template: str) -> bool:
-        """Whether a chat template of this source asks for calls to be written so: `auto` takes it then."""
+        """Whether a chat template of this source prescribes this format; `auto` then selects this parser."""
         return False
 
 
@@ -189,8 +189,8 @@ def parse_calls(
 def _blocks(
     text: str, read: Callable[[str, int], tuple[list[ToolCall], int]]
 ) -> tuple[str, list[ToolCall]]:
-    """What stands around the blocks between tags, and the calls in them. read(text, place behind an opening tag): the
-    calls of that block, and where they end."""
+    """The text around the tagged blocks, and the calls in them. read(text, place behind an opening tag): the calls of
+    that block, and their end."""
     content, calls, at = "", [], 0
     while (start := text.find(_OPEN, at)) >= 0:
         content += text[at:start]

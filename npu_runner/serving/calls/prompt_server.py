@@ -1,7 +1,7 @@
 """A replica of `LLM`: prompts are prepared in workers or here, and answered with RequestOutputs.
 
-It works in the caller's thread, or in a process of its own. Answers that leave the process are packed: their log
-probabilities hold a function of the tokenizer, megabytes of it, and a word travels in its place. Knows no caller.
+It works in the caller's thread, or in a process of its own. Answers that leave the process are packed. Their log
+probabilities refer to a function of the tokenizer (megabytes), so a placeholder travels in its place. Knows no caller.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 import npu_runner
 from npu_runner.config import RunnerConfig
+from npu_runner.engine.detokenizer import token_text
+from npu_runner.engine.executors.executor import Progress, silent
 from npu_runner.engine.llm_engine import LLMEngine
-from npu_runner.engine.token_bytes import token_text
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.sending import num_bytes
@@ -26,12 +27,12 @@ from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.engine_loop import Endpoint, Flight, Prepared, max_waiting_requests
+from npu_runner.serving.options import PreprocessingOptions, num_cpus
 from npu_runner.serving.replica import FinishedRow, ReplicaFacts
 from npu_runner.serving.replicas.inline_replica import InlineReplica
-from npu_runner.serving.workers.options import PreprocessingOptions, num_cpus
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 from npu_runner.serving.workers.prompt_tasks import NumberedTask, Preparation, PromptTask
-from npu_runner.strategies.opened import open_checkpoint
+from npu_runner.strategies import open_checkpoint
 
 Answer = RequestOutput | RequestError
 _TOKEN_TEXT = "token_text"
@@ -39,7 +40,7 @@ _TOKEN_TEXT = "token_text"
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller asked for: a prompt that has to be prepared, one that is, or the error that it has shown to be."""
+    """A caller's request: a prompt to be prepared, a prepared one, or the error that it caused."""
 
     params: SamplingParams | PoolingParams
     prompt: PromptTask | PromptInputs | RequestError
@@ -91,9 +92,13 @@ class PromptEndpoint(Endpoint):
         self._here.append((place, prompt))
 
     def recall(self, num_requests: int) -> list[int]:
-        """What workers have of them is theirs until it is done, and is dropped then."""
+        """What a worker has begun of them is dropped once it is done; the others never reach one."""
         places = list(reversed(self._held))[:num_requests]
-        return [self._held.pop(place)[0] for place in places]
+        numbers = [self._held.pop(place)[0] for place in places]
+        here = {place for place, _ in self._here}
+        # Workers begin the first ones first: what they have not begun of as many as these are the last of these.
+        self.pool.recall(sum(place not in here for place in places))
+        return numbers
 
     def next(self, timeout_seconds: float) -> Prepared | None:
         while self._here:
@@ -144,7 +149,7 @@ def pack_answer(answer: Answer) -> bytes:
 
 
 def unpack_answer(data: bytes, processor: ChatProcessor) -> Answer:
-    """`processor`: its tokenizer describes tokens where somebody reads log probabilities."""
+    """`processor`: its tokenizer gives the texts of tokens in log probabilities."""
     answer: Answer = _Unpacker(data, processor).load()
     return answer
 
@@ -166,11 +171,12 @@ class _Unpacker(pickle.Unpickler):
 
 
 class PromptServer(InlineReplica):
-    """The number of a row is the number of its request. `load`: gives the engine; `pack`: see PromptEndpoint."""
+    """The number of a row is the number of its request. `load`: gives the engine, and calls what it is given with what
+    that does meanwhile; `pack`: see PromptEndpoint."""
 
     num_rows_ahead = 0
 
-    def __init__(self, load: Callable[[], LLMEngine], options: PreprocessingOptions, name: str, *,
+    def __init__(self, load: Callable[[Progress], LLMEngine], options: PreprocessingOptions, name: str, *,
                  pack: Callable[[Answer], Any] = pack_answer, can_restart: bool = False):
         super().__init__(name)
         self.can_restart = can_restart
@@ -180,11 +186,8 @@ class PromptServer(InlineReplica):
         self.pool: WorkerPool[Any] | None = None
         """What prepares prompts; None: the model is not loaded yet."""
 
-    def start(self, wake: Callable[[], None]) -> None:
-        """The first `poll` loads the model; there are no requests before that is done."""
-
     def _load(self) -> ReplicaFacts:
-        engine = self._engine = self._open.enter_context(self._load_engine())
+        engine = self._engine = self._open.enter_context(self._load_engine(self._report))
         max_waiting = max_waiting_requests(engine.max_num_seqs)
         limits = PoolLimits(
             num_workers=self._options.num_workers(num_cpus()), task_timeout_seconds=self._options.preprocessing_timeout,
@@ -200,6 +203,6 @@ class PromptServer(InlineReplica):
         )  # fmt: skip
 
 
-def load_engine(config: RunnerConfig) -> LLMEngine:
+def load_engine(config: RunnerConfig, progress: Progress = silent) -> LLMEngine:
     """For a process of its own."""
-    return LLMEngine(open_checkpoint(config))
+    return LLMEngine(open_checkpoint(config), progress=progress)

@@ -1,6 +1,6 @@
-"""What answers the requests of `LLM`: one engine in the caller's thread, or replicas in processes of this host.
+"""Serves the requests of `LLM`: one engine in the caller's thread, or replicas in processes of this host.
 
-Both share requests out through a Fleet, so who is to blame for a death and what is tried again is the same. Knows
+Both assign requests through a Fleet, so blame for a death and retries are the same. Knows
 nothing of conversations, nor of what a caller does with answers.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from npu_runner.config import RunnerConfig
-from npu_runner.engine.executors.executor import CLOSED
+from npu_runner.engine.executors.executor import CLOSED, Progress, silent
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import EngineDeadError, ReplicaDeadError, RequestError
 from npu_runner.request.outputs import EngineStats, RequestOutput
@@ -35,16 +35,16 @@ from npu_runner.serving.calls.prompt_server import (
     pack_answer,
     unpack_answer,
 )
+from npu_runner.serving.loading_line import on_terminal
+from npu_runner.serving.options import AUTO, PreprocessingOptions, ReplicaOptions
 from npu_runner.serving.replica import ReplicaFacts
 from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
-from npu_runner.serving.replicas.options import AUTO, ReplicaOptions
+from npu_runner.serving.replicas.load_balancer import RowQueue
 from npu_runner.serving.replicas.placement import Placement, place
 from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, added
-from npu_runner.serving.replicas.row_queue import RowQueue
-from npu_runner.serving.workers.options import PreprocessingOptions
 from npu_runner.serving.workers.prompt_tasks import PromptTask
-from npu_runner.strategies.opened import OpenedCheckpoint, open_checkpoint
+from npu_runner.strategies import OpenedCheckpoint, open_checkpoint
 
 logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.2
@@ -71,9 +71,9 @@ class PromptService(ABC):
 
     def answers(self, requests: Iterator[Request], read_seconds: float) -> Iterator[tuple[int, Answer]]:
         """(index in `requests`, answer) of each, as they finish. `requests` is read in the caller's thread, as far
-        ahead as there is use for; `read_seconds`: how long before somebody looks for answers.
+        ahead as there is room; `read_seconds`: longest time of reading before answers are fetched.
 
-        Raises what reading raises, and what ends all replicas.
+Raises what reading raises, and what ends all replicas.
         """
         self._raise_failure()
         first, unanswered, is_read = self.num_requests, dict[int, int](), False
@@ -97,7 +97,7 @@ class PromptService(ABC):
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Sums over all replicas, as they told last."""
+        """Sums over all replicas, by their last reports."""
 
     @abstractmethod
     def close(self) -> None:
@@ -128,12 +128,12 @@ class PromptService(ABC):
         if self._failure is not None:
             raise self._failure
 
-    def _made_fleet(self, replicas: Sequence[MakeReplica], max_restarts: float) -> Fleet:
+    def _made_fleet(self, replicas: Sequence[MakeReplica], max_restarts: float, progress: Progress = silent) -> Fleet:
         self._rows = RowQueue(sys.maxsize)
         self._rows.allow(0)
         self._rows.drop_before(self.num_requests)
         hooks = FleetHooks(make_run=self._run_of, say=logger.warning, isolate=_remember_nothing,
-                           record_death=LoneDeaths().record_death)
+                           record_death=LoneDeaths().record_death, loading=progress)
         return Fleet(replicas, self._rows, hooks, max_restarts=max_restarts)
 
     def _run_of(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
@@ -150,19 +150,19 @@ class PromptService(ABC):
 
 
 class LocalService(PromptService):
-    """One engine, which works in the caller's thread while answers are asked for.
+    """One engine, which works in the caller's thread while answers are read.
 
-    `max_restarts`: how often it is loaded again when it died; where it is not, that ends the service.
+`max_restarts`: how often it is loaded again after a death; the next death ends the service.
     """
 
-    def __init__(self, config: RunnerConfig, options: PreprocessingOptions, max_restarts: float = 0):
+    def __init__(self, config: RunnerConfig, options: PreprocessingOptions, max_restarts: float, progress: Progress):
         checkpoint = open_checkpoint(config)
         super().__init__(checkpoint, checkpoint.config)
         # An engine after a restart opens the same folder, whatever a hub id stands for by then.
         self._same_folder = checkpoint.config.replace(model=str(checkpoint.path), revision=None)
         self._options = options
         self.max_restarts = max_restarts
-        self.engine: LLMEngine = LLMEngine(checkpoint)
+        self.engine: LLMEngine = LLMEngine(checkpoint, progress=progress)
         """Another one after a restart."""
         # One step at a time, whoever closes it meanwhile. Reading requests is no part of a step, and may take for ever.
         self._lock = threading.RLock()
@@ -214,7 +214,7 @@ class LocalService(PromptService):
                                     can_restart=self.max_restarts > 0)
         return self._server
 
-    def _load(self) -> LLMEngine:
+    def _load(self, progress: Progress) -> LLMEngine:
         if not self._is_new:  # the one before has died, and is closed
             self.engine = load_engine(self._same_folder)
         self._is_new = False
@@ -255,18 +255,18 @@ def _stop_steps() -> None:
         service.stop_steps(_EXIT_SECONDS)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_local_services.clear)  # no other thread is in a fork
+os.register_at_fork(after_in_child=_local_services.clear)  # no other thread is in a fork
 
 
 class ReplicaService(PromptService):
-    """Replicas in processes of this host. A thread of its own drives the fleet, so that an interrupt of the caller
-    tears nothing: it ends the call, and replicas are told to forget what they had of it.
+    """Replicas in processes of this host. A thread of its own drives the fleet, so an interrupt of the caller leaves no
+    half-changed state. It ends the call, and replicas discard its requests.
 
     Raises ConfigError where devices do not suffice or a setting is wrong, ReplicaDeadError where none can be loaded.
     """
 
-    def __init__(self, config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions):
+    def __init__(self, config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions,
+                 progress: Progress):
         checkpoint = open_checkpoint(config)
         # The folder that was looked at, whatever a hub id stands for a moment later.
         super().__init__(checkpoint, checkpoint.config.replace(model=str(checkpoint.path), revision=None))
@@ -275,7 +275,8 @@ class ReplicaService(PromptService):
         self._answered: queue.SimpleQueue[list[tuple[int, Any]] | BaseException] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[ReplicaFacts | BaseException] = queue.SimpleQueue()
         self._is_closing = threading.Event()
-        self._fleet = self._made_fleet(_plan_replicas(self.config, options, several), several.max_replica_restarts)
+        self._fleet = self._made_fleet(_plan_replicas(self.config, options, several), several.max_replica_restarts,
+                                       progress)
         self._thread = threading.Thread(target=self._drive, name="replicas", daemon=True)
         try:
             self._thread.start()
@@ -312,7 +313,7 @@ class ReplicaService(PromptService):
         return len(data)
 
     def _sendable(self, prompt: PromptTask | PromptInputs | RequestError) -> PromptTask | PromptInputs | RequestError:
-        """What no other process would know is prepared here. Errors go there and come back, as answers do."""
+        """Prompts that other processes cannot unpickle are prepared here. Errors make the same way as answers."""
         if not isinstance(prompt, PromptTask):
             return prompt
         try:
@@ -375,13 +376,23 @@ class ReplicaService(PromptService):
 def make_service(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions,
                  max_restarts: float) -> PromptService:
     """`max_restarts`: of an engine of this process."""
-    if several.data_parallel_size == 1:
-        return LocalService(config, options, max_restarts)
-    return ReplicaService(config, options, several)
+    service: PromptService | None = None
+    try:
+        with on_terminal() as progress:
+            progress("reading config and tokenizer")
+            if several.data_parallel_size == 1:
+                service = LocalService(config, options, max_restarts, progress)
+            else:
+                service = ReplicaService(config, options, several, progress)
+        return service
+    except BaseException:  # an interrupt while the line is taken away: nobody would have the service to close it
+        if service is not None:
+            service.close()
+        raise
 
 
 def _remember_nothing(numbers: Sequence[int]) -> None:
-    """The queue has them run alone; there is no later run that would want to know."""
+    """The queue runs them alone; there is no later run to record them for."""
 
 
 def _plan_replicas(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions) -> list[MakeReplica]:

@@ -1,6 +1,6 @@
-"""Whose turn it is: one call of an `LLM` at a time, whichever threads they come from. Knows nothing of what they do.
+"""Turns: one call of an `LLM` at a time, from any thread. Knows nothing of what calls do.
 
-What is asked is the interpreter's own state of a call's generator: a flag could be left behind by an interrupt.
+A call is open as long as the interpreter says so of its generator: an interrupt could leave a flag behind.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _FORKED = ("process {} has loaded this LLM, and this process is a fork of it: th
 class Call:
     """A call of an LLM, whose results come out of a generator.
 
-    is_open: it ends when somebody has read its stream, or its iterator of prompts ends. That may be somebody who waits
-    for another call, so no call waits for this one.
+    is_open: it ends when its stream has been read, or its iterator of prompts ends. The code that does so may wait for
+    another call, so no call waits for this one.
     """
 
     def __init__(self, is_open: bool):
@@ -77,8 +77,8 @@ class Turns:
         """Make it the current one; in the call's own generator. A stream of this thread that was not read to its end
         has ended then; a call of another thread is waited for.
 
-        Raises RequestError inside another call of this thread, while there is an open one of another thread, and in a
-        fork of the process that loaded the LLM.
+        Raises RequestError inside another call of this thread, beside an open call of another thread, and in a fork of
+        the process that loaded the LLM.
         """
         if not self.are_here:  # before the lock, which another thread may have held when this process began
             raise RequestError(_FORKED.format(self._process_id), "forked_llm")

@@ -1,7 +1,7 @@
-"""Replicas and the rows they share, so that each is done once, whoever dies. Knows nothing of what is in a row.
+"""Replicas and the rows they share: each row is done once, whichever replica dies. Knows nothing of what is in a row.
 
-Used by one thread, the driver's, which also polls. A row is with one replica at a time; it is done when its bytes have
-come, and goes to another when the one that had it is dead.
+Used by one thread, the driver's, which also polls. A row is with one replica at a time. It is done when its bytes have
+arrived. If its replica dies, it goes to another.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import math
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +23,15 @@ from npu_runner.serving.replica import (
     Event,
     Finished,
     FinishedRow,
+    Loading,
+    Opened,
     Progressed,
     Ready,
     ReplicaFacts,
     Returned,
 )
-from npu_runner.serving.replicas.load_balancer import LoadBalancer
+from npu_runner.serving.replicas.load_balancer import LoadBalancer, RowQueue
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
-from npu_runner.serving.replicas.row_queue import RowQueue
 
 _LOOK_SECONDS = 1.0
 # All places wait so long for devices before the job gives up; what is done stays done.
@@ -39,16 +40,20 @@ ROOM_SECONDS = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class FleetHooks:
-    """What the fleet asks of the driver."""
+    """The driver's functions that the fleet calls."""
 
     make_run: Callable[[Sequence[int]], Any]
     """The rows of these indices, for a replica."""
     say: Callable[[str], None]
-    """A line for the person who watches."""
+    """Reports a line to the user."""
     isolate: Callable[[Sequence[int]], None]
     """These rows run alone from now on, in this run and in later ones: they were under way when replicas died."""
     record_death: Callable[[int, ReplicaDeadError], GivenUp | None]
     """This row alone was under way in a death. What is said of it, if that is enough to give it up."""
+    check: Callable[[Mapping[str, Any]], None] = lambda settings: None
+    """Called with what each replica knows of its settings before its weights load. What it raises ends the job."""
+    loading: Callable[[str], None] = lambda phase: None
+    """What one of the replicas does, until all are ready."""
     scale_up: Callable[[int], Sequence[MakeReplica]] | None = None
     """Asked now and then, with the number of places there are: further ones, if devices have come for them."""
 
@@ -66,7 +71,7 @@ class Fleet:
         self._hooks = hooks
         self._max_restarts = max_restarts
         self._woken: queue.SimpleQueue[ReplicaState | None] = queue.SimpleQueue()
-        self.states = [ReplicaState(number, make, self._woken.put) for number, make in enumerate(replicas)]
+        self.states = [self._place(number, make) for number, make in enumerate(replicas)]
         self._balancer = LoadBalancer(self.states, rows, hooks.make_run)
         first = self.states[0].replica
         self._works_here = first is not None and first.is_inline
@@ -78,9 +83,12 @@ class Fleet:
         self._finished: list[FinishedRow] = []
         self._newly_given_up = list(given_up)
         self._failure: NpuRunnerError | None = None
-        """Raised once what had come before it was told."""
+        """Raised after all earlier results were returned."""
         rows.drop(row.index for row in given_up)
         self._num_done = 0
+
+    def _place(self, number: int, make: MakeReplica) -> ReplicaState:
+        return ReplicaState(number, make, self._woken.put, self._take)
 
     def __enter__(self) -> Fleet:
         return self
@@ -124,7 +132,7 @@ class Fleet:
         return is_any and all(state.facts is not None or state.waits_for is not None for state in places)
 
     def wake(self) -> None:
-        """Have `poll` return, or look again for rows to hand out. From any thread; not for a replica of this one."""
+        """Have `poll` return, or look again for rows to assign. From any thread; not for a replica of this thread."""
         self._woken.put(None)
 
     def abort_before(self, first: int) -> None:
@@ -191,7 +199,7 @@ class Fleet:
         """Have devices come, or are there none any more?"""
         places = self._places()
         for make in () if self._hooks.scale_up is None else self._hooks.scale_up(len(places)):
-            state = ReplicaState(len(self.states), make, self._woken.put)
+            state = self._place(len(self.states), make)
             self._hooks.say(f"{state.name} is added: there are devices for it")
             self.states.append(state)
             state.start()
@@ -237,8 +245,17 @@ class Fleet:
             self._free(state)
         elif isinstance(event, Progressed):
             state.latest = event.stats
+        elif isinstance(event, Opened):
+            self._hooks.check(event.settings)
+        elif isinstance(event, Loading):
+            self._report(state, event.phase)
         elif isinstance(event, Ready):
             self._welcome(state, event.facts)
+
+    def _report(self, state: ReplicaState, phase: str) -> None:
+        """Of the first replica that is there; the others do the same."""
+        if not self._has_begun and state is next(each for each in self.states if each.replica and not each.waits_for):
+            self._hooks.loading(phase)
 
     def _free(self, state: ReplicaState) -> None:
         """It may take others again, if the suspect that it had alone is gone."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from npu_runner.serving.replica import (
     Begun,
     Event,
     Finished,
+    Loading,
     Progressed,
     Ready,
     Replica,
@@ -44,10 +46,14 @@ class InlineReplica(Replica):
         self._loop: EngineLoop | None = None
         self._failure: NpuRunnerError | None = None
         self._report_at = 0.0
+        self._tell: Callable[[Event], None]
 
     @abstractmethod
     def _load(self) -> ReplicaFacts:
         """Have `_engine` loaded, and say what it is."""
+
+    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+        self._tell = tell
 
     def begin(self, terms: Any) -> None:
         self.endpoint.begin(terms)
@@ -98,6 +104,10 @@ class InlineReplica(Replica):
             wait_seconds=0.0 if self._loop is None else self._loop.wait_seconds,
             num_workers_replaced=self.endpoint.num_replaced,
         )
+
+    def _report(self, phase: str) -> None:
+        """The progress of an engine."""
+        self._tell(Loading(phase))
 
     def _tell_of(self, loop: EngineLoop) -> None:
         if loop.begun:

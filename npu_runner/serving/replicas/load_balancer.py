@@ -1,16 +1,97 @@
-"""Hands rows out to replicas by load. Knows nothing of what replicas say, nor of their deaths."""
+"""Which rows are still to be assigned, and to which replica by its load: new ones in their order, requeued ones, and
+suspects, one at a time. Knows nothing of what is in a row, nor of replicas' messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from npu_runner.serving.blame import MAX_DEATHS
 from npu_runner.serving.replicas.replica_state import ReplicaState
-from npu_runner.serving.replicas.row_queue import RowQueue
 
 _MAX_ROWS_OF_RUN = 32
 # Rows that one replica has and has not begun, with which it does not wait until others have none.
 _FEW_ROWS = 10
+
+
+class RowQueue:
+    """Rows 0 to `num_rows` - 1; each is assigned once, and again after `requeue`."""
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self.first = 0
+        self._next = 0
+        self._limit = num_rows
+        self._again: deque[int] = deque()
+        self._alone: deque[int] = deque()
+        self._are_alone: set[int] = set()
+        self._num_deaths: Counter[int] = Counter()
+
+    def allow(self, limit: int) -> None:
+        """Rows from `limit` on have to wait."""
+        self._limit = min(limit, self.num_rows)
+
+    def drop_before(self, first: int) -> None:
+        """Rows before `first` are never assigned again."""
+        self.first = first
+        self._next, self._limit = max(self._next, first), max(self._limit, first)
+        for waiting in (self._again, self._alone):
+            kept = [row for row in waiting if row >= first]
+            waiting.clear()
+            waiting.extend(kept)
+
+    def __len__(self) -> int:
+        """Rows that may be assigned now, without those that run alone."""
+        return len(self._again) + max(0, self._limit - self._next)
+
+    @property
+    def has_suspects(self) -> bool:
+        return bool(self._alone)
+
+    def take(self, num_rows: int) -> Sequence[int]:
+        """At most `num_rows` rows, neighbours if possible."""
+        if self._again:
+            return [self._again.popleft() for _ in range(min(num_rows, len(self._again)))]
+        first, self._next = self._next, max(self._next, min(self._next + num_rows, self._limit))
+        if not self._are_alone:
+            return range(first, self._next)
+        return [row for row in range(first, self._next) if row not in self._are_alone]
+
+    def take_suspect(self) -> int:
+        return self._alone.popleft()
+
+    def requeue(self, rows: Iterable[int]) -> None:
+        """Rows that were assigned and not done; suspects among them run alone."""
+        for row in sorted((row for row in rows if row >= self.first), reverse=True):
+            (self._alone if row in self._are_alone else self._again).appendleft(row)
+
+    def isolate(self, rows: Iterable[int]) -> None:
+        """These run alone. To be called before they are assigned."""
+        for row in rows:
+            if row not in self._are_alone:
+                self._are_alone.add(row)
+                self._alone.append(row)
+
+    def drop(self, rows: Iterable[int]) -> None:
+        """These are never assigned. To be called before they are."""
+        self._are_alone.update(rows)
+
+    def count_death(self, rows: Iterable[int]) -> list[int]:
+        """These were under way when a replica died. Returns those that run alone from now on, once they are
+        requeued."""
+        suspects = []
+        for row in rows:
+            self._num_deaths[row] += 1
+            if self._num_deaths[row] >= MAX_DEATHS and row not in self._are_alone:
+                self._are_alone.add(row)
+                suspects.append(row)
+        return suspects
+
+    def isolate_on_return(self, row: int) -> None:
+        """It was the only one under way in a death: it runs alone, once it is put back."""
+        self._are_alone.add(row)
 
 
 class LoadBalancer:
@@ -51,7 +132,8 @@ class LoadBalancer:
         state.replica.submit(self._make_run(rows))
 
     def _even_out(self) -> None:
-        """No new row is left: who has none, or far fewer than another, gets some that this one has not begun."""
+        """No new row is left: a replica with none, or far fewer than another, gets rows that the other has not
+        begun."""
         living = [state for state in self._states if state.facts is not None and not state.is_reserved]
         if len(living) < 2:
             return

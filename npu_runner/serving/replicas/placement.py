@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import AUTO, find_platform, pick_platform
+from npu_runner.platforms.host import Host, run_program
 from npu_runner.platforms.platform import Platform
-from npu_runner.processes import commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def place(platform: str, num_replicas: int | None, num_ranks: int) -> list[Place
 
     Raises ConfigError, by name, where there are too few devices, or some would be left over.
     """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = sorted(os.sched_getaffinity(0))
     if platform != AUTO and find_platform(platform).visible_devices is None:
         return on_cores(platform, cores, num_replicas)
     name, num_devices = count_devices(platform)
@@ -105,23 +105,22 @@ def _ranges(cores: list[int]) -> str:
 
 def count_devices(platform: str) -> tuple[str, int]:
     """The platform that "auto" means here, and how many devices it has. Raises ConfigError where it cannot be used."""
-    done = subprocess.run(commands.module_command(__name__, platform), env=commands.environment(),
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        reason = done.stderr.strip().splitlines()
-        raise ConfigError(f"data_parallel_size: the devices of platform {platform} cannot be counted "
-                          f"({reason[-1] if reason else f'exit status {done.returncode}'})")
-    found = json.loads(lines[-1])
+    outcome = run_program(Host(), __name__, [platform])
+    if outcome.error is not None:
+        raise ConfigError(f"data_parallel_size: the devices of platform {platform} cannot be counted ({outcome.error})")
+    (found,) = outcome.reports
     if "error" in found:
         raise ConfigError(found["error"])
     return found["platform"], found["num_devices"]
 
 
 def main(arguments: list[str]) -> None:
-    """PLATFORM: print what `count_devices` returns, or the error, as one line of JSON."""
+    """PLATFORM REPORTS: write what `count_devices` returns, or the error, as one line of JSON."""
+    name, reports = arguments
     try:
-        platform = pick_platform(arguments[0])
-        print(json.dumps({"platform": platform.name, "num_devices": platform.devices.count()}))
+        platform = pick_platform(name)
+        found: dict[str, Any] = {"platform": platform.name, "num_devices": platform.devices.count()}
     except ConfigError as error:
-        print(json.dumps({"error": str(error)}))
+        found = {"error": str(error)}
+    with open(reports, "a") as file:
+        file.write(json.dumps(found) + "\n")

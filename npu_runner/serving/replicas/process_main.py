@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         cores, _ = channel.receive()
-        if cores is not None and hasattr(os, "sched_setaffinity"):
+        if cores is not None:
             os.sched_setaffinity(0, cores)  # before torch is loaded, and threads are started
         make, _ = channel.receive()
         ReplicaHost(make, channel).run()
@@ -62,7 +62,7 @@ class ReplicaHost:
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         try:
             with self._make() as replica:
-                replica.start(lambda: None)
+                replica.start(lambda: None, lambda event: self._send([event]))
                 while self._obey(replica):
                     self._send(replica.poll(_BUSY_SECONDS if self._has_begun else _IDLE_SECONDS))
         except ChannelClosed:

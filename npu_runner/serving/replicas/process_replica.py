@@ -1,6 +1,8 @@
 """A replica in a process of this host, with devices of its own, as the driver sees it. Knows nothing of what it serves.
 
-The other end is process_main.py.
+The other end is process_main.py. Ranks and workers are children of the replica's process. If that is killed they have
+no parent, and a new replica must not start on devices that they still hold. So all processes of a replica, however they
+were started, have its token in their environment.
 """
 
 from __future__ import annotations
@@ -9,22 +11,29 @@ import contextlib
 import itertools
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from npu_runner.errors import ReplicaDeadError
-from npu_runner.processes import process_token
 from npu_runner.processes.channel import Channel, ChannelClosed, Packed, pack
 from npu_runner.processes.child import Child, describe_exit
-from npu_runner.serving.replica import Replica
+from npu_runner.processes.stopwatch import Stopwatch
+from npu_runner.serving.replica import Event, Replica
 from npu_runner.serving.replicas.placement import Placement
 from npu_runner.serving.replicas.remote_replica import RemoteReplica
 
 STOPPED_SECONDS = 60.0
 _GRACE_SECONDS = 3.0
+TOKEN_VARIABLE = "NPU_RUNNER_REPLICA"
+_ORPHAN_GRACE_SECONDS = 5.0
+_ORPHAN_END_SECONDS = 60.0
+_ORPHAN_LOOK_SECONDS = 0.02
 _numbers = itertools.count()
 
 
@@ -40,9 +49,8 @@ class ProcessReplica(RemoteReplica):
         self._inherited = tuple(inherited)
         self._token = f"{os.getpid()}-{next(_numbers)}"
         self._child: Child | None = None
-        self._reader: threading.Thread | None = None
         self._outbox: Outbox | None = None
-        """One that is stopped reads no commands, and whoever drives it has others to drive."""
+        """A stopped replica reads no commands; with a thread for sending, the driver serves the others."""
 
     @property
     def process_id(self) -> int:
@@ -53,15 +61,14 @@ class ProcessReplica(RemoteReplica):
         assert self._child is not None, f"{self.name} was not started"
         return self._child
 
-    def start(self, wake: Callable[[], None]) -> None:
+    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         ours, theirs = socket.socketpair()
-        variables = {**self._placement.environment, process_token.TOKEN_VARIABLE: self._token}
+        variables = {**self._placement.environment, TOKEN_VARIABLE: self._token}
         self._socket, self._channel = ours, Channel(ours)
         with theirs:
             self._child = Child(f"npu {self.name}", "npu_runner.serving.replicas.process_main", theirs.fileno(),
                                 descriptors=[theirs.fileno(), *self._inherited], variables=variables)
-        self._reader = threading.Thread(target=self._read, args=(wake,), name=f"{self.name}: reader", daemon=True)
-        self._reader.start()
+        self._start_reader(wake)
         self._outbox = Outbox(self._channel, f"{self.name}: writer")
         self._tell(self._placement.cores)
         self._tell(self._make)
@@ -79,7 +86,7 @@ class ProcessReplica(RemoteReplica):
         if self._outbox is not None:
             self._outbox.join()
         self._channel.close()
-        left = process_token.end_members(self._token)
+        left = end_members(self._token)
         if left:
             print(f"{self.name}: processes {left} do not end", file=sys.stderr, flush=True)
         self._child = None
@@ -88,15 +95,11 @@ class ProcessReplica(RemoteReplica):
         assert self._outbox is not None, f"{self.name} was not started"
         self._outbox.put(command)
 
-    def _read(self, wake: Callable[[], None]) -> None:
-        is_open = True
-        while is_open:
-            try:
-                message, num_bytes = self._channel.receive()
-            except ChannelClosed:
-                message, num_bytes, is_open = ReplicaDeadError(self._exit_reason()), 0, False
-            self._inbox.put(message, num_bytes)
-            wake()
+    def _receive(self) -> list[tuple[Any, int]]:
+        try:
+            return [self._channel.receive()]
+        except ChannelClosed:
+            raise ReplicaDeadError(self._exit_reason()) from None
 
     def _exit_reason(self) -> str:
         status = self._started.exit_status(_GRACE_SECONDS)
@@ -111,10 +114,10 @@ class ProcessReplica(RemoteReplica):
 
 
 class Outbox:
-    """Sends over `channel` what is put here, in order, in a thread of its own: who hands messages in never waits for a
-    process that does not read. Who hands them in bounds the rows that are in them.
+    """Sends messages over `channel`, in order, in a thread of its own: `put` never waits for a process that does not
+    read. The caller bounds the rows in them.
 
-    Once the other side is gone messages are dropped: whoever receives from it sees its end.
+    Once the other side is gone messages are dropped; its end is noticed by the receiving thread.
     """
 
     def __init__(self, channel: Channel, name: str):
@@ -137,3 +140,32 @@ class Outbox:
             while (message := self._messages.get()) is not None:
                 self._channel.send_packed(message)
                 del message  # images of many rows, perhaps, and the next message may be long in coming
+
+
+def members(token: str) -> list[int]:
+    """Ids of all processes with this token."""
+    wanted = f"{TOKEN_VARIABLE}={token}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        # Of others, or gone meanwhile; of a process that has ended and waits for its parent it is empty.
+        with contextlib.suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def end_members(token: str) -> list[int]:
+    """Wait until none is left; kill those that do not end by themselves. Returns those that still run.
+
+    Ranks see that their engine is gone and end; one inside a driver's call takes its time.
+    """
+    grace, end = Stopwatch(), Stopwatch()
+    while left := members(token):
+        if end.exceeds(_ORPHAN_END_SECONDS):
+            break
+        if grace.exceeds(_ORPHAN_GRACE_SECONDS):
+            for process_id in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+        time.sleep(_ORPHAN_LOOK_SECONDS)
+    return left

@@ -16,7 +16,7 @@ import ray
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import find_platform, platforms
-from npu_runner.serving.replicas.options import AUTO
+from npu_runner.serving.options import AUTO
 
 _CONNECT_SECONDS = 5.0
 
@@ -44,7 +44,7 @@ class Demand:
         return f"{self.resource} {self.amount}"
 
     def num_places(self, resources: Mapping[str, float]) -> int:
-        """Replicas that a cluster with these resources has room for, if nobody else takes any."""
+        """Replicas that a cluster with these resources has room for, if no other program takes any."""
         room = int(resources.get(self.resource, 0)) // self.amount
         return room if self.most is None else min(room, self.most)
 

@@ -1,12 +1,17 @@
-"""A replica in a Ray actor, on whatever host of the cluster has room, as the driver sees it. Knows nothing of rows.
+"""A replica in a Ray actor, on whatever host of the cluster has room: `RayReplica` as the driver sees it, and in the
+actor `RayReplicaHost`. Knows nothing of rows.
 
-The other end is ray_actor.py. Nothing here starts an actor again: the fleet does, with a new one of these.
+The host is the ReplicaHost of a process of this host (process_main.py), with calls of the actor for its socket. It ends
+with its actor; its ranks and workers end with it. The fleet starts a dead replica again, with a new object.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
+import queue
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +20,21 @@ import ray
 
 import npu_runner
 from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
+from npu_runner.processes.byte_queue import ByteBoundedQueue
+from npu_runner.processes.channel import ChannelClosed
 from npu_runner.processes.stopwatch import Stopwatch
-from npu_runner.serving.replica import Replica
-from npu_runner.serving.replicas.ray_actor import RayReplicaHost, size_of
+from npu_runner.serving.replica import Event, Finished, Replica
+from npu_runner.serving.replicas.process_main import ReplicaHost
 from npu_runner.serving.replicas.ray_cluster import Demand
 from npu_runner.serving.replicas.remote_replica import RemoteReplica
+from npu_runner.threads import wait_briefly
 
 # An actor that nobody has room for waits for ever, and Ray says nothing; one that has room is there sooner.
 WAITING_SECONDS = 30.0
 _END_SECONDS = 10.0
+_MAX_WAITING_BYTES = 64 << 20
+_HEAR_SECONDS = 1.0
+_END = object()
 
 
 class RayReplica(RemoteReplica):
@@ -36,15 +47,14 @@ class RayReplica(RemoteReplica):
         self._actor: Any = None
         self._is_there = False
 
-    def start(self, wake: Callable[[], None]) -> None:
+    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         remote: Any = ray.remote  # its types know no groups
         actor_class = remote(concurrency_groups={"commands": 1, "events": 1})(RayReplicaHost)
         self._started = Stopwatch()
         packed = pickle.dumps(self._make)  # what only the same version may read
         self._actor = actor_class.options(max_restarts=0, **self._demand.options).remote(
             self.name, npu_runner.__version__, packed)
-        self._reader = threading.Thread(target=self._read, args=(wake,), name=f"{self.name}: reader", daemon=True)
-        self._reader.start()
+        self._start_reader(wake)
 
     def _tell(self, command: tuple[str, Any]) -> None:
         self._actor.tell.remote(command)
@@ -57,22 +67,18 @@ class RayReplica(RemoteReplica):
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(self._actor.end.remote(), timeout=_END_SECONDS)
         ray.kill(self._actor, no_restart=True)
-        self._reader.join()
+        if self._reader is not None:
+            self._reader.join()
         self._actor = None
 
-    def _read(self, wake: Callable[[], None]) -> None:
+    def _receive(self) -> list[tuple[Any, int]]:
         try:
-            while True:
-                messages = ray.get(self._actor.hear.remote())
-                if not self._is_there:
-                    self._is_there, self.waits_for, self.num_rows_ahead = True, None, self._num_rows_ahead
-                for message in messages:
-                    self._inbox.put(message, size_of(message))
-                if messages:
-                    wake()
+            messages = ray.get(self._actor.hear.remote())
         except ray.exceptions.RayError as error:
-            self._inbox.put(_last_word(error), 0)
-            wake()
+            raise _last_word(error) from None
+        if not self._is_there:
+            self._is_there, self.waits_for, self.num_rows_ahead = True, None, self._num_rows_ahead
+        return [(message, size_of(message)) for message in messages]
 
     def _look_after(self) -> None:
         if not self._is_there and self._started.exceeds(WAITING_SECONDS):
@@ -90,3 +96,67 @@ def _last_word(error: ray.exceptions.RayError) -> NpuRunnerError:
     if "creation task" in str(error):  # an exception there, as other code or none raises; not a death
         return ConfigError(f"its host cannot run it ({reason}); install the same npu-runner[ray] on every host")
     return ReplicaDeadError(reason)
+
+
+class _Link:
+    """The channel of a ReplicaHost, between threads of one process."""
+
+    def __init__(self) -> None:
+        self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.events = ByteBoundedQueue(_MAX_WAITING_BYTES)
+
+    def receive(self) -> tuple[Any, int]:
+        message = self.commands.get()
+        if message is _END:
+            raise ChannelClosed("the driver has ended this replica")
+        return message, 0
+
+    def send(self, message: Any) -> None:
+        self.events.put(message, size_of(message))
+
+
+class RayReplicaHost:
+    """`tell` and `hear` run in a thread each, so commands keep their order and never wait for events."""
+
+    def __init__(self, name: str, version: str, packed_make: bytes):
+        """`version`: of the driver's package. `packed_make`: what makes the replica, for that version to read."""
+        wait_briefly()
+        self._link = _Link()
+        make = functools.partial(_made, name, version, packed_make)
+        self._thread = threading.Thread(target=ReplicaHost(make, self._link).run, name="replica host", daemon=True)
+        self._thread.start()
+
+    @ray.method(concurrency_group="commands")
+    def tell(self, message: Any) -> None:
+        """("begin" | "submit" | "recall", value), as in process_main."""
+        self._link.commands.put(message)
+
+    @ray.method(concurrency_group="events")
+    def hear(self) -> list[Any]:
+        """What has come since the last call; waits for something, for a moment."""
+        found = []
+        message = self._link.events.get(_HEAR_SECONDS)
+        while message is not None:
+            found.append(message)
+            message = self._link.events.get(0.0)
+        return found
+
+    @ray.method(concurrency_group="commands")
+    def end(self) -> None:
+        """Returns when the engine, its ranks and its workers are gone."""
+        self._link.commands.put(_END)
+        self._link.events.close()
+        self._thread.join()
+
+
+def _made(name: str, version: str, packed_make: bytes) -> Replica:
+    if version != npu_runner.__version__:
+        raise ConfigError(f"{name} on host {socket.gethostname()}: has npu-runner {npu_runner.__version__}, the driver "
+                          f"{version}; install the same on every host")
+    make: Callable[[], Replica] = pickle.loads(packed_make)
+    return make()
+
+
+def size_of(message: Any) -> int:
+    events = message if isinstance(message, list) else ()
+    return sum(len(row.data) for event in events if isinstance(event, Finished) for row in event.rows)

@@ -1,11 +1,12 @@
-"""The driver's end of a replica that runs elsewhere: commands go out as they come, a thread brings what comes back.
+"""The driver's end of a replica that runs elsewhere: commands are sent at once, a thread receives events.
 
-It brings as much as there is room for, so that a driver that waits for a slow disk holds up the replica and not the
-memory of the host. Where the other end is, and how it is reached, is the subclasses' matter.
+It receives as much as its queue has room for. So a driver with a slow disk slows the replica down, and does not fill
+the host's memory. Where the other end is, and how it is reached, is the subclasses' matter.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +30,16 @@ class RemoteReplica(Replica):
         self._inbox = ByteBoundedQueue(_MAX_INBOX_BYTES)
         """Lists of events; an error is the last word."""
         self._failure: NpuRunnerError | None = None
+        self._reader: threading.Thread | None = None
 
     @abstractmethod
     def _tell(self, command: tuple[str, Any]) -> None:
         """Send it. To one that is dead this is nothing: `poll` says so."""
+
+    @abstractmethod
+    def _receive(self) -> list[tuple[Any, int]]:
+        """Messages that have come, with their bytes; waits for some, and may return without any. Raises what ended the
+        other side."""
 
     @abstractmethod
     def _look_after(self) -> None:
@@ -41,6 +48,23 @@ class RemoteReplica(Replica):
     @abstractmethod
     def _where(self) -> str:
         """What people need to find it: devices and process, or actor."""
+
+    def _start_reader(self, wake: Callable[[], None]) -> None:
+        self._reader = threading.Thread(target=self._read, args=(wake,), name=f"{self.name}: reader", daemon=True)
+        self._reader.start()
+
+    def _read(self, wake: Callable[[], None]) -> None:
+        while True:
+            try:
+                messages = self._receive()
+            except NpuRunnerError as error:
+                self._inbox.put(error, 0)
+                wake()
+                return
+            for message, num_bytes in messages:
+                self._inbox.put(message, num_bytes)
+            if messages:
+                wake()
 
     def begin(self, terms: Any) -> None:
         self._tell(("begin", terms))

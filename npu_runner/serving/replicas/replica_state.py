@@ -1,4 +1,4 @@
-"""The place of one replica in a job: who holds it now, which rows it has, how often it has died.
+"""The place of one replica in a job: its present replica, the rows it has, how often it has died.
 
 Knows nothing of other replicas.
 """
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from npu_runner.request.outputs import EngineStats
-from npu_runner.serving.replica import Replica, ReplicaFacts, ReplicaStats
+from npu_runner.serving.replica import Event, Replica, ReplicaFacts, ReplicaStats
 
 MakeReplica = Callable[[], Replica]
 _GAUGES = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_used", "vision_cache_bytes")
@@ -19,7 +19,9 @@ _GAUGES = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_used", "v
 class ReplicaState:
     """`held`: rows it was given and has not done; `begun`: those of them that its engine has."""
 
-    def __init__(self, number: int, make: MakeReplica, wake: Callable[[ReplicaState], None]):
+    def __init__(self, number: int, make: MakeReplica, wake: Callable[[ReplicaState], None],
+                 tell: Callable[[ReplicaState, Event], None]):
+        """`wake`, `tell`: as replicas call them, with the place."""
         self.number = number
         self.facts: ReplicaFacts | None = None
         self.held: set[int] = set()
@@ -29,26 +31,26 @@ class ReplicaState:
         self.is_reserved = False
         """It gets no rows until it has none: then suspects."""
         self.is_asked = False
-        """Rows were asked back, and no answer has come."""
+        """Rows were requested back, and no answer has arrived."""
         self.gave_nothing = False
-        """It had no row to give back when it was asked last."""
+        """It returned no row at the last request."""
         self.num_finished = self.num_deaths = 0
         self._make = make
-        self._wake = wake
+        self._wake, self._tell = wake, tell
         self._retirement: threading.Thread | None = None
         self._earlier = ReplicaStats()
         self.latest = ReplicaStats()
-        """What the one that holds it has told last."""
+        """The last figures of the present replica."""
         self.replica: Replica | None = make()
         self.name = self.replica.name
 
     def start(self) -> None:
         assert self.replica is not None, f"{self.name} is dead"
-        self.replica.start(lambda: self._wake(self))
+        self.replica.start(lambda: self._wake(self), lambda event: self._tell(self, event))
 
     @property
     def waits_for(self) -> str | None:
-        """What nobody has free for the replica of this place; None: it is there, dead or about to come."""
+        """The resource that this place's replica waits for; None: it is there, dead or about to start."""
         return None if self.replica is None or self.facts is not None else self.replica.waits_for
 
     @property

@@ -84,14 +84,15 @@ class _Worker(Generic[Task]):
     item: _Submitted[Task] | None = None
     """What it works on."""
     watch: Stopwatch | None = None
-    """Since it was started, or has its task; None: nothing is asked of it."""
+    """Since it was started, or has its task; None: it is idle."""
 
 
 class WorkerPool(Generic[Task]):
     """Applies `function` (picklable) to the tasks that are submitted; `get` fetches results in order of completion.
 
     Workers start with the first task. `inherited`: file descriptors that workers have too, under the same numbers.
-    `seen` is told each result, in the pool's thread, before it can be fetched. All methods are the caller's thread's.
+    `seen` is called with each result, in the pool's thread, before it can be fetched. All methods are the caller's
+    thread's.
     """
 
     def __init__(self, function: Callable[[Task], Any], limits: PoolLimits, inherited: Sequence[int] = (), *,

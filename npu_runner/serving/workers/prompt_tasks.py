@@ -1,6 +1,6 @@
 """Prompts that are to be prepared, in this process or in a worker. Imports neither torch nor an engine.
 
-Knows nothing of who asks, nor of what is done with a prompt.
+Knows nothing of callers, nor of what is done with a prompt.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.media.videos import Video
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import RawPrompt
 from npu_runner.prompts.sending import checked_conversation, sendable_images
 from npu_runner.prompts.text.messages import check_ending
@@ -22,18 +23,6 @@ from npu_runner.request.prompt_inputs import PromptInputs
 _LEAST_CHARS = 4096
 
 
-class PromptProcessor(Protocol):
-    """What is needed of a ChatProcessor; picklable."""
-
-    def __call__(
-        self, messages: Any, chat_template_kwargs: Any = None, *, tools: Any = None, add_generation_prompt: Any = None,
-        continue_final_message: Any = False, mm_processor_kwargs: Any = None,
-    ) -> PromptInputs: ...
-    def from_text(
-        self, prompt: Any, images: Any = (), videos: Any = (), *, mm_processor_kwargs: Any = None
-    ) -> PromptInputs: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class PromptTask(ABC):
     """A prompt to be prepared. `images`: and videos, each with where it stands, in order."""
@@ -41,7 +30,7 @@ class PromptTask(ABC):
     images: Sequence[tuple[Any, str]] = ()
     num_chars: int = 0
     is_plain: bool = True
-    """All of it but the images is of Python's own types, which any process knows."""
+    """All of it but the images is of Python's own types, so any process can unpickle it."""
 
     @property
     def is_worth_a_worker(self) -> bool:
@@ -53,7 +42,7 @@ class PromptTask(ABC):
         return replace(self, images=sendable_images(self.images, max_source_pixels))
 
     @abstractmethod
-    def prepare(self, processor: PromptProcessor) -> PromptInputs:
+    def prepare(self, processor: ChatProcessor) -> PromptInputs:
         """What the engine takes. Raises RequestError where the prompt cannot be served."""
 
 
@@ -67,7 +56,7 @@ class ChatTask(PromptTask):
     """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, mm_processor_kwargs, as far as they ask
     for anything."""
 
-    def prepare(self, processor: PromptProcessor) -> PromptInputs:
+    def prepare(self, processor: ChatProcessor) -> PromptInputs:
         images = (image for image, _ in self.images)
         messages = [
             {**message, "content": [
@@ -86,7 +75,7 @@ class TextTask(PromptTask):
     prompt: Any
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def prepare(self, processor: PromptProcessor) -> PromptInputs:
+    def prepare(self, processor: ChatProcessor) -> PromptInputs:
         seen = [each for each, _ in self.images]
         images, videos = ([each for each in seen if isinstance(each, Video) is is_video] for is_video in (False, True))
         return processor.from_text(self.prompt, images, videos, mm_processor_kwargs=self.mm_processor_kwargs)
@@ -123,7 +112,7 @@ def text_task(raw: RawPrompt) -> TextTask:
 
 @dataclass(frozen=True)
 class NumberedTask:
-    """`number`: by which whoever asked knows it."""
+    """`number`: the caller's name for it."""
 
     number: int
     task: PromptTask
@@ -133,7 +122,7 @@ class NumberedTask:
 class Preparation:
     """What workers apply to tasks."""
 
-    processor: PromptProcessor
+    processor: ChatProcessor
 
     def __call__(self, numbered: NumberedTask) -> PromptInputs | RequestError:
         try:

@@ -1,7 +1,7 @@
 """A worker process: receives a function, then applies it to one task after another until its parent is gone.
 
-Started as a `Child` with FD MEMORY, and not by fork, because the parent runs torch's threads, nor by multiprocessing,
-which would import the caller's main module (and torch with it) once more. Knows nothing of the tasks.
+Started as a `Child` with FD MEMORY. Not by fork, because the parent runs torch's threads. Not by multiprocessing, which
+would import the caller's main module (and torch with it) again. Knows nothing of the tasks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -65,8 +64,6 @@ def _apply(function: Callable[[Any], Any], task: Any) -> tuple[str, Any]:
 
 def _limit_memory(num_bytes: int) -> None:
     """From here on what would need more fails, instead of pushing the model out of the host's memory."""
-    if sys.platform != "linux":
-        return
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

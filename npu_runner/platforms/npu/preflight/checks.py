@@ -1,7 +1,8 @@
 """The checks of `npu-runner doctor` on an Ascend host, in the order in which one explains the next.
 
-Nothing here imports torch: where torch_npu is installed and CANN is missing that fails. Knows nothing of engines or
-models.
+No check imports torch: where torch_npu is installed and CANN is missing that fails. What may crash is a probe, which
+runs in a process of its own: it imports what it needs, and appends its findings to a file as it goes, so that what came
+before a crash is known. Knows nothing of engines or models.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cached_property
 
 from npu_runner.platforms.examination import RUNNER_NEEDS, Examination, Signs, check_packages
 from npu_runner.platforms.host import Check, Outcome, run_function
-from npu_runner.platforms.npu.preflight import devices, probes, software
+from npu_runner.platforms.npu.preflight import devices, software
 from npu_runner.platforms.npu.preflight.errors import explain
 from npu_runner.platforms.npu.versions import cann_version, toolkit_folder
 
@@ -27,7 +28,7 @@ class NpuExamination(Examination):
     @cached_property
     def libraries(self) -> software.Libraries:
         """Those of the vendor, to the loader's complaint."""
-        loaded = run_function(self.host, probes.libraries)
+        loaded = run_function(self.host, probe_libraries)
         libraries = dict(loaded.reports)
         if loaded.error is not None:  # the first library without an answer took the probe down
             libraries |= {name: loaded.error for name in software.LIBRARIES if name not in libraries}
@@ -62,7 +63,7 @@ class NpuExamination(Examination):
         if packages.get("torch_npu") is None:
             yield Check("devices", "skipped", "torch_npu, which would see them, is not installed")
             return
-        outcome = run_function(host, probes.devices)
+        outcome = run_function(host, probe_devices)
         yield devices.check_devices(host, outcome, num_ranks)
         yield devices.check_memory(outcome)
         yield devices.check_chip(outcome)
@@ -73,3 +74,37 @@ class NpuExamination(Examination):
 
     def explain(self, outcome: Outcome, otherwise: str = _IF_UNKNOWN) -> str:
         return explain(outcome.output) or (_IF_SLOW if outcome.is_timeout else otherwise)
+
+
+def probe_libraries(reports: str) -> None:
+    """Which libraries of the vendor load: their name, and the loader's message or None."""
+    import ctypes
+    import json
+
+    for name in ("libascendcl.so", "libhccl.so", "libatb.so"):
+        reason = None
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            reason = str(error)
+        with open(reports, "a") as file:
+            file.write(json.dumps([name, reason]) + "\n")
+
+
+def probe_devices(reports: str) -> None:
+    """The devices that torch_npu sees, one by one."""
+    import json
+
+    import torch
+    import torch_npu
+
+    def report(value: object) -> None:
+        with open(reports, "a") as file:
+            file.write(json.dumps(value) + "\n")
+
+    report({"torch": torch.__version__, "torch_npu": torch_npu.__version__})
+    report({"count": torch.npu.device_count()})
+    for index in range(torch.npu.device_count()):
+        torch.npu.set_device(index)
+        free_bytes, total_bytes = torch.npu.mem_get_info(index)
+        report({"name": torch.npu.get_device_name(index), "free_bytes": free_bytes, "total_bytes": total_bytes})

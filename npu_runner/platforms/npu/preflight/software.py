@@ -24,8 +24,10 @@ from npu_runner.platforms.npu.versions import (
 # torchair imports these; torch_npu does not declare all of them.
 TORCHAIR_NEEDS = ("packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy")
 LIBRARIES = ("libascendcl.so", "libhccl.so", "libatb.so")
-_OLDEST_DRIVER = (24,)
-IMAGE = "use an image in which they belong together, and upgrade nothing in it (docs/ascend.md, Versions)"
+# By CANN's release notes (of 9.1.0 for both); that of a CANN that is not here is at least the lowest.
+_OLDEST_DRIVERS: dict[tuple[int, ...], tuple[int, ...]] = {(9, 0): (25, 0), (9, 1): (25, 2)}
+IMAGE = ("use an image in which they belong together, and upgrade nothing in it (docs/running-on-ascend.md names "
+         "images and versions)")
 
 Libraries = Mapping[str, str | None]
 """File name to the loader's complaint; None where it loads."""
@@ -76,8 +78,11 @@ def check_driver(host: Host) -> Check:
         return Check("driver", "warning", f"no version in {folder / 'version.info'}",
                      f"in a container mount it: -v {folder}/lib64:{folder}/lib64 -v {folder}/version.info:"
                      f"{folder}/version.info; on a host install the driver (npu-smi info shows it)")
-    if release(version) < _OLDEST_DRIVER:
-        return Check("driver", "warning", f"driver {version} is older than any known to work with a CANN of the table",
+    cann = cann_version(host.environment)
+    oldest = _OLDEST_DRIVERS.get(release(cann or "")[:2], min(_OLDEST_DRIVERS.values()))
+    if release(version) < oldest:
+        wanted = ".".join(map(str, oldest))
+        return Check("driver", "warning", f"driver {version} is older than {wanted}, which CANN {cann or '9'} wants",
                      "update driver and firmware to those that CANN's release notes name")
     return Check("driver", "ok", f"driver {version}")
 
@@ -86,9 +91,12 @@ def check_pair(packages: Packages, cann: str | None = None) -> Check:
     """torch and torch_npu: the first three numbers are the same, or torch_npu's C++ does not fit."""
     name, torch, torch_npu = "torch and torch_npu", packages.get("torch"), packages.get("torch_npu")
     if torch_npu is None:
+        found = f"torch_npu is not installed (torch {torch})"
+        if cann is None:
+            return Check(name, "failed", found, "CANN first: without it torch_npu spoils `import torch` for every "
+                         f"platform; or {IMAGE}")
         wheel = wheel_for(_plain(torch), cann) if torch else None
-        return Check(name, "failed", f"torch_npu is not installed (torch {torch})",
-                     f"pip install --no-deps torch_npu=={wheel}" if wheel else IMAGE)
+        return Check(name, "failed", found, f"pip install --no-deps torch_npu=={wheel}" if wheel else IMAGE)
     if torch is None:
         return Check(name, "failed", f"torch is not installed (torch_npu {torch_npu})", IMAGE)
     found = f"torch {torch}, torch_npu {torch_npu}"

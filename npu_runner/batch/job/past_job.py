@@ -1,0 +1,85 @@
+"""A job as its files have it: output, error file, manifest, record of runs, input. For looking at it from outside.
+
+Takes no lock, changes nothing and needs no model, so a job may be at work meanwhile. Knows nothing of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from npu_runner.batch.files.durable import clear_file_errors
+from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.names import manifest_path
+from npu_runner.batch.files.output_file import counts_of, job_at_work, scan_output
+from npu_runner.batch.files.run_record import read_runs
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.places import find_places
+from npu_runner.batch.job.report import make_report
+from npu_runner.batch.job.totals import Totals
+from npu_runner.errors import ConfigError
+from npu_runner.request.limits import LIMITS
+
+NO_INPUT = os.devnull
+_LIMIT_OF_IMAGES, _RULE_OF_JOB = "prompts.max_source_pixels", "answers.structured_outputs"
+
+
+class PastJob:
+    """The job whose answers are in `output`. Raises ConfigError where none is."""
+
+    def __init__(self, output: str):
+        self.name = output
+        self._output = Path(os.path.realpath(output))
+        with clear_file_errors(f"output {output}"):
+            is_there = self._output.is_file()
+        if not is_there:
+            raise ConfigError(f"output {output}: there is no such file; name the output of a job")
+        self._manifest = Manifest.load(self._output)
+        if self._manifest is None:
+            name = manifest_path(self._output).name
+            raise ConfigError(f"output {output}: there is no {name} beside it, so it is no job's output")
+
+    def totals(self, input: str | None) -> Totals:
+        """Of all runs so far. Without `input` the number of rows is what the last run has recorded."""
+        with clear_file_errors(f"output {self.name}"):
+            is_under_way = job_at_work(self._output) is not None
+            counts = counts_of([scan_output(path) for path in self._files])
+        runs = read_runs(self._output)
+        num_rows = runs[-1]["rows"] if runs else None
+        if input is not None:
+            with self._opened(input) as (_, rows):
+                num_rows = rows.num_rows
+        return Totals(output=self.name, num_rows=num_rows, rows=counts, runs=runs, is_under_way=is_under_way)
+
+    def report(self, options: BatchOptions) -> None:
+        """Make the page `options.report`; its input is NO_INPUT where none is given."""
+        place = find_places(options, None).report
+        assert place is not None, "the caller names a page"
+        assert self._manifest is not None, "an output without one is refused"
+        most_pixels = int(self._manifest.settings.get(_LIMIT_OF_IMAGES, LIMITS.max_source_pixels))
+        has_schema = _RULE_OF_JOB in self._manifest.settings
+        with place:
+            if options.input == NO_INPUT:
+                make_report(place, options, most_pixels, None, None, self._files, has_schema=has_schema)
+                return
+            with self._opened(options.input) as (file, rows):
+                make_report(place, options, most_pixels, file, rows, self._files, has_schema=has_schema)
+
+    @property
+    def _files(self) -> list[Path]:
+        """Of rows: the answers, and failed rows where they are apart."""
+        errors = None if self._manifest is None else self._manifest.error_file
+        return [self._output] if errors is None else [self._output, self._output.parent / errors]
+
+    @contextlib.contextmanager
+    def _opened(self, input: str) -> Iterator[tuple[InputFile, InputScan]]:
+        """Raises ConfigError for an input that the job was not begun with."""
+        with InputFile(input, self._output.parent) as file:
+            rows = file.scan(None if self._manifest is None else self._manifest.input)
+            if not rows.continues_earlier:
+                raise ConfigError(f"input {input}: it is not the input that {self.name} was begun with; name that one, "
+                                  "or leave it out")
+            yield file, rows

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Makes a folder with all that a host without internet lacks: npu-runner and its dependencies as wheels, the launchers, and
+# the files of this folder. torch and torch_npu are not in it: the image brings that pair. Run it where there is internet.
+# usage: make_wheelhouse.sh [--python 3.12] [--machine aarch64] FOLDER [REQUIREMENT...]
+#   --python, --machine   of the Ascend host (python3 --version, uname -m); the defaults are those of vllm-ascend's images on ARM
+#   REQUIREMENT           more packages, as 'av>=17.1' for videos, 'pillow-heif>=1.0' for HEIC, 'ray[data]>=2.40'
+set -euo pipefail
+
+fail() {
+    printf 'make_wheelhouse.sh: %s\n' "$*" >&2
+    exit 2
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=3.12 machine=aarch64
+while [ $# -gt 0 ]; do
+    case $1 in
+        --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+        --python | --machine) [ $# -gt 1 ] || fail "$1: its value is missing" ;;&
+        --python) python=$2 ;;
+        --machine) machine=$2 ;;
+        -*) fail "unknown option '$1'" ;;
+        *) break ;;
+    esac
+    shift 2
+done
+[ $# -gt 0 ] || fail "no folder was named"
+folder=$1
+shift
+[ ! -e "$folder" ] || fail "$folder exists already; remove it, or name another folder"
+mkdir -p "$folder"
+
+python3 -m pip wheel --no-deps --wheel-dir "$folder" "$root"
+grep -v '^torch' "$root/requirements-npu.txt" >"$folder/requirements.txt"
+[ $# -eq 0 ] || printf '%s\n' "$@" >>"$folder/requirements.txt"
+# pip knows no "this glibc or older" of another machine. 2.34 is that of openEuler 22.03, the oldest host in the documents.
+platforms=()
+for minor in {34..17}; do platforms+=(--platform "manylinux_2_${minor}_$machine"); done
+platforms+=(--platform "manylinux2014_$machine")
+python3 -m pip download --dest "$folder" --only-binary :all: --python-version "$python" "${platforms[@]}" \
+    -r "$folder/requirements.txt"
+! compgen -G "$folder/torch[-_]*" >/dev/null || fail "a requirement brought torch, which the image has: $(cd "$folder" && echo torch[-_]*)"
+cp "$root/scripts/run_ascend.sh" "$root/scripts/ray_ascend.sh" "$root"/scripts/deploy/* "$folder"

@@ -1,0 +1,95 @@
+"""Answers that are none to work with: cut off at their limit, or not the JSON that was asked for. All counts agree."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from npu_runner.batch.job.summary import Tally
+from npu_runner.request.outputs import CompletionOutput, RequestOutput
+from npu_runner.request.sampling_params import SamplingParams
+from tests.batch.job_folder import Job
+from tests.batch.scripted import ScriptedEngine, completion_row, row, write_rows
+
+OBJECT, WORDS = '{"a": 1}', "no JSON"
+SCHEMA: dict[str, Any] = {"type": "object"}
+BY_ROW: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+# What the model says, the row's fields, whether that is cut off, whether unparsed without and with a schema of the job.
+ROWS: dict[str, tuple[str, dict[str, Any], bool, bool, bool]] = {
+    "words": (WORDS, {}, False, False, True),
+    "object": (OBJECT, {}, False, False, False),
+    "half of an object": (OBJECT, {"max_tokens": 3}, True, False, True),
+    "by the row": (WORDS, {"response_format": BY_ROW}, False, True, True),
+    "any object": (WORDS, {"response_format": {"type": "json_object"}}, False, True, True),
+    "guided": (WORDS, {"guided_json": SCHEMA, "max_tokens": 2}, True, True, True),
+    "vLLM's": (WORDS, {"structured_outputs": {"json": SCHEMA}}, False, True, True),
+    "vLLM's object": (WORDS, {"structured_outputs": {"json_object": True}}, False, True, True),
+    "fits": (OBJECT, {"response_format": BY_ROW}, False, False, False),
+    "one of two fits": (OBJECT, {"response_format": BY_ROW, "n": 2, "temperature": 1}, False, True, True),
+    "text": (WORDS, {"response_format": {"type": "text"}}, False, False, False),
+    "a choice": (WORDS, {"guided_choice": [WORDS]}, False, False, False),
+    "with tools": (WORDS, {"tools": TOOLS}, False, False, False),
+    "without its tools": (WORDS, {"tools": TOOLS, "tool_choice": "none"}, False, False, True),
+    "the engine's fault": ("rorre enigne", {}, False, False, False),
+}
+
+
+class Cutting(ScriptedEngine):
+    """Keeps to max_tokens, one a character. The second of two completions is words."""
+
+    def _output(self, request_id: str, text: str, params: SamplingParams) -> RequestOutput:
+        if text == "engine error":
+            return super()._output(request_id, text, params)
+        answer = text[::-1]
+        most = params.max_tokens or len(answer)
+        reason = "stop" if len(answer) <= most else "length"
+        texts = [answer[:most], *[WORDS] * (params.n - 1)]
+        return RequestOutput(request_id, [CompletionOutput(index, said, [1] * len(said), reason)
+                                          for index, said in enumerate(texts)], len(text))  # fmt: skip
+
+
+def shown(page: str) -> dict[str, int]:
+    """The figures in the page's head."""
+    return {name: int(count) for name, count in re.findall(r"<dt>([a-z ]+)</dt><dd[^>]*>(\d+)</dd>", page)}
+
+
+@pytest.mark.parametrize("has_schema", [False, True], ids=["no schema of the job", "a schema of the job"])
+def test_all_who_count_agree(has_schema: bool, job: Job) -> None:
+    write_rows(job.input, [
+        *(row(name, text[::-1] if text != "rorre enigne" else "engine error", **{"max_tokens": 50, **body})
+          for name, (text, body, *_) in ROWS.items()),
+        completion_row("echo", "}{", echo=True, guided_json=SCHEMA),
+    ])  # fmt: skip
+    (job.folder / "schema.json").write_text(json.dumps(SCHEMA))
+    options = {"response_schema": job.folder / "schema.json"} if has_schema else {}
+    summary = job.run(Cutting, report=job.folder / "page.html", summary=job.folder / "sums.json", **options)
+    cut_off = {name for name, (_, _, is_cut, *_) in ROWS.items() if is_cut}
+    unparsed = {name for name, (*_, of_row, of_both) in ROWS.items() if (of_both if has_schema else of_row)}
+
+    tally = summary.tally
+    assert (tally.num_failed, tally.num_cut_off, tally.num_unparsed) == (1, len(cut_off), len(unparsed))
+    rows = json.loads((job.folder / "sums.json").read_text())["rows"]
+    assert (rows["cut_off"], rows["unparsed"]) == (len(cut_off), len(unparsed))
+    assert summary.to_lines()[0] == (f"rows      {len(ROWS)} answered, 1 failed (1 generation_failed), "
+                                     f"cut off {len(cut_off)}, unparsed {len(unparsed)}")
+    page = (job.folder / "page.html").read_text()
+    first = [name.replace("&#39;", "'") for name in re.findall(r'<div class="foot"><span>(.*?)</span>', page)]
+    ranks = [0 if name == "the engine's fault" else 1 if name in cut_off else 2 if name in unparsed else 3
+             for name in first]  # fmt: skip
+    assert (len(first), ranks) == (len(ROWS) + 1, sorted(ranks))
+    assert {name: count for name, count in shown(page).items() if name in ("cut off", "unparsed")} == {
+        "cut off": len(cut_off), "unparsed": len(unparsed)}  # fmt: skip
+    for name, flaw in (("cut_off", cut_off), ("unparsed", unparsed)):
+        found = re.findall(rf'<article class="[a-z_ ]*\b{name}\b[^"]*">(?:(?!</article>).)*?<div class="foot"><span>'
+                           r"(.*?)</span>", page, re.DOTALL)  # fmt: skip
+        assert {item.replace("&#39;", "'") for item in found} == flaw
+        assert f'id="only-{name}"' in page
+        assert f"body:has(#only-{name}:checked) article:not(.{name})" in page
+
+
+def test_of_no_flaws_nobody_says_a_word() -> None:
+    assert Tally(num_answered=3).shortcomings() == ["0 failed"]

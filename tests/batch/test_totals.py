@@ -1,0 +1,292 @@
+"""What the runs of a job add up to: rows as they stand in the output, the rest over all runs, whatever ended them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner.batch.files.destination import FileDestination
+from npu_runner.batch.files.names import runs_path
+from npu_runner.batch.files.output_file import RowCounts, counts_of, job_at_work, scan_output
+from npu_runner.batch.files.run_record import RunRecord, read_runs
+from npu_runner.batch.job import accounts
+from npu_runner.batch.job.past_job import PastJob
+from npu_runner.batch.job.summary import JobRecord
+from npu_runner.batch.job.totals import Totals, line_of
+from npu_runner.batch.rows.openai_response import RowError, error_row
+from npu_runner.cli.main import main
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError, EngineDeadError, JobError
+from tests.batch.job_folder import Job
+from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
+from tests.replicas.jobs import PYTHONPATH
+
+pytestmark = pytest.mark.usefixtures("fixed_time")
+MIXED = [row(f"r{n}", f"bad {n}" if n == 7 else f"engine error {n}" if n in (3, 4) else f"text {n}") for n in range(30)]
+KILLED = 9
+
+
+class Mended(ScriptedEngine):
+    def _output(self, request_id: str, text: str, params: Any) -> Any:
+        return super()._output(request_id, text.replace("error", "mended"), params)
+
+
+def after_steps(steps: int, do: Callable[[], Any]) -> Callable[[RunnerConfig], ScriptedEngine]:
+    def step(engine: ScriptedEngine) -> None:
+        if engine.num_steps > steps:
+            do()
+
+    return lambda config: ScriptedEngine(config, on_step=step)
+
+
+def dies() -> None:
+    raise EngineDeadError("rank 1 died in decode")
+
+
+def found_in(output: Path) -> dict[str, Any]:
+    """Counted once more, by the rows themselves."""
+    codes = Counter(item["error"]["code"] for item in read_rows(output) if item["error"])
+    return {"answered": len(read_rows(output)) - codes.total(), "failed": codes.total(), "failures_by_code": codes}
+
+
+def told_in(summary: Path) -> dict[str, Any]:
+    return dict(json.loads(summary.read_text()))
+
+
+def test_rows_are_those_of_the_output_and_the_rest_is_of_all_runs(job: Job) -> None:
+    write_rows(job.input, MIXED)
+    summary, runs = job.folder / "summary.json", []
+    with pytest.raises(EngineDeadError):
+        job.run(after_steps(9, dies), summary=summary)
+    runs.append(told_in(summary)["this_run"])
+    for engine, retry in ((ScriptedEngine, False), (Mended, True), (Mended, False)):
+        job.run(engine, summary=summary, retry_errors=retry)
+        told = told_in(summary)
+        runs.append(told["this_run"])
+        assert told["rows"].items() >= {**found_in(job.output), "total": 30, "unfinished": 0, "unrecorded": 0}.items()
+        for name in ("prompt", "cached", "completion", "reasoning", "prefill_computed", "decode_computed"):
+            assert told["tokens"][name] == sum(run["tokens"][name] for run in runs)
+        assert told["seconds"]["serve"] == pytest.approx(sum(run["seconds"]["serve"] for run in runs), abs=0.01)
+    assert [run["rows"]["failed"] for run in runs[1:]] == [3, 1, 0], "failures that were mended are none of the job"
+    assert told["rows"]["failures_by_code"] == {"scripted_bad": 1}, "also where nothing was left to do"
+    assert [run["end"] for run in told["runs"]] == ["rank 1 died in decode", "finished", "finished"]
+    assert {**PastJob(str(job.output)).totals(None).to_json(), "this_run": told["this_run"]} == told
+    assert len({run["run"] for run in told["runs"]}) == 3
+
+
+def test_a_summary_says_that_a_run_is_under_way(job: Job) -> None:
+    write_rows(job.input, MIXED[:2])
+    summary, seen = job.folder / "summary.json", []
+    job.run(summary=summary)
+    write_rows(job.input, MIXED)
+
+    def look(engine: ScriptedEngine | None = None) -> None:
+        told = told_in(summary)
+        seen.append((told["state"], told["this_run"], told["rows"]["answered"], told["rows"]["total"]))
+        outside = PastJob(str(job.output)).totals(str(job.input))
+        assert outside.state == "under way"
+        assert outside.rows.num_answered >= 2
+
+    def loads(config: RunnerConfig) -> ScriptedEngine:
+        look()
+        return ScriptedEngine(config, on_step=look)
+
+    job.run(loads, summary=summary)
+    assert len(seen) > 1
+    assert all(look == ("under way", None, 2, 30) for look in seen)
+    assert told_in(summary)["state"] == PastJob(str(job.output)).totals(None).state == "finished"
+    write_rows(job.input, [*MIXED, row("more")])
+    assert PastJob(str(job.output)).totals(str(job.input)).state == "unfinished"
+
+
+def killed_within(job: Job, do: Callable[[], Any]) -> None:
+    """In a child that does not come to its end. What it was just starting may hold the lock a moment longer."""
+    child = os.fork()
+    if child == 0:
+        try:
+            do()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    while job_at_work(job.output) is not None:
+        time.sleep(0.01)
+
+
+def kill() -> None:
+    os._exit(KILLED)
+
+
+def test_a_killed_run_counts_up_to_its_last_line(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(job.input, MIXED)
+    monkeypatch.setattr(accounts, "LINE_SECONDS", 0.0)
+    killed_within(job, lambda: job.run(after_steps(60, kill)))
+    (line,) = read_runs(job.output)
+    there = len(read_rows(job.output))
+    assert line["end"] is None
+    assert line["tally"]["num_answered"] <= there
+    summary = job.folder / "summary.json"
+    job.run(summary=summary)
+    told = told_in(summary)
+    assert [run["end"] for run in told["runs"]] == [None, "finished"]
+    assert told["rows"]["answered"] == 27
+    assert told["rows"]["unrecorded"] == 27 - sum(run["tally"]["num_answered"] for run in told["runs"]) >= 0
+
+
+@pytest.mark.parametrize("moment", ["clear", "begin"])
+def test_killed_while_it_overwrites_no_run_of_the_old_output_counts_for_the_new_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Behind the record's end, and behind the output's."""
+    write_rows(job.input, MIXED[:2])
+    job.run()
+    owner: Any = RunRecord if moment == "clear" else FileDestination
+    done = getattr(owner, moment)
+
+    def vanishing(*arguments: Any) -> None:
+        done(*arguments)
+        kill()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, moment, vanishing)
+        killed_within(job, lambda: job.run(overwrite=True))
+    assert read_runs(job.output) == []
+    totals = PastJob(str(job.output)).totals(None)
+    assert totals.num_unrecorded == totals.rows.num_answered == (2 if moment == "clear" else 0)
+    assert (totals.state, totals.to_lines()[-1]) == ("unknown", "runs      none is recorded")
+
+
+def test_a_line_that_cannot_be_written_ends_no_job_and_the_last_one_is_an_error(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(job.input, MIXED[:3])
+    append = RunRecord.append
+    fails_at_the_end = False
+    seen: list[str] = []
+
+    def failing(self: RunRecord, line: Any, *, is_last: bool = False) -> None:
+        seen.append(line["run"])
+        if fails_at_the_end if is_last else seen.count(line["run"]) > 1:
+            raise JobError("record of runs: No space left on device")
+        append(self, line, is_last=is_last)
+
+    monkeypatch.setattr(accounts, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(RunRecord, "append", failing)
+    assert job.run(progress="lines").exit_status == 0
+    assert "record of runs: No space left on device" in capsys.readouterr().err
+    assert read_runs(job.output)[0]["tally"]["num_answered"] == 3
+    fails_at_the_end = True
+    with pytest.raises(JobError, match="No space left on device"):
+        job.run(overwrite=True)
+    assert len(job.names()) == 3
+
+
+def test_device_seconds_are_those_that_replicas_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((130.0, 140.0, 140.0, 150.0))
+    record = JobRecord(started=100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    for num_devices in (8, 4, 0, 4):
+        record.hold(num_devices)
+    assert record.device_seconds == 30 * 8 + 10 * 4 + 10 * 4
+
+
+def answer(name: str, *reasons: str) -> bytes:
+    choices = [{"finish_reason": reason} for reason in reasons]
+    return json.dumps({"custom_id": name, "response": {"body": {"choices": choices}}, "error": None}).encode() + b"\n"
+
+
+def failure(name: str | None, line: int, code: str) -> bytes:
+    return error_row(RowError(code=code, message="m"), custom_id=name, line=line)
+
+
+def test_rows_of_both_files_count_once(tmp_path: Path) -> None:
+    output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    output.write_bytes(answer("a", "stop", "length") + answer("b", "stop") + failure("c", 3, "bad") + answer("d"))
+    errors.write_bytes(failure("c", 3, "bad") + failure("b", 2, "was_mended") + failure(None, 9, "not_json"))
+    expected = RowCounts(num_answered=3, num_cut_off=1, failures_by_code=Counter(bad=1, not_json=1))
+    assert counts_of([scan_output(output), scan_output(errors)]) == expected
+    told = Totals(output="o", num_rows=5, rows=expected, runs=[]).to_lines()[1]
+    assert told == "rows      3 answered, 2 failed (1 bad, 1 not_json), cut off 1, 0 not finished"
+
+
+def test_runs_of_other_versions_add_up(job: Job) -> None:
+    """One that counted less, and one that counted more."""
+    fewer = {"run": "a", "started": 0, "npu_runner": "0", "platform": "npu", "devices": 8, "rows": 9, "end": None,
+             "seconds": {"start": 1.0, "serve": 2.0, "device": 24.0}, "computed": {},
+             "tally": {"num_answered": 2, "num_prompt_tokens": 5}}  # fmt: skip
+    more = dict(line_of(JobRecord(num_rows=9), "finished"))
+    more["seconds"] = {"start": 1.0, "serve": 0.5, "device": 1.0, "new": 1}
+    more["tally"] = {**more["tally"], "num_answered": 3, "num_prompt_tokens": 6, "num_new": 7}
+    totals = Totals(output="o", num_rows=9, rows=RowCounts(num_answered=5), runs=[fewer, more])
+    told = totals.to_json()
+    assert (told["tokens"]["prompt"], told["seconds"]["device"], told["rows"]["unfinished"]) == (11, 25.0, 4)
+    assert "new" not in told["rows"]
+    assert Totals(output="o", num_rows=9, rows=RowCounts(), runs=[fewer]).to_json()["tokens"]["cached"] == 0
+    assert "device seconds" in "\n".join(totals.to_lines())
+
+
+def test_the_commands_read_what_is_there_and_load_no_torch(job: Job) -> None:
+    write_rows(job.input, MIXED[:8])
+    job.run(error_file=job.folder / "errors.jsonl")
+    before = {path: path.stat().st_mtime_ns for path in job.folder.iterdir()}
+    script = """
+import sys
+from npu_runner.cli.main import main
+assert main(["summary", "out.jsonl"]) == 0
+assert main(["summary", "out.jsonl", "--input", "in.jsonl", "--json"]) == 0
+assert main(["report", "out.jsonl", "-o", "page.html", "--input", "in.jsonl", "--allowed-media-dir", "."]) == 0
+assert main(["report", "out.jsonl", "-o", "answers.html"]) == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=job.folder, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": PYTHONPATH})
+    assert done.returncode == 0, done.stderr
+    text, _, told = done.stdout.partition("{")
+    assert "5 answered, 3 failed (2 generation_failed, 1 scripted_bad), 0 not finished" in text
+    assert json.loads("{" + told)["rows"]["failures_by_code"] == {"generation_failed": 2, "scripted_bad": 1}
+    page, answers = ((job.folder / name).read_text() for name in ("page.html", "answers.html"))
+    assert "engine error 3" in page
+    assert "made without the input" not in page
+    assert "engine error 3" not in answers
+    assert answers.count("made without the input") == 8
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.parametrize(("wrong", "match"), [
+    ({"input": "other.jsonl"}, "it is not the input that .* was begun with"),
+    ({"page": "out.jsonl.manifest.json"}, "is the manifest of the output"),
+    ({"page": "in.jsonl"}, "is the input as well"),
+    ({"output": "nowhere.jsonl"}, "there is no such file"),
+    ({"output": "in.jsonl"}, "so it is no job's output"),
+])
+def test_what_is_no_job_is_named(job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                 wrong: dict[str, str], match: str) -> None:
+    write_rows(job.input, [row("a")])
+    job.run()
+    write_rows(job.folder / "other.jsonl", [row("other")])
+    monkeypatch.chdir(job.folder)
+    given = {"output": "out.jsonl", "page": "page.html", "input": "in.jsonl", **wrong}
+    before = {path.name for path in job.folder.iterdir()}
+    assert main(["report", given["output"], "-o", given["page"], "-i", given["input"]]) == 2
+    assert re.search(match, capsys.readouterr().err)
+    assert {path.name for path in job.folder.iterdir()} == before
+
+
+def test_an_output_without_a_record_is_read(job: Job) -> None:
+    """As earlier versions left it."""
+    write_rows(job.input, MIXED[:3])
+    job.run()
+    runs_path(job.output).unlink()
+    totals = PastJob(str(job.output)).totals(str(job.input))
+    assert (totals.state, totals.num_unrecorded) == ("finished", 3)
+    with pytest.raises(ConfigError, match="no such file"):
+        PastJob(str(job.folder / "none.jsonl"))

@@ -1,0 +1,155 @@
+"""A wheelhouse is made where an index is and used where no network is, on an image with torch and torch_npu.
+
+pip is the real one, its index a folder of empty wheels. The image is a folder on PYTHONPATH, in which a socket that
+connects is an error and leaves a note. Knows nothing of what npu-runner does when installed (tests/test_wheel.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from npu_runner import __version__
+
+ROOT = Path(__file__).parents[1]
+REFUSES = """\
+import socket
+
+def refuse(*arguments, **keywords):
+    with open({note!r}, "a") as file:
+        file.write(repr(arguments) + "\\n")
+    raise OSError("no network in this test")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+"""
+# What the image has. vLLM 0.23 keeps llguidance below 1.8, and npu-runner wants a newer one.
+IMAGE = {"torch": "2.10.0+cpu", "torch_npu": "2.10.0.post4", "numpy": "2.2.6", "llguidance": "1.7.6",
+         "pillow": "12.0.0", "vllm": "0.23.0", "huggingface_hub": "1.9.0", "jinja2": "3.1.6", "pydantic": "2.12.0",
+         "ray": "2.48.0"}  # fmt: skip
+FROM_A_FILE = '{"url": "file:///torch.whl", "archive_info": {}}'
+INDEX = {"attrs": "26.1.0", "decorator": "5.2.1", "numpy": "2.4.6", "packaging": "26.3", "protobuf": "6.33.5",
+         "psutil": "7.1.0", "pyyaml": "6.0.4", "huggingface_hub": "2.4.0", "jinja2": "3.1.6", "llguidance": "1.9.1",
+         "pillow": "13.0.0", "pydantic": "2.14.3", "safetensors": "0.8.0", "tokenizers": "0.23.3", "tqdm": "4.70.1",
+         "torch": "2.13.0"}  # fmt: skip
+
+
+def metadata(name: str, version: str) -> str:
+    needs = {"vllm": "Requires-Dist: llguidance<1.8\n", "greedy": "Requires-Dist: torch\n"}.get(name, "")
+    return f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
+
+
+def make_wheel(folder: Path, name: str, version: str) -> None:
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", metadata(name, version))
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with an index; setuptools is there already, for speed."""
+    for name, version in INDEX.items():
+        make_wheel(tmp_path / "index", name, version)
+    make_wheel(tmp_path / "index", "greedy", "1")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"PATH": path, "HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index"),
+            "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}  # fmt: skip
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> dict[str, str]:
+    """The environment of an image without network; torch came from a file, as it does in vendors' images."""
+    folder = tmp_path / "image"
+    for name, version in IMAGE.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(metadata(name, version))
+        (info / "RECORD").write_text("")
+    (folder / f"torch-{IMAGE['torch']}.dist-info/direct_url.json").write_text(FROM_A_FILE)
+    (folder / "sitecustomize.py").write_text(REFUSES.format(note=str(tmp_path / "connected")))
+    (folder / "ray/scripts").mkdir(parents=True)
+    (folder / "ray/scripts/scripts.py").write_text("import sys\n\ndef main():\n    print(sys.executable)\n")
+    # Not imported: setuptools takes a process that imports pip for pip's own, and inductor builds nothing in it then.
+    (folder / "pip").symlink_to(Path(str(importlib.metadata.distribution("pip").locate_file("pip"))))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(folder)}
+
+
+def checkout(tmp_path: Path, *, whole: bool) -> Path:
+    """A copy, because building leaves folders behind. Not `whole`: an empty package under our pyproject.toml."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "requirements-npu.txt"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("npu_runner", "strategies"):
+        if whole:
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (folder / name).mkdir()
+            (folder / name / "__init__.py").write_text(f'__version__ = "{__version__}"\n')
+    return folder
+
+
+def run(script: Path, *arguments: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", script, *arguments], env=env, cwd=cwd, capture_output=True, text=True)
+
+
+def install_from_wheelhouse(source: Path, elsewhere: dict[str, str], image: dict[str, str], tmp_path: Path) -> Path:
+    """The environment that the image gets. What made the wheelhouse is gone by then."""
+    made = run(source / "scripts/deploy/make_wheelhouse.sh", "wheelhouse", env=elsewhere, cwd=tmp_path)
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert not list((tmp_path / "wheelhouse").glob("torch*"))
+    for gone in ("index", "checkout"):
+        shutil.rmtree(tmp_path / gone)
+    installed = run(tmp_path / "wheelhouse/install.sh", "environment", env=image, cwd=tmp_path)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    assert not (tmp_path / "connected").exists(), (tmp_path / "connected").read_text()
+    return tmp_path / "environment"
+
+
+def test_a_wheelhouse_installs_what_the_image_lacks_and_leaves_the_pair(
+    elsewhere: dict[str, str], image: dict[str, str], tmp_path: Path
+) -> None:
+    environment = install_from_wheelhouse(checkout(tmp_path, whole=False), elsewhere, image, tmp_path)
+    pair = (environment / "pair.txt").read_text().split()
+    assert [line.replace("_", "-") for line in pair] == ["torch==2.10.0+cpu", "torch-npu==2.10.0.post4"]
+    found = {path.name.partition(".dist-info")[0] for path in environment.glob("lib/*/site-packages/*.dist-info")}
+    assert {f"npu_runner-{__version__}", "llguidance-1.9.1"} <= found  # the Python below may have some of the others
+    names = {name.rpartition("-")[0] for name in found}
+    assert not names & {"torch", "torch_npu", "numpy", "huggingface_hub", "pillow"}, "what fits is the image's"
+    assert (environment / "scripts/run_ascend.sh").is_file()
+    ray = subprocess.run([environment / "bin/ray"], env=image, capture_output=True, text=True)
+    assert ray.stdout.strip() == str(environment / "bin/python"), "not the image's own Python, which sees no npu-runner"
+
+
+@pytest.mark.full("builds the whole package; one without content stays")
+def test_the_whole_package_comes_out_of_a_wheelhouse(
+    elsewhere: dict[str, str], image: dict[str, str], tmp_path: Path
+) -> None:
+    environment = install_from_wheelhouse(checkout(tmp_path, whole=True), elsewhere, image, tmp_path)
+    (weights,) = environment.glob("lib/*/site-packages/npu_runner/assets/shapes-vl/model.safetensors")
+    assert weights.read_bytes() == (ROOT / "npu_runner/assets/shapes-vl/model.safetensors").read_bytes()
+    assert (environment / "bin/npu-runner").is_file()
+
+
+def test_an_image_without_the_pair_is_refused(image: dict[str, str], tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "image/torch_npu-2.10.0.post4.dist-info")
+    done = run(ROOT / "scripts/deploy/install.sh", "environment", env=image, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no pair of torch and torch_npu (found: torch==2.10.0+cpu )" in done.stderr
+
+
+def test_a_requirement_that_brings_torch_is_refused(elsewhere: dict[str, str], tmp_path: Path) -> None:
+    script = checkout(tmp_path, whole=False) / "scripts/deploy/make_wheelhouse.sh"
+    done = run(script, "wheelhouse", "greedy", env=elsewhere, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "a requirement brought torch, which the image has: torch-2.13.0-py3-none-any.whl" in done.stderr
