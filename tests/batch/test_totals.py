@@ -77,7 +77,9 @@ def test_rows_are_those_of_the_output_and_the_rest_is_of_all_runs(job: Job) -> N
         for name in ("prompt", "cached", "completion", "reasoning", "prefill_computed", "decode_computed"):
             assert told["tokens"][name] == sum(run["tokens"][name] for run in runs)
         assert told["seconds"]["serve"] == pytest.approx(sum(run["seconds"]["serve"] for run in runs), abs=0.01)
-    assert [run["rows"]["failed"] for run in runs[1:]] == [3, 1, 0], "failures that were mended are none of the job"
+    # The refused row fails in the run that dies or in the one behind it, as its worker is early or late.
+    failed = [run["rows"]["failed"] for run in runs]
+    assert [failed[0] + failed[1], *failed[2:]] == [3, 1, 0], "failures that were mended are none of the job"
     assert told["rows"]["failures_by_code"] == {"scripted_bad": 1}, "also where nothing was left to do"
     assert [run["end"] for run in told["runs"]] == ["rank 1 died in decode", "finished", "finished"]
     assert {**PastJob(str(job.output)).totals(None).to_json(), "this_run": told["this_run"]} == told
@@ -129,7 +131,7 @@ def kill() -> None:
 def test_a_killed_run_counts_up_to_its_last_line(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(job.input, MIXED)
     monkeypatch.setattr(accounts, "LINE_SECONDS", 0.0)
-    killed_within(job, lambda: job.run(after_steps(60, kill)))
+    killed_within(job, lambda: job.run(after_steps(20, kill)))
     (line,) = read_runs(job.output)
     there = len(read_rows(job.output))
     assert line["end"] is None
