@@ -1,6 +1,5 @@
-"""The bounds of a loaded model: the blocks of its cache, the size of a step, the prompts that it takes.
-
-Knows nothing of callers or of what runs.
+"""What a model can do: the settings that are known before its weights load, then the blocks of its cache, the size of a
+step, and the prompts that it takes. Knows nothing of callers or of what runs.
 """
 
 from __future__ import annotations
@@ -12,11 +11,31 @@ from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.state_snapshots import StateSnapshots, state_alignment
 from npu_runner.errors import RequestError
+from npu_runner.platforms import pick_platform
 from npu_runner.prompts.text.tokenizer import check_prompt_length
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.runner.base import RunnerInfo
+from npu_runner.runner.settings import resolve_settings
+from npu_runner.strategies import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
+
+
+def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
+    """The part of `LLMEngine.describe` that follows from settings and files.
+
+    Raises ConfigError for settings that model or platform cannot do, where this process is to run the model.
+    """
+    config, pooling = checkpoint.config, checkpoint.model_config.pooling
+    known = {"tensor_parallel_size": str(config.parallel.tensor_parallel_size), "seed": str(config.seed)}
+    if config.max_model_len is not None:
+        known["max_model_len"] = str(config.max_model_len)
+    if pooling is not None:
+        known["pooling"] = pooling.describe()
+    if config.parallel.tensor_parallel_size == 1:  # else this process loads no platform: ranks do
+        platform = pick_platform(config.platform)
+        known |= {"platform": platform.name, **resolve_settings(config, checkpoint.model_config, platform).describe()}
+    return known
 
 
 def make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> BlockManager:

@@ -23,7 +23,6 @@ from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters
 from npu_runner.engine import bounds
-from npu_runner.engine.before_loading import settings_before_loading
 from npu_runner.engine.culprit_search import CulpritSearch
 from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
@@ -66,7 +65,7 @@ class LLMEngine:
         self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
         self._eos_token_ids = checkpoint.end_token_ids
         bounds.warn_of_what_is_not_done(self.model_config)
-        self._known_settings = settings_before_loading(checkpoint)
+        self._known_settings = bounds.settings_before_loading(checkpoint)
         self._executor = make_executor(checkpoint, wants_grammars, progress)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs

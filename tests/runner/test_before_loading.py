@@ -14,7 +14,7 @@ import safetensors.numpy
 from npu_runner import LLM
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.config import RunnerConfig
-from npu_runner.engine.before_loading import settings_before_loading
+from npu_runner.engine.bounds import settings_before_loading
 from npu_runner.engine.executors import shared_memory
 from npu_runner.engine.executors.rank_channel import Record
 from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor

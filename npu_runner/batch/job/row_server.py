@@ -62,7 +62,7 @@ class CheckpointSide:
 
     def describe(self) -> Mapping[str, Any]:
         """See ModelSide."""
-        from npu_runner.engine.before_loading import settings_before_loading
+        from npu_runner.engine.bounds import settings_before_loading
 
         return settings_before_loading(self._checkpoint)
 
