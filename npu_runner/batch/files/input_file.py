@@ -22,7 +22,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.files import compressed
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_identity import NAME_BYTES, InputIdentity
 from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
@@ -34,6 +33,14 @@ STANDARD_STREAM = "-"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DUPLICATES_SHOWN = 5
 _ROWS_AT_ONCE = 1024
+_NUM_HEAD_BYTES = 6
+# Name, first bytes, and the command that writes the content to standard output. No line of JSON begins so.
+_COMPRESSED = (
+    ("gzip", b"\x1f\x8b\x08", "gunzip -c"),
+    ("zstd", b"\x28\xb5\x2f\xfd", "unzstd -c"),
+    ("xz", b"\xfd7zXZ\x00", "xz -dc"),
+    ("zip", b"PK\x03\x04", "unzip -p"),
+)
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ class InputFile:
         self._size, self._mtime_ns = found.st_size, found.st_mtime_ns
         self._scan: InputScan | None = None
         try:
-            compressed.refuse_compressed(source, os.pread(self._file.fileno(), compressed.NUM_BYTES, 0))
+            _refuse_compressed(source, os.pread(self._file.fileno(), _NUM_HEAD_BYTES, 0))
         except ConfigError:
             self._file.close()
             raise
@@ -293,6 +300,15 @@ def _is_end_of(earlier: InputIdentity, digest: hashlib.blake2b, position: int, p
             if seen.hexdigest() == earlier.blake2b:
                 return True
     return False
+
+
+def _refuse_compressed(name: str, head: bytes) -> None:
+    """Raises ConfigError for an input that begins with `head` as a compressed file does. `name`: the input's, or -."""
+    for kind, beginning, command in _COMPRESSED:
+        if head.startswith(beginning):
+            file = "FILE" if name == STANDARD_STREAM else name
+            raise ConfigError(f"input {name}: it is {kind}, and rows are read as they are; unpack it: "
+                              f"{command} {file} > rows.jsonl")
 
 
 def _open(source: str, spool_folder: Path) -> BinaryIO:
