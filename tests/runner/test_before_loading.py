@@ -19,7 +19,7 @@ from npu_runner.engine.executors import shared_memory
 from npu_runner.engine.executors.rank_channel import Record
 from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 from npu_runner.engine.llm_engine import LLMEngine
-from npu_runner.platforms.cpu.host_memory import free_bytes
+from npu_runner.platforms.cpu.devices import free_bytes
 from npu_runner.platforms.graphs import InductorCompiler
 from npu_runner.strategies import open_checkpoint
 
