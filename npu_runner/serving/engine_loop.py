@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.replica import FinishedRow
+from npu_runner.serving.workers.pool import WorkerPool
 
 if TYPE_CHECKING:  # torch comes with it, and is loaded by whoever makes one
     from npu_runner.engine.llm_engine import LLMEngine
@@ -53,10 +54,8 @@ class Prepared:
 class Endpoint(ABC):
     """Prepares requests ahead of an engine, and writes what comes of them. What it holds is bounded by its caller."""
 
-    @property
-    @abstractmethod
-    def num_replaced(self) -> int:
-        """Preprocessing workers that died so far."""
+    pool: WorkerPool[Any]
+    """The workers that prepare them; closed by whoever has made the endpoint."""
 
     @abstractmethod
     def begin(self, terms: Any) -> None:
@@ -81,14 +80,6 @@ class Endpoint(ABC):
     @abstractmethod
     def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
         """The engine would not take it."""
-
-    @abstractmethod
-    def raise_failure(self) -> None:
-        """Raise what keeps requests from being prepared, if it is known."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the workers. May be called twice."""
 
 
 def max_waiting_requests(max_num_seqs: int) -> int:

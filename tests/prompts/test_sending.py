@@ -219,4 +219,4 @@ def test_what_is_recalled_never_reaches_a_worker(qwen: ChatProcessor) -> None:
         assert endpoint.recall(9) == [1, 0]
         assert endpoint.pool.pending_bytes == 0
     finally:
-        endpoint.close()
+        endpoint.pool.close()

@@ -184,10 +184,6 @@ class RowEndpoint(Endpoint):
         self.wants_grammars = threading.Event()
         """A row that was prepared has a grammar. Of use while the model loads."""
 
-    @property
-    def num_replaced(self) -> int:
-        return self.pool.num_replaced
-
     def _look_at(self, prepared: Any) -> None:
         """In the pool's thread."""
         if isinstance(prepared, PreparedRow) and getattr(prepared.params, "structured_outputs", None) is not None:
@@ -229,12 +225,6 @@ class RowEndpoint(Endpoint):
     def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
         return _failed(flight.row.row, name, RowError(code=error.code, message=error.message, param=error.param))
 
-    def raise_failure(self) -> None:
-        self.pool.raise_failure()
-
-    def close(self) -> None:
-        self.pool.close()
-
 
 def _failed(row: RawRow, custom_id: str | None, error: RowError) -> FinishedRow:
     data = error_row(error, custom_id=custom_id, line=row.line)
@@ -270,7 +260,7 @@ class RowServer(InlineReplica):
         # Workers prepare the first rows while the model loads.
         self.endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
                                     name_of=self._plan.source.name)
-        self._open.callback(self.endpoint.close)
+        self._open.callback(self.endpoint.pool.close)
 
     def _load(self) -> ReplicaFacts:
         self._tell(Opened(self.known_settings()))
@@ -281,7 +271,7 @@ class RowServer(InlineReplica):
                 digests = hashing.enter_context(WeightDigests(folder, num_threads=self._plan.digest_threads))
             self._engine = self._open.enter_context(
                 self._model.load(self.endpoint.wants_grammars.is_set, self._report))
-            self.endpoint.raise_failure()
+            self.endpoint.pool.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs
         return ReplicaFacts(

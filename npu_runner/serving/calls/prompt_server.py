@@ -67,10 +67,6 @@ class PromptEndpoint(Endpoint):
         """(number, params) of what the engine has not got, by the order in which it came."""
         self._num_submitted = 0
 
-    @property
-    def num_replaced(self) -> int:
-        return self.pool.num_replaced
-
     def begin(self, terms: Any) -> None:
         """Answers have nothing in common."""
 
@@ -134,12 +130,6 @@ class PromptEndpoint(Endpoint):
     def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
         return FinishedRow(flight.number, None, self._pack(error))
 
-    def raise_failure(self) -> None:
-        self.pool.raise_failure()
-
-    def close(self) -> None:
-        self.pool.close()
-
 
 def pack_answer(answer: Answer) -> bytes:
     """For another process."""
@@ -196,7 +186,7 @@ class PromptServer(InlineReplica):
         endpoint = PromptEndpoint(engine.processor, limits, max_source_pixels=engine.config.prompts.max_source_pixels,
                                   pack=self._pack)
         self.endpoint, self.pool = endpoint, endpoint.pool
-        self._open.callback(endpoint.close)
+        self._open.callback(endpoint.pool.close)
         return ReplicaFacts(
             version=npu_runner.__version__, settings=engine.describe(), ledger=engine.ledger,
             max_rows=engine.max_num_seqs + 2 * max_waiting + limits.num_workers,

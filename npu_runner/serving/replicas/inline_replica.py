@@ -75,7 +75,7 @@ class InlineReplica(Replica):
         elif self._engine is None:
             self._events.append(Ready(self._load()))
         elif self._loop is None:
-            self.endpoint.raise_failure()
+            self.endpoint.pool.raise_failure()
         else:
             loop = self._loop
             try:
@@ -102,7 +102,7 @@ class InlineReplica(Replica):
         return ReplicaStats(
             engine=replace(self._engine.stats()),
             wait_seconds=0.0 if self._loop is None else self._loop.wait_seconds,
-            num_workers_replaced=self.endpoint.num_replaced,
+            num_workers_replaced=self.endpoint.pool.num_replaced,
         )
 
     def _report(self, phase: str) -> None:
