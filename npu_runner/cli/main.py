@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from npu_runner import __version__
@@ -19,7 +21,6 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.doctor_options import add_doctor_arguments
 from npu_runner.cli.generate import answer_question
 from npu_runner.cli.options import add_options, given
-from npu_runner.cli.past_jobs import add_report_arguments, add_summary_arguments
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
@@ -32,6 +33,7 @@ exit status:
   1  the job ended early (a signal, a dead process, a full disk); the same command goes on where it stopped
   2  a wrong option or setting; nothing was begun
 """
+_OUTPUT = "the output of a job, which may be at work"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_batch(commands)
     _add_generate(commands)
-    _add_past_jobs(commands)
+    _add_summary(commands)
+    _add_report(commands)
     _add_doctor(commands)
     return parser
 
@@ -137,19 +140,36 @@ def _of_kind(kind: str, file: str) -> tuple[str, str]:
     return kind, file
 
 
-def _add_past_jobs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    add_summary_arguments(commands.add_parser(
+def _add_summary(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
         "summary",
         help="what all runs of a job add up to, finished or under way",
         description="Counts the rows of an output, and adds up what the runs of its job took. Loads no model.",
         allow_abbrev=False,
-    ))  # fmt: skip
-    add_report_arguments(commands.add_parser(
+    )
+    parser.add_argument("output", help=_OUTPUT)
+    parser.add_argument("-i", "--input", metavar="FILE",
+                        help="the input of the job, to count its rows (default: the last run's count)")
+    parser.add_argument("--json", action="store_true", help="print the totals as JSON")
+    parser.set_defaults(run=_summary)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
         "report",
         help="the HTML page of a job's answers",
         description="Makes the page that batch --report makes, from the files of a job. Loads no model.",
         allow_abbrev=False,
-    ))  # fmt: skip
+    )
+    parser.add_argument("output", help=_OUTPUT)
+    parser.add_argument("-o", "--page", metavar="PAGE", required=True, help="the HTML file; - writes standard output")
+    parser.add_argument("-i", "--input", metavar="FILE",
+                        help="the input of the job (default: none, and the page shows answers without questions)")
+    parser.add_argument("--allowed-media-dir", type=Path, metavar="PATH",
+                        help="the folder of the job's images and videos (default: only data: URLs are shown)")
+    parser.add_argument("--report-rows", type=int, metavar="N", default=BatchOptions.report_rows,
+                        help=f"most rows on the page (default: {BatchOptions.report_rows})")
+    parser.set_defaults(run=_report)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -182,6 +202,26 @@ def _batch(arguments: argparse.Namespace) -> int:
     from npu_runner.batch.job.run import run_batch
 
     return run_batch(config, options).exit_status
+
+
+def _summary(arguments: argparse.Namespace) -> int:
+    from npu_runner.batch.job.past_job import PastJob
+
+    totals = PastJob(arguments.output).totals(arguments.input)
+    print(json.dumps(totals.to_json(), indent=2) if arguments.json else "\n".join(totals.to_lines()))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from npu_runner.batch.job.past_job import NO_INPUT, PastJob
+
+    job = PastJob(arguments.output)
+    job.report(BatchOptions(
+        input=arguments.input or NO_INPUT, output=arguments.output, report=Path(arguments.page),
+        allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows,
+    ))  # fmt: skip
+    print(f"report    {arguments.page}: {job.totals(None).to_lines()[0]}", file=sys.stderr)
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
