@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, PromptProcessor, RequestBody, Strict
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody, Strict
 from npu_runner.batch.rows.logprobs_json import opened, to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules, resolve_media
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.chat_template import Effort, kwargs_with_effort
 from npu_runner.prompts.text.tool_parsers import parse_calls
 from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs
@@ -197,7 +198,7 @@ class ChatBody(RequestBody):
         return [message.model_dump(exclude_none=True) for message in self.messages]
 
     def prepare(
-        self, processor: PromptProcessor, media: MediaRules, params: SamplingParams
+        self, processor: ChatProcessor, media: MediaRules, params: SamplingParams
     ) -> tuple[PromptInputs, AnswerForm]:
         conversation = resolve_media(self.to_conversation(), media)
         tools = None if self.tool_choice == "none" else self.tools
@@ -221,7 +222,7 @@ class ChatBody(RequestBody):
         """The answer is to be calls and nothing else."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
-    def with_forced_calls(self, params: SamplingParams, processor: PromptProcessor) -> SamplingParams:
+    def with_forced_calls(self, params: SamplingParams, processor: ChatProcessor) -> SamplingParams:
         choice, rules, is_forced = self.tool_choice, self.said_rules(), self.is_call_forced
         if is_forced and not self.tools:
             raise RequestError("tool_choice: a call is forced, and there are no tools", "invalid_value", "tool_choice")

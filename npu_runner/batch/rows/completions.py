@@ -12,10 +12,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, PromptProcessor, RequestBody
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody
 from npu_runner.batch.rows.logprobs_json import finite, opened, to_json, write_prompt_logprobs
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import shown
 from npu_runner.request.outputs import CompletionOutput, PromptLogprobs, TokenLogprob
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -93,7 +94,7 @@ class CompletionBody(RequestBody):
         return bool(self.echo) and self.logprobs is not None
 
     def prepare(
-        self, processor: PromptProcessor, media: MediaRules, params: SamplingParams
+        self, processor: ChatProcessor, media: MediaRules, params: SamplingParams
     ) -> tuple[PromptInputs, AnswerForm]:
         if self.echo and params.truncate_prompt_tokens is not None:
             message = "echo: of a prompt that truncate_prompt_tokens may cut there is no text; ask for one of them"

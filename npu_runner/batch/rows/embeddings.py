@@ -14,10 +14,11 @@ import numpy as np
 from pydantic import Discriminator, Tag
 
 from npu_runner.batch.rows.chat import Message, check_messages, refuse_messages
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, PromptProcessor, Prompts, RowBody
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, Prompts, RowBody
 from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules, resolve_media
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS, check_count
 from npu_runner.request.outputs import CompletionOutput
 from npu_runner.request.pooling_params import PoolingParams
@@ -95,7 +96,7 @@ class EmbeddingBody(RowBody):
         return PoolingParams(dimensions=self.dimensions, truncate_prompt_tokens=self.truncate_prompt_tokens)
 
     def prepare(
-        self, processor: PromptProcessor, media: MediaRules, params: PoolingParams
+        self, processor: ChatProcessor, media: MediaRules, params: PoolingParams
     ) -> tuple[Prompts, AnswerForm]:
         form = EmbeddingForm(model=self.model, is_base64=self.encoding_format == "base64")
         most = processor.most_prompt_tokens(params)
@@ -111,7 +112,7 @@ class EmbeddingBody(RowBody):
             return (prompt,), form
         return tuple(self._of_inputs(processor, most)), form
 
-    def _of_inputs(self, processor: PromptProcessor, most: int | None) -> list[Any]:
+    def _of_inputs(self, processor: ChatProcessor, most: int | None) -> list[Any]:
         given: Any = self.input
         inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         prompts = []

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, overload
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS, check_count, shown
 from npu_runner.request.outputs import CompletionOutput, PromptLogprobs
 from npu_runner.request.pooling_params import PoolingParams
@@ -134,31 +135,6 @@ def asks_for_json(body: Mapping[str, Any], *, has_rule_of_job: bool) -> bool:
     return "guided_json" in said or kind in ("json_schema", "json_object") or any(map(rule.get, JSON_KINDS))
 
 
-class PromptProcessor(Protocol):
-    """What rows need of a ChatProcessor."""
-
-    def __call__(
-        self, messages: list[dict[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
-        tools: Sequence[Mapping[str, Any]] | None = None, is_call_forced: bool = False,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> PromptInputs: ...
-    def template_reads(self, name: str) -> bool: ...
-    def parser_of_calls(self) -> str | None: ...
-    def grammar_of_calls(self, tools: Any, *, name: str | None, is_parallel: bool) -> StructuredOutputsParams: ...
-    def from_text(
-        self, prompt: str | list[int], *, truncate_prompt_tokens: int | None = None
-    ) -> PromptInputs: ...
-    def most_prompt_tokens(self, params: RequestParams) -> int | None: ...
-    def decode(self, token_ids: list[int]) -> str: ...
-    def check_runner(self, runner: str) -> None: ...
-    @overload
-    def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
-    @overload
-    def resolve_params(self, params: PoolingParams) -> PoolingParams: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class AnswerRow:
     """The row that completions are written to, and what they share."""
@@ -255,12 +231,12 @@ class RowBody(Strict):
         `fallback_seed` stands in for a missing one: a resumed job draws by the seed that an undisturbed one would have.
         """
 
-    def with_forced_calls(self, params: Any, processor: PromptProcessor) -> Any:
+    def with_forced_calls(self, params: Any, processor: ChatProcessor) -> Any:
         """`params` with a grammar of calls, where the row forces them. Raises RequestError where that cannot be."""
         return params
 
     @abstractmethod
-    def prepare(self, processor: PromptProcessor, media: MediaRules, params: Any) -> tuple[Prompts, AnswerForm]:
+    def prepare(self, processor: ChatProcessor, media: MediaRules, params: Any) -> tuple[Prompts, AnswerForm]:
         """The row's prompts, and how its answer is to be written. `params`: what `to_params` made, resolved."""
 
 

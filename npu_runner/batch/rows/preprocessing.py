@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.rows.endpoint import AnswerForm, PromptProcessor, Prompts, RequestParams
+from npu_runner.batch.rows.endpoint import AnswerForm, Prompts, RequestParams
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.openai_response import RowError
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
 from npu_runner.serving.replica import RawRow
@@ -54,10 +55,10 @@ class RejectedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPreprocessor:
-    """What every row of a job is prepared with. Picklable; `processor` is a ChatProcessor or does as one does."""
+    """What every row of a job is prepared with. Picklable."""
 
     source: RowSource
-    processor: PromptProcessor
+    processor: ChatProcessor
     media: MediaRules = field(default_factory=MediaRules)
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
