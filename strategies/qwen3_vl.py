@@ -6,7 +6,6 @@ Knows nothing of caches, schedulers or prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import nn
@@ -44,17 +43,12 @@ class Qwen3VLStrategy(CausalLMStrategy):
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(config, layers=qwen3_layers(config), head_dim=HEAD_DIM, **with_vision(config))
 
-    @cached_property
-    def image_settings(self) -> ImageSettings:
-        return read_image_settings(self.path, require_json(self.path, "config.json"))
-
-    @cached_property
-    def frame_settings(self) -> ImageSettings:
-        """As `image_settings`, of the frames of videos."""
-        return read_video_settings(self.path, require_json(self.path, "config.json")).frame
-
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
         assert model_config.vision is not None, f"a {model_config.model_type} checkpoint has a vision_config"
+        config = require_json(self.path, "config.json")
+        self._image_settings = self._frame_settings = read_image_settings(self.path, config)
+        if self.takes_videos:
+            self._frame_settings = read_video_settings(self.path, config).frame
         tower = self.tower(model_config.vision, context)
         return VisionLanguageModel(model_config, tower, num_positions, context, self.layer)
 
@@ -95,7 +89,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
 
     def _settings_of(self, image: ImageInput) -> ImageSettings:
         """Of an image; of frames of videos, which have the colours of each."""
-        return self.image_settings if image.pixels_HWC.shape[2] == 3 else self.frame_settings
+        return self._image_settings if image.pixels_HWC.shape[2] == 3 else self._frame_settings
 
 
 def _grids(images: Sequence[ImageInput]) -> list[tuple[int, int]]:
