@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from npu_runner.engine.executors.executor import Executor, Progress, silent
+from npu_runner.engine.executors.executor import Executor, Progress
 from npu_runner.strategies import OpenedCheckpoint
 
 
-def make_executor(checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool] = lambda: False,
-                  progress: Progress = silent) -> Executor:
+def make_executor(checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool], progress: Progress) -> Executor:
     """In this process for one rank; spawned processes for more, which open the checkpoint again and ignore
     `wants_grammars`. `progress` is called with what rank 0 does until it is ready.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.executor import CLOSED, Executor, Progress, silent
+from npu_runner.engine.executors.executor import CLOSED, Executor, Progress
 from npu_runner.engine.executors.rank_channel import RING_SIZE
 from npu_runner.errors import EngineDeadError, NpuRunnerError, RequestError, StepError
 from npu_runner.grammars.matchers import Rule
@@ -30,8 +30,7 @@ class _Step:
 
 
 class InlineExecutor(Executor):
-    def __init__(self, checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool] = lambda: False,
-                 progress: Progress = silent):
+    def __init__(self, checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool], progress: Progress):
         self._runner: ModelRunner | None = ModelRunner(checkpoint, progress=progress, wants_grammars=wants_grammars)
         self._under_way: deque[_Step] = deque()
         self.info = self._runner.info()

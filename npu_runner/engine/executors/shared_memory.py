@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from npu_runner.config import RunnerConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.engine.executors.executor import CLOSED, Executor, Progress, silent
+from npu_runner.engine.executors.executor import CLOSED, Executor, Progress
 from npu_runner.engine.executors.rank_channel import RING_SIZE, Payloads, PhaseBoard, Record, Wire
 from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
 from npu_runner.errors import EngineDeadError, RequestError, StepError, blame_for
@@ -48,7 +48,7 @@ class _Call:
 
 
 class SharedMemoryExecutor(Executor):
-    def __init__(self, config: RunnerConfig, model_path: Path, progress: Progress = silent):
+    def __init__(self, config: RunnerConfig, model_path: Path, progress: Progress):
         self._config = config
         self._progress, self._phase = progress, ""
         self._counters = RunnerCounters()
