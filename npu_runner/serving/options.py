@@ -65,12 +65,9 @@ class PreprocessingOptions:
 
     def num_workers(self, num_cores: int) -> int:
         """Workers beside a model that has so many cores."""
-        return default_num_workers(num_cores) if self.preprocessing_workers is None else self.preprocessing_workers
-
-
-def default_num_workers(num_cores: int) -> int:
-    """Default number of workers, beside a model that has so many cores."""
-    return max(1, min(_MAX_DEFAULT_WORKERS, num_cores // 2))
+        if self.preprocessing_workers is not None:
+            return self.preprocessing_workers
+        return max(1, min(_MAX_DEFAULT_WORKERS, num_cores // 2))
 
 
 def num_cpus() -> int:
