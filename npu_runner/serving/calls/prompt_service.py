@@ -73,7 +73,7 @@ class PromptService(ABC):
         """(index in `requests`, answer) of each, as they finish. `requests` is read in the caller's thread, as far
         ahead as there is room; `read_seconds`: longest time of reading before answers are fetched.
 
-Raises what reading raises, and what ends all replicas.
+        Raises what reading raises, and what ends all replicas.
         """
         self._raise_failure()
         first, unanswered, is_read = self.num_requests, dict[int, int](), False
@@ -152,7 +152,7 @@ Raises what reading raises, and what ends all replicas.
 class LocalService(PromptService):
     """One engine, which works in the caller's thread while answers are read.
 
-`max_restarts`: how often it is loaded again after a death; the next death ends the service.
+    `max_restarts`: how often it is loaded again after a death; the next death ends the service.
     """
 
     def __init__(self, config: RunnerConfig, options: PreprocessingOptions, max_restarts: float, progress: Progress):
