@@ -15,10 +15,8 @@ from typing import Any
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import check_name
-from npu_runner.request.limits import LIMITS
+from npu_runner.request.limits import LIMITS, MIB
 
-GIB = 1 << 30
-MIB = 1 << 20
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
 # Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
 DEFAULT_MAX_MODEL_LEN = 32768

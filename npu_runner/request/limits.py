@@ -206,3 +206,10 @@ def shown(value: object, num_chars: int = 60) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = num_chars
     return short.repr(value)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes as a message says them."""
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.1f} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:.1f} KiB"

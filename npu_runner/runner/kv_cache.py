@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from npu_runner.config import GIB, MIB
 from npu_runner.core.block_manager import most_blocks
 from npu_runner.errors import ConfigError, OutOfMemoryError
+from npu_runner.request.limits import GIB, MIB, size
 from npu_runner.runner.base import MemoryProfile
-from npu_runner.runner.states import StatePlan, StateShape, plan_states, size
+from npu_runner.runner.states import StatePlan, StateShape, plan_states
 
 CPU_DEFAULT_KV_BYTES = GIB
 # Kept free on a device for what cannot be measured beforehand: fragmentation, graph pools, the vendor's workspaces.

@@ -26,6 +26,7 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms import pick_platform
+from npu_runner.request.limits import size
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
 from npu_runner.runner.buckets import bucket_sizes, most_padding
@@ -37,7 +38,7 @@ from npu_runner.runner.kv_cache import KVCacheShape, cache_window, check_kv_cach
 from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import resolve_settings
-from npu_runner.runner.states import StatePool, StateShape, size
+from npu_runner.runner.states import StatePool, StateShape
 from npu_runner.runner.step import StepRunner, StepUnderWay
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.sampling.token_constraints import ConstrainedRows

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from npu_runner.config import GIB, MIB
 from npu_runner.layers.gated_delta import bind_states
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.transfers import HOST
+from npu_runner.request.limits import GIB, size
 
 UNMEASURED_STATE_BYTES = GIB
 """Where memory is not measured and max_num_seqs is not set."""
@@ -101,12 +101,6 @@ def plan_states(shape: StateShape, *, budget: int | None, max_num_seqs: int, is_
         num_snapshots=min(max(0, total - fits - padding), fits if max_snapshots is None else max_snapshots),
         lowered_from=max_num_seqs if 0 < fits < max_num_seqs else None,
     )
-
-
-def size(num_bytes: int) -> str:
-    if num_bytes >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / MIB:.1f} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:.1f} KiB"
 
 
 class StatePool:

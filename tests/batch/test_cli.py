@@ -12,7 +12,8 @@ import pytest
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli import main as cli
 from npu_runner.cli.options import given, options_of, with_parts
-from npu_runner.config import GIB, MIB, RunnerConfig, flat_fields, flat_values
+from npu_runner.config import RunnerConfig, flat_fields, flat_values
+from npu_runner.request.limits import GIB, MIB
 from tests.batch.scripted import row, write_rows
 
 
