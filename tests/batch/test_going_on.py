@@ -236,7 +236,7 @@ def test_rows_of_an_output_without_digests_may_be_added_and_not_changed(folder: 
     assert_finished(folder, corrected)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}\n", b'{"format": 9}\n', b"more"])
+@pytest.mark.parametrize("damage", [b"", b"{}\n", b'{"format": 9}\n', b"[" * 100_000, b"more"])
 def test_a_damaged_file_of_digests_is_named_and_the_output_goes_on_without_it(folder: Path, damage: bytes) -> None:
     path = rows_path(folder / "out.jsonl")
     path.write_bytes(path.read_bytes() + damage if damage == b"more" else damage)

@@ -140,6 +140,17 @@ def test_a_retry_that_needs_no_model_is_a_run_of_the_record(job: Job) -> None:
     assert told["rows"]["failed"] == 1
 
 
+@pytest.mark.parametrize("retry_errors", [False, True])
+def test_a_setting_that_is_accepted_where_no_model_is_loaded_is_said_to_have_no_effect(
+    job: Job, capsys: pytest.CaptureFixture[str], retry_errors: bool
+) -> None:
+    job.run()
+    before = manifest_path(job.output).read_bytes()
+    job.run(seed=1, retry_errors=retry_errors, accept_changed=("seed", "sed"), progress="lines")
+    assert "; accept_changed seed, sed: without effect, the manifest's settings stay\n" in capsys.readouterr().err
+    assert manifest_path(job.output).read_bytes() == before
+
+
 # -- a kill at every step ----------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ def with_rows(output: Path, in_manifest: InputIdentity) -> InputIdentity:
             raise ValueError("its records are not those that were written")
         identity = identity_from_json(fields["input"])
         before = None if fields["in_manifest"] is None else identity_from_json(fields["in_manifest"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"rows {path}: cannot be read ({error}); once it is removed the output goes on, and rows of "
                           "its input may be added but not changed") from error
     # Any other file is of another output that had this name.

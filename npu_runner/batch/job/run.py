@@ -186,7 +186,7 @@ class _Job:
             if not all_are_refused(plan, book, refused, self._check(destination)):
                 return False
             self.record.num_workers = plan.limits.num_workers
-            self._progress.say(f"no model is loaded: preprocessing refuses all {book.num_rows} rows")
+            self._say_without_model(f"no model is loaded: preprocessing refuses all {book.num_rows} rows")
             self._signals.defer()
             self._write_refused(refused, book, destination.begin(earlier.with_input(work.rows.identity)))
         Suspects(destination.path).clear()
@@ -327,13 +327,18 @@ class _Job:
         self.record.hold(num_replicas * self._config.parallel.tensor_parallel_size)
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> None:
-        self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
+        self._say_without_model(f"nothing to do: all {work.rows.num_rows} rows are finished")
         self._signals.defer()
         manifest = manifest_check.manifest_without_model(
             destination, model_name=work.model_folder.name, model_files=work.model_files, input=work.rows.identity
         )
         # No row is added, but the file is repaired.
         self._begin(destination, manifest).close()
+
+    def _say_without_model(self, line: str) -> None:
+        names = ", ".join(self._options.accept_changed)
+        self._progress.say(f"{line}; accept_changed {names}: without effect, the manifest's settings stay" if names
+                           else line)
 
     def _finish(self, file: InputFile, work: _Work, destination: Destination) -> None:
         """Every row is there: put them in order, and make the report."""
