@@ -16,14 +16,15 @@ from npu_runner.batch.files.place import find_place
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job import accounts
 from npu_runner.batch.job.accounts import Accounts
-from npu_runner.batch.job.past_job import PastJob
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.past_job import NO_INPUT, PastJob
 from npu_runner.batch.job.signals import Interrupted
 from npu_runner.batch.job.summary import JobRecord
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError
 from tests.batch.job_folder import Job
-from tests.batch.scripted import row, write_rows
+from tests.batch.scripted import ScriptedProcessor, row, write_rows
 from tests.batch.test_run_record import STEPS, killed_before
 from tests.batch.test_totals import kill, killed_within, told_in
 
@@ -60,7 +61,7 @@ def test_a_run_that_is_killed_while_it_loads_counts(job: Job, monkeypatch: pytes
     assert "out.jsonl: unfinished\nrows      0 answered, 0 failed, 2 not finished" in told
     assert "None" not in told
     assert main(["report", str(job.output), "-o", str(job.folder / "page.html")]) == 2
-    assert "it has no row yet" in capsys.readouterr().err
+    assert "out.jsonl: it is not there yet, or not any more" in capsys.readouterr().err
     job.run(summary=job.folder / "summary.json")
     told_now = told_in(job.folder / "summary.json")
     assert told_now["runs"][0] == first
@@ -138,6 +139,32 @@ def test_a_retry_that_needs_no_model_is_a_run_of_the_record(job: Job) -> None:
     assert (second["devices"], second["seconds"]["device"], second["tally"]["num_failed"]) == (0, 0.0, 1)
     assert told["this_run"]["seconds"]["serve"] == pytest.approx(second["seconds"]["serve"], abs=0.01)
     assert told["rows"]["failed"] == 1
+
+
+def test_a_retry_that_has_other_rows_to_do_prepares_each_once(job: Job) -> None:
+    """They are not looked through before the model loads."""
+    job.run()
+    write_rows(job.input, [row("a"), row("b", "bad"), row("c", "more")])
+    flag = job.folder / "begun"
+    job.run(retry_errors=True, processor=ScriptedProcessor(flag=str(flag)))
+    assert sorted(flag.read_text().splitlines()) == ["bad", "more"]
+
+
+def test_rows_that_are_not_of_the_input_leave_none_unfinished(job: Job) -> None:
+    """Somebody has put answers of two jobs together."""
+    job.run()
+    with open(job.output, "ab") as file:
+        file.write(b'{"custom_id": "x", "error": null}\n')
+    assert PastJob(str(job.output)).totals(None).to_json()["rows"]["unfinished"] == 0
+
+
+def test_an_output_that_is_gone_has_no_report(job: Job) -> None:
+    job.run()
+    job.output.unlink()
+    page = job.folder / "page.html"
+    with pytest.raises(ConfigError, match="it is not there yet, or not any more"):
+        PastJob(str(job.output)).report(BatchOptions(input=NO_INPUT, output=str(job.output), report=page))
+    assert not page.exists()
 
 
 @pytest.mark.parametrize("retry_errors", [False, True])

@@ -57,9 +57,9 @@ class PastJob:
 
     def report(self, options: BatchOptions) -> None:
         """Make the page `options.report`; its input is NO_INPUT where none is given."""
-        if self._manifest is None:
-            raise ConfigError(f"output {self.name}: it has no row yet, because its model was never ready; run its job "
-                              "again, or wait for it")
+        if self._manifest is None or not self._output.is_file():
+            raise ConfigError(f"output {self.name}: it is not there yet, or not any more; run its job again, or wait "
+                              "for it")
         place = find_places(options, None).report
         assert place is not None, "the caller names a page"
         most_pixels = int(self._manifest.settings.get(_LIMIT_OF_IMAGES, LIMITS.max_source_pixels))

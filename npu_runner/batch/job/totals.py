@@ -90,7 +90,7 @@ class Totals:
 
     @property
     def num_unfinished(self) -> int | None:
-        return None if self.num_rows is None else self.num_rows - self.rows.num_answered - self.rows.num_failed
+        return None if self.num_rows is None else max(0, self.num_rows - self.rows.num_rows)
 
     @property
     def num_unrecorded(self) -> int:
