@@ -163,8 +163,8 @@ def test_a_limit_and_a_row_may_differ_only_when_failed_rows_are_tried_again(fold
             rf"{LIMIT}\. With --retry-errors {LIMIT} may differ")
     refused(folder, Command(rows=CORRECTED), r"row 2 \(custom_id 'b'\), line 2, was changed; it has no answer, so with "
             "--retry-errors it may be")
-    refused(folder, Command(rows=put(ROWS, 3, ("x", "mended"))), r"row 4 \(custom_id 'x'\), line 4, was changed; it has "
-            "no answer, so with --retry-errors it may be")
+    refused(folder, Command(rows=put(ROWS, 3, ("x", "mended"))), r"row 4 \(custom_id 'x'\), line 4, was changed; it "
+            "has no answer, so with --retry-errors it may be")
 
 
 def refused(folder: Path, command: Command, match: str) -> None:

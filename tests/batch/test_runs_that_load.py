@@ -24,7 +24,7 @@ from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError
 from tests.batch.job_folder import Job
-from tests.batch.scripted import ScriptedProcessor, row, write_rows
+from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, row, write_rows
 from tests.batch.test_run_record import STEPS, killed_before
 from tests.batch.test_totals import kill, killed_within, told_in
 
@@ -68,6 +68,18 @@ def test_a_run_that_is_killed_while_it_loads_counts(job: Job, monkeypatch: pytes
     assert [run["end"] for run in told_now["runs"]] == [None, "finished"]
     assert told_now["rows"]["unrecorded"] == 0
     assert told_now["seconds"]["device"] == pytest.approx(sum(run["seconds"]["device"] for run in told_now["runs"]))
+
+
+def test_the_first_run_of_an_output_can_be_looked_at_while_it_loads(job: Job) -> None:
+    seen = []
+
+    def look(config: RunnerConfig) -> ScriptedEngine:
+        totals = PastJob(str(job.output)).totals(None)
+        seen.append((job.output.exists(), totals.state, totals.num_rows, len(totals.runs)))
+        return ScriptedEngine(config)
+
+    job.run(look)
+    assert seen == [(False, "under way", 2, 1)]
 
 
 @pytest.mark.parametrize(("error", "end"), [
