@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -52,3 +53,15 @@ def test_a_disk_too_full_for_the_order_keeps_every_answer(job: Job, disk: Path) 
     job.run(output=str(output), ordered=True)
     assert [item["custom_id"] for item in read_rows(output)] == numbered(257)
     assert len(job.engines) == 1
+
+
+def test_a_disk_without_room_for_a_lock_is_said_and_keeps_none(job: Job, disk: Path) -> None:
+    write_rows(job.input, [row("a")])
+    with open(disk / "fill", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    with pytest.raises(JobError, match=r"lock .*out\.jsonl\.lock: No space left on device; make room"):
+        job.run(output=str(disk / "out.jsonl"))
+    assert {path.name for path in disk.iterdir()} == {"fill"}
+    (disk / "fill").unlink()
+    assert job.run(output=str(disk / "out.jsonl")).exit_status == 0

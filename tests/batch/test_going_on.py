@@ -163,6 +163,8 @@ def test_a_limit_and_a_row_may_differ_only_when_failed_rows_are_tried_again(fold
             rf"{LIMIT}\. With --retry-errors {LIMIT} may differ")
     refused(folder, Command(rows=CORRECTED), r"row 2 \(custom_id 'b'\), line 2, was changed; it has no answer, so with "
             "--retry-errors it may be")
+    refused(folder, Command(rows=put(ROWS, 3, ("x", "mended"))), r"row 4 \(custom_id 'x'\), line 4, was changed; it "
+            "has no answer, so with --retry-errors it may be")
 
 
 def refused(folder: Path, command: Command, match: str) -> None:
@@ -236,10 +238,11 @@ def test_rows_of_an_output_without_digests_may_be_added_and_not_changed(folder: 
     assert_finished(folder, corrected)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}\n", b'{"format": 9}\n', b"more"])
+@pytest.mark.parametrize("damage", [b"", b"{}\n", b'{"format": 9}\n', b"[" * 100_000, b"more", b"flip"])
 def test_a_damaged_file_of_digests_is_named_and_the_output_goes_on_without_it(folder: Path, damage: bytes) -> None:
     path = rows_path(folder / "out.jsonl")
-    path.write_bytes(path.read_bytes() + damage if damage == b"more" else damage)
+    whole = path.read_bytes()
+    path.write_bytes({b"more": whole + damage, b"flip": whole[:-1] + bytes([whole[-1] ^ 1])}.get(damage, damage))
     refused(folder, AGAIN, r"rows .*out\.jsonl\.rows: cannot be read \(.*\); once it is removed the output goes on")
     path.unlink()
     run(folder, Command(rows=[*ROWS, ("f", "more")]))

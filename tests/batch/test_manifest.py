@@ -76,11 +76,31 @@ def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
         Manifest.load(tmp_path / "out.jsonl")
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"format": 99}', b'{"format": 1, "created": 1}'])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"format": 99}', b'{"format": 1, "created": 1}',
+                                  b"[" * 100_000])
 def test_an_unreadable_manifest_is_a_clear_error(tmp_path: Path, text: bytes) -> None:
     manifest_path(tmp_path / "out.jsonl").write_bytes(text)
     with pytest.raises(ConfigError, match=r"out\.jsonl\.manifest\.json: cannot be read"):
         Manifest.load(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"settings": [1]}, "settings: Input should be a valid dict"),
+    ({"error_file": 5}, "error_file: Input should be a valid string"),
+    ({"changes": [3]}, r"changes\.0: Input should be"),
+    ({"changes": [{}]}, r"changes\.0\.name: Field required"),
+    ({"input": {"num_bytes": "3", "blake2b": "abc"}}, r"input\.num_bytes: Input should be a valid int"),
+    ({"model_files": {"config.json": None}}, "model_files"),
+    ({"settings": {"max_model_len": "long"}}, "setting max_model_len: 'long' is not a number"),
+    ({"settings": {"prompts.max_source_pixels": None}}, "setting prompts.max_source_pixels: None is not a number"),
+])
+def test_an_edited_manifest_is_refused_with_its_field(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    output = tmp_path / "out.jsonl"
+    MANIFEST.save(output)
+    fields = {**json.loads(manifest_path(output).read_text()), **changes}
+    manifest_path(output).write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=rf"manifest .*: cannot be read \(.*{match}.*\); --overwrite starts afresh"):
+        Manifest.load(output)
 
 
 def test_every_difference_is_named_with_both_values() -> None:

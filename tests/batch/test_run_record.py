@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from npu_runner.batch.files import run_record
 from npu_runner.batch.files.names import new_version_path, runs_path
+from npu_runner.batch.files.output_file import RowCounts
 from npu_runner.batch.files.run_record import RunRecord, read_runs
+from npu_runner.batch.job.summary import JobRecord, Tally
+from npu_runner.batch.job.totals import Totals, line_of
 from npu_runner.errors import ConfigError, JobError
 
 KILLED = 9
@@ -21,7 +27,9 @@ STEPS = ("open", "write", "fsync", "replace", "unlink", "close")
 
 
 def line(run: str, count: int) -> dict[str, Any]:
-    return {"run": run, "tally": {"num_answered": count}}
+    record = JobRecord(run_id=run, num_rows=9, platform="cpu", tally=Tally(num_answered=count))
+    record.tally.failures_by_code["media_missing"] += 1
+    return dict(line_of(record, None))
 
 
 def counts(output: Path) -> dict[str, int]:
@@ -51,7 +59,8 @@ def test_the_last_line_of_each_run_counts_in_the_order_in_which_they_began(outpu
 
 def test_cut_anywhere_each_run_counts_up_to_its_last_whole_line_and_the_next_one_is_whole(output: Path) -> None:
     whole = runs_path(output).read_bytes()
-    for cut in range(len(whole) + 1):
+    ends = [at for at, byte in enumerate(whole, 1) if byte == ord("\n")]
+    for cut in sorted({0, 1, *range(0, len(whole), 97), *(end + by for end in ends for by in (-2, -1, 0, 1))}):
         runs_path(output).write_bytes(whole[:cut])
         lines = [json.loads(found) for found in whole[: whole.rfind(b"\n", 0, cut) + 1].splitlines()]
         expected = {found["run"]: found["tally"]["num_answered"] for found in lines}
@@ -139,6 +148,54 @@ def test_what_a_power_cut_leaves_is_left_out(output: Path) -> None:
     with open(runs_path(output), "ab") as file:
         file.write(b"\0" * 600 + b"\n[1]\n7\n" + json.dumps(line("c", 1)).encode() + b"\n" + b"\0" * 40)
     assert counts(output) == {"a": 5, "b": 4, "c": 1}
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from([10**400, 1 << 62]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4) | st.just("num_answered"), inner,
+                                                               max_size=2),
+    max_leaves=4,
+)
+FIELDS = [(name, inner) for name, value in line("x", 0).items()
+          for inner in [None, *(value if isinstance(value, dict) else ())]]
+
+
+@given(st.lists(st.tuples(st.sampled_from([*FIELDS, ("new", None), ("tally", "new"), ("seconds", "new")]),
+                          st.just(...) | ANY_JSON), min_size=1, max_size=3))
+@example([(("tally", None), ...)])
+@example([(("run", None), ["a"])])
+@example([(("seconds", "start"), ...)])
+@example([(("tally", "num_prompt_tokens"), {"a": 1})])
+@example([(("tally", "num_answered"), True)])
+@example([(("tally", "failures_by_code"), 3)])
+@example([(("started", None), 10**18)])
+@example([(("seconds", "device"), float("inf"))])
+@example([(("end", None), "\ud800")])
+def test_an_edited_line_is_left_out_or_adds_up(changes: list[tuple[tuple[str, str | None], Any]]) -> None:
+    """A change is of a field, or of one within it; `...` removes it."""
+    edited: Any = line("b", 4)
+    for (name, inner), value in changes:
+        at, key = (edited, name) if inner is None else (edited.get(name), inner)
+        if value is ... and isinstance(at, dict):
+            at.pop(key, None)
+        elif value is not ... and isinstance(at, dict):
+            at[key] = value
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "out.jsonl")
+        whole = line("a", 5)
+        runs_path(output).write_text("".join(json.dumps(run) + "\n" for run in (whole, edited, whole)))
+        runs = read_runs(output)
+        totals = Totals(output="o", num_rows=9, rows=RowCounts(), runs=runs)
+        assert whole in runs
+        assert [run for run in runs if run != whole] in ([], [edited])
+        json.dumps(totals.to_json(), allow_nan=False)
+        "\n".join([*totals.to_lines(), totals.to_line()]).encode()
+        next_run(output)
+        assert read_runs(output)[:-1] == runs
+        runs_path(output).write_text(json.dumps(edited) + "\n")
+        if edited not in runs:
+            with pytest.raises(ConfigError, match="no line of it can be read"):
+                read_runs(output)
 
 
 def test_what_is_no_record_is_named_and_stays(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from npu_runner.errors import ConfigError
 
 FORMAT = 1
 NAME_BYTES = 8
-"""Of a row's key, in its record; the checksum of its bytes fills the rest."""
-RECORD_BYTES = 16
+"""Of a row's key, in its record; as many of the checksum of its bytes follow."""
 _NAME, _BYTES = 0, 1
 
 
@@ -52,7 +51,6 @@ def save_rows(output: Path, identity: InputIdentity, *, in_manifest: InputIdenti
         "format": FORMAT,
         "input": identity.to_json(),
         "in_manifest": None if in_manifest is None else in_manifest.to_json(),
-        "num_rows": len(identity.rows) // RECORD_BYTES,
         "blake2b": _digest(identity.rows),
     }
     path = rows_path(output)
@@ -75,11 +73,11 @@ def with_rows(output: Path, in_manifest: InputIdentity) -> InputIdentity:
         fields = json.loads(line)
         if fields["format"] != FORMAT:
             raise ValueError("it is of another version of this program")
-        if len(records) != RECORD_BYTES * fields["num_rows"] or _digest(records) != fields["blake2b"]:
+        if _digest(records) != fields["blake2b"]:
             raise ValueError("its records are not those that were written")
         identity = identity_from_json(fields["input"])
         before = None if fields["in_manifest"] is None else identity_from_json(fields["in_manifest"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"rows {path}: cannot be read ({error}); once it is removed the output goes on, and rows of "
                           "its input may be added but not changed") from error
     # Any other file is of another output that had this name.

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
 from npu_runner import __version__
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
@@ -31,6 +33,8 @@ LIMITS_OF_ROWS = {
 }
 """Settings that can only make a row fail, each with the reason: neither a higher nor a lower value changes an answer.
 max_model_len is none of them, because it ends answers, too. Limits that no manifest names may differ in any run."""
+_NUMBERS = {"max_model_len", "prompts.max_source_pixels"}
+"""Settings that a later run, or a report, takes from here."""
 _READABLE = (1, 2, FORMAT)
 _ABSENT = "(not there)"
 
@@ -115,8 +119,13 @@ def _read(output: Path) -> Manifest | None:
         if fields["format"] not in _READABLE:
             raise ValueError(f"it is of npu-runner {fields.get('npu_runner', '(unknown)')}, this is {__version__}")
         return _from_json(fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"manifest {path}: cannot be read ({error}); --overwrite starts afresh") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = _listed(error) if isinstance(error, ValidationError) else str(error)
+        raise ConfigError(f"manifest {path}: cannot be read ({reason}); --overwrite starts afresh") from error
+
+
+def _listed(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors())
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
@@ -135,7 +144,41 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+class _Fields(BaseModel):
+    """The types of what is read, in a file that somebody may have edited."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Change(_Fields):
+    name: str
+
+
+class _Input(_Fields):
+    num_bytes: int
+    blake2b: str
+
+
+class _File(_Fields):
+    created: int
+    model_name: str
+    model_files: dict[str, str]
+    weights: dict[str, str] = {}
+    settings: dict[str, Any]
+    input: _Input
+    error_file: str | None = None
+    changes: list[_Change] = []
+
+    @model_validator(mode="after")
+    def _has_numbers(self) -> _File:
+        for name in _NUMBERS & self.settings.keys():
+            if not str(self.settings[name]).isdecimal():
+                raise ValueError(f"setting {name}: {self.settings[name]!r} is not a number")
+        return self
+
+
 def _from_json(fields: dict[str, Any]) -> Manifest:
+    _File.model_validate(fields)
     return Manifest(
         created=fields["created"],
         model_name=fields["model_name"],

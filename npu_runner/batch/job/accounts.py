@@ -1,7 +1,7 @@
 """Keeps what the runs of a job add up to: in the record beside the output while a run goes on, and in --summary's file.
 
-The record is no condition of the job: while rows are served a line that cannot be written is said and made up for by
-the next one; at the end it is an error. Knows nothing of how rows are served.
+The record is no condition of the job: a line that cannot be written on the way is said and made up for by the next one.
+The first and the last one are: without them it is an error. Knows nothing of how rows are served.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.output_file import RowCounts
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.files.run_record import RunRecord
+from npu_runner.batch.files.run_record import Line, RunRecord
+from npu_runner.batch.job.signals import Interrupted
 from npu_runner.batch.job.summary import JobRecord, JobSummary
-from npu_runner.batch.job.totals import FINISHED, INTERRUPTED, Totals, line_of
+from npu_runner.batch.job.totals import FINISHED, INTERRUPTED, Totals, has_served, line_of
 from npu_runner.errors import JobError, NpuRunnerError
 
 LINE_SECONDS = 10.0
@@ -38,13 +39,19 @@ class Accounts:
         self._runs = RunRecord(None)
         self._last_line_at: float | None = None
         """None: this run is not in the record."""
-        self._ended: str | None = None
+        self._overwrites = False
+        self._last_line: Line | None = None
+        """None: it has not ended."""
         self._earlier_summary: bytes | None = None
         self._is_announced = False
 
-    def look(self, path: Path | None, *, overwrite: bool) -> None:
-        """Read what earlier runs have done. Raises ConfigError where that is no record."""
-        self._runs = RunRecord(path, overwrite=overwrite)
+    def look(self, path: Path | None, *, overwrite: bool, has_manifest: bool) -> None:
+        """Read what earlier runs have done. Raises ConfigError where that is no record.
+
+        Without a manifest no run of this output has served a row: those that have were of another one of that name.
+        """
+        self._overwrites = overwrite
+        self._runs = RunRecord(path, overwrite=overwrite, counts=lambda run: has_manifest or not has_served(run))
 
     def clear(self) -> None:
         """Before an output is overwritten."""
@@ -54,13 +61,19 @@ class Accounts:
 
     @contextlib.contextmanager
     def of_this_run(self) -> Iterator[None]:
-        """When it is left, the run's last line is on disk, if it had a first one. After an error it raises no second
-        one."""
+        """When it is left, the run's last line is on disk, if it had a first one; a refused run has none. After an
+        error it raises no second one."""
         try:
             yield
-        except NpuRunnerError as error:
+        except (NpuRunnerError, Interrupted) as error:
             try:
-                self._end(str(error))
+                if isinstance(error, Interrupted):
+                    self._end(INTERRUPTED)
+                elif self._record.is_worth_saying(error):
+                    self._end(str(error))
+                elif self._last_line_at is not None:
+                    self._last_line_at = None
+                    self._runs.withdraw()
             except JobError as second:
                 self._say(str(second))
             raise
@@ -68,11 +81,14 @@ class Accounts:
 
     def begin(self) -> None:
         """The first row is about to be served."""
-        self._runs.begin()
-        self._write_line()
+        if self._last_line_at is None:
+            self._runs.begin()
+            self._write_line()
+        else:
+            self.keep()
 
     def is_due(self) -> bool:
-        """Whether it is time for `keep`."""
+        """Whether it is time for `keep`, while the model loads and while rows are served."""
         return self._last_line_at is not None and time.monotonic() - self._last_line_at >= LINE_SECONDS
 
     def keep(self) -> None:
@@ -87,16 +103,16 @@ class Accounts:
         self._runs.append(line_of(self._record, None))
 
     def _end(self, end: str) -> None:
-        self._ended = end
         if self._last_line_at is not None:
-            self._runs.append(line_of(self._record, end), is_last=True)
+            self._last_line = line_of(self._record, end)
+            self._runs.append(self._last_line, is_last=True)
 
     # -- the summary -------------------------------------------------------------------------------------------------
 
     def totals(self, *, is_under_way: bool = False) -> Totals:
         record, runs = self._record, [*self._runs.earlier]
         if self._last_line_at is not None:
-            runs.append(line_of(record, self._ended))
+            runs.append(self._last_line or line_of(record, None))
         rows = RowCounts(
             num_answered=record.kept.num_answered + record.tally.num_answered,
             num_cut_off=record.kept.num_cut_off + record.tally.num_cut_off,
@@ -110,8 +126,14 @@ class Accounts:
         return [self.totals().to_line()] if self._runs.earlier or self._record.num_resumed else []
 
     def announce(self) -> None:
-        """From here on a summary's file says that a run is under way, until `save` or `withdraw`; a stream is written
-        once, by `save`."""
+        """The model is about to load: killed from here on, the run is in the record, unless it is to overwrite the
+        output of others.
+
+        A summary's file says that a run is under way, until `save` or `withdraw`; a stream is written once, by `save`.
+        """
+        if not self._overwrites:
+            self._runs.begin()
+            self._write_line()
         if self._summary is None or self._summary.path is None:
             return
         with clear_file_errors(self._summary.title):

@@ -74,14 +74,16 @@ class Driver:
 
 def hooks_for(
     book: RowBook, suspects: Suspects, progress: Progress, check: Callable[[Mapping[str, Any]], None], *,
-    rows_carry_data: bool = False, scale_up: Callable[[int], Sequence[MakeReplica]] | None = None,
+    loading: Callable[[str], None] = lambda phase: None, rows_carry_data: bool = False,
+    scale_up: Callable[[int], Sequence[MakeReplica]] | None = None,
 ) -> FleetHooks:  # fmt: skip
-    """What a fleet asks of a job. `check`: FleetHooks'. `rows_carry_data`: rows go to replicas with their bytes."""
+    """What a fleet asks of a job. `check`, `loading`: FleetHooks'. `rows_carry_data`: rows go to replicas with their
+    bytes."""
     return FleetHooks(
         make_run=book.run_with_data if rows_carry_data else book.run,
         say=progress.say,
         check=check,
-        loading=progress.loading,
+        loading=loading,
         isolate=functools.partial(_isolate, suspects, book),
         record_death=functools.partial(_record_death, suspects, book),
         scale_up=scale_up,

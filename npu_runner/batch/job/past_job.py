@@ -13,7 +13,7 @@ from pathlib import Path
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
-from npu_runner.batch.files.names import manifest_path
+from npu_runner.batch.files.names import manifest_path, runs_path
 from npu_runner.batch.files.output_file import counts_of, job_at_work, scan_output
 from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.job.options import BatchOptions
@@ -28,17 +28,18 @@ _LIMIT_OF_IMAGES, _RULE_OF_JOB = "prompts.max_source_pixels", "answers.structure
 
 
 class PastJob:
-    """The job whose answers are in `output`. Raises ConfigError where none is."""
+    """The job whose answers are in `output`, or will be once its model is loaded. Raises ConfigError where none is."""
 
     def __init__(self, output: str):
         self.name = output
         self._output = Path(os.path.realpath(output))
+        self._manifest = Manifest.load(self._output)
         with clear_file_errors(f"output {output}"):
             is_there = self._output.is_file()
-        if not is_there:
+            has_begun = self._manifest is not None or (not is_there and runs_path(self._output).is_file())
+        if not is_there and not has_begun:
             raise ConfigError(f"output {output}: there is no such file; name the output of a job")
-        self._manifest = Manifest.load(self._output)
-        if self._manifest is None:
+        if not has_begun:
             name = manifest_path(self._output).name
             raise ConfigError(f"output {output}: there is no {name} beside it, so it is no job's output")
 
@@ -56,9 +57,11 @@ class PastJob:
 
     def report(self, options: BatchOptions) -> None:
         """Make the page `options.report`; its input is NO_INPUT where none is given."""
+        if self._manifest is None or not self._output.is_file():
+            raise ConfigError(f"output {self.name}: it is not there yet, or not any more; run its job again, or wait "
+                              "for it")
         place = find_places(options, None).report
         assert place is not None, "the caller names a page"
-        assert self._manifest is not None, "an output without one is refused"
         most_pixels = int(self._manifest.settings.get(_LIMIT_OF_IMAGES, LIMITS.max_source_pixels))
         has_schema = _RULE_OF_JOB in self._manifest.settings
         with place:

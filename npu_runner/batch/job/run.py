@@ -123,7 +123,8 @@ class _Job:
     def _run(self, destination: Destination) -> None:
         """With the output locked: look, plan, serve, finish."""
         destination.look()
-        self.accounts.look(destination.path, overwrite=self._options.overwrite)
+        self.accounts.look(destination.path, overwrite=self._options.overwrite,
+                           has_manifest=destination.earlier is not None)
         if self._places.report is not None and destination.path is None:
             raise ConfigError("report: it is made from the output file, and this output cannot be read again")
         with self._open_input(destination) as file:
@@ -185,15 +186,22 @@ class _Job:
             if not all_are_refused(plan, book, refused, self._check(destination)):
                 return False
             self.record.num_workers = plan.limits.num_workers
-            self._progress.say(f"no model is loaded: preprocessing refuses all {book.num_rows} rows")
+            self._say_without_model(f"no model is loaded: preprocessing refuses all {book.num_rows} rows")
             self._signals.defer()
-            with Delivery(destination.begin(earlier.with_input(work.rows.identity)), self.record.tally) as delivery:
-                for index in range(book.num_rows):
-                    row = refused.pop(index)
-                    assert row is not None, f"row {index} was refused and is lost"
-                    delivery.put(row)
+            self._write_refused(refused, book, destination.begin(earlier.with_input(work.rows.identity)))
         Suspects(destination.path).clear()
         return True
+
+    def _write_refused(self, refused: EarlyRows, book: RowBook, writers: Writers) -> None:
+        record = self.record
+        record.serve_began = time.monotonic()
+        with Delivery(writers, record.tally) as delivery:
+            self.accounts.begin()
+            for index in range(book.num_rows):
+                row = refused.pop(index)
+                assert row is not None, f"row {index} was refused and is lost"
+                delivery.put(row)
+        record.serve_ended = time.monotonic()
 
     def _check(self, destination: Destination) -> Callable[[Mapping[str, Any]], None]:
         """Of settings that are known before the weights load."""
@@ -224,6 +232,7 @@ class _Job:
             if options.ordered and destination.path is None:
                 queue.allow(window)
             hooks = hooks_for(book, suspects, self._progress, self._check(destination),
+                              loading=functools.partial(self._while_loading, len(plan.replicas)),
                               rows_carry_data=plan.rows_carry_data, scale_up=plan.scale_up)  # fmt: skip
             given_up = known_suspects(queue, book, suspects)
             with Fleet(plan.replicas, queue, hooks, max_restarts=plan.max_restarts, given_up=given_up) as fleet:
@@ -245,8 +254,11 @@ class _Job:
         """Have the replicas load while the weights are hashed. Returns the manifest of what they serve."""
         num_threads = max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2))
         with WeightDigests(work.model_folder, num_threads=num_threads) as digests:
-            with loading:
-                facts = fleet.load()
+            try:
+                with loading:
+                    facts = fleet.load()
+            finally:
+                self._hold(len(fleet.states))
             refuse_changed_files(work.model_folder, work.model_files)
             self.record.start_phases, self.record.platform = facts.start_seconds, facts.settings.get("platform")
             shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
@@ -301,18 +313,32 @@ class _Job:
             self._measure(fleet, driver)
             self.accounts.keep()
 
+    def _while_loading(self, num_replicas: int, phase: str) -> None:
+        self._progress.loading(phase)
+        if self.accounts.is_due():
+            self._hold(num_replicas)
+            self.accounts.keep()
+
     def _measure(self, fleet: Fleet, driver: Driver) -> None:
         self.record.stats = driver.stats()
-        self.record.hold(num_present(fleet.states) * self._config.parallel.tensor_parallel_size)
+        self._hold(num_present(fleet.states))
+
+    def _hold(self, num_replicas: int) -> None:
+        self.record.hold(num_replicas * self._config.parallel.tensor_parallel_size)
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> None:
-        self._progress.say(f"nothing to do: all {work.rows.num_rows} rows are finished")
+        self._say_without_model(f"nothing to do: all {work.rows.num_rows} rows are finished")
         self._signals.defer()
         manifest = manifest_check.manifest_without_model(
             destination, model_name=work.model_folder.name, model_files=work.model_files, input=work.rows.identity
         )
         # No row is added, but the file is repaired.
         self._begin(destination, manifest).close()
+
+    def _say_without_model(self, line: str) -> None:
+        names = ", ".join(self._options.accept_changed)
+        self._progress.say(f"{line}; accept_changed {names}: without effect, the manifest's settings stay" if names
+                           else line)
 
     def _finish(self, file: InputFile, work: _Work, destination: Destination) -> None:
         """Every row is there: put them in order, and make the report."""

@@ -36,11 +36,17 @@ def line_of(record: JobRecord, end: str | None) -> Line:
         "platform": record.platform,
         "devices": record.num_devices,
         "rows": record.num_rows,
-        "end": end,
+        # Errors name files, whose names may be no UTF-8.
+        "end": None if end is None else end.encode(errors="backslashreplace").decode(),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "computed": {"prefill": engine.num_prefill_tokens, "decode": engine.num_decode_tokens},
         "tally": dict(vars(record.tally)),
     }
+
+
+def has_served(run: Line) -> bool:
+    """False: it was still loading, or was ended before its first row."""
+    return bool(run["seconds"]["serve"] or run["tally"]["num_answered"] or run["tally"].get("num_failed"))
 
 
 def tally_of(runs: Sequence[Line], rows: RowCounts) -> Tally:
@@ -84,7 +90,7 @@ class Totals:
 
     @property
     def num_unfinished(self) -> int | None:
-        return None if self.num_rows is None else self.num_rows - self.rows.num_answered - self.rows.num_failed
+        return None if self.num_rows is None else max(0, self.num_rows - self.rows.num_rows)
 
     @property
     def num_unrecorded(self) -> int:
@@ -119,10 +125,11 @@ class Totals:
         last = self.runs[-1]
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last["started"]))
         ended = last["end"] or "no end is recorded"
+        where = "" if last["platform"] is None else f", {last['platform']} x {last['devices']}"
         lines += [
             f"took      {self._cost}",
-            f"runs      {len(self.runs)}; the last one began at {began}, npu-runner {last['npu_runner']}, "
-            f"{last['platform']} x {last['devices']}: {ended}",
+            f"runs      {len(self.runs)}; the last one began at {began}, npu-runner {last['npu_runner']}{where}: "
+            f"{ended}",
         ]
         if self.num_unrecorded:
             lines.append(f"          {self.num_unrecorded} answers came without a record of their tokens and seconds")
