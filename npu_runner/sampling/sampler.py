@@ -111,10 +111,10 @@ class Sampler:
 
     Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words, repeated
     n-grams), masks of grammars and of spent thinking. Then the argmax for temperature 0; otherwise temperature, top_k,
-    top_p, min_p and one draw by inverse CDF. Of equal probabilities the lower token id comes first in the kept sets. The argmax keeps
-    that order if the device's own does (CPU and CUDA; Ascend documents none). The token depends only on the row's
-    logits, parameters, seed and history, not on its slot or other rows. So rows that draw from the whole vocabulary use
-    the platform's draw, if it has one, in every step.
+    top_p, min_p and one draw by inverse CDF. Of equal probabilities the lower token id comes first in the kept sets.
+    The argmax keeps that order if the device's own does (CPU and CUDA; Ascend documents none). The token depends only
+    on the row's logits, parameters, seed and history, not on its slot or other rows. So rows that draw from the whole
+    vocabulary use the platform's draw, if it has one, in every step.
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
