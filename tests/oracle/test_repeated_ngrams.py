@@ -1,5 +1,5 @@
-"""No n-gram comes twice in an answer. The oracle is transformers' NoRepeatNGramLogitsProcessor over output tokens alone,
-which `generate` gives it where the prompt comes as embeddings. With a window it is the definition, in plain Python."""
+"""No n-gram comes twice in an answer. The oracle is transformers' NoRepeatNGramLogitsProcessor over output tokens
+alone, which `generate` gives it where the prompt comes as embeddings. With a window it is the definition."""
 
 from __future__ import annotations
 
