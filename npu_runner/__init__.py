@@ -8,15 +8,18 @@ if TYPE_CHECKING:
     from npu_runner.config import RunnerConfig
     from npu_runner.llm import LLM
     from npu_runner.request.pooling_params import PoolingParams
+    from npu_runner.request.repetition_detection import RepetitionDetectionParams
     from npu_runner.request.sampling_params import SamplingParams
     from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.5.0"
-__all__ = ["LLM", "PoolingParams", "RunnerConfig", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "PoolingParams", "RepetitionDetectionParams", "RunnerConfig", "SamplingParams",
+           "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "npu_runner.llm",
     "PoolingParams": "npu_runner.request.pooling_params",
+    "RepetitionDetectionParams": "npu_runner.request.repetition_detection",
     "RunnerConfig": "npu_runner.config",
     "SamplingParams": "npu_runner.request.sampling_params",
     "StructuredOutputsParams": "npu_runner.request.structured_outputs",

@@ -26,7 +26,8 @@ _PARAMS_COLUMN = "sampling_params"
 _PROMPT_COLUMNS = ("messages", "prompt")
 _UNSERVED = {"n": "a row has one generated_text; repeat the row",
              "logprobs": "there is no column for them; npu-runner batch writes them"}
-_WHOLE_NUMBERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs")
+_WHOLE_NUMBERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "no_repeat_ngram_size",
+                  "no_repeat_ngram_window")
 _PARAM_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 Batch = Mapping[str, Any]
@@ -40,8 +41,8 @@ class LLMPredictor:
 
     A row has `messages`, OpenAI-style as in `LLM.chat`, or `prompt`, a raw text. Optional: `sampling_params`, an object
     of SamplingParams' fields. Its columns stay. New columns: generated_text, generated_tokens (ids), num_input_tokens,
-    num_generated_tokens, finish_reason, reasoning_content (None: no thinking, or not split off). `__inference_error__`
-    is empty, or "code: message".
+    num_generated_tokens, finish_reason, stop_reason (None: finish_reason says all), reasoning_content (None: no
+    thinking, or not split off). `__inference_error__` is empty, or "code: message".
     """
 
     def __init__(self, model: str, *, sampling_params: Mapping[str, Any] | None = None,
@@ -168,9 +169,16 @@ def _columns(answers: Sequence[RequestOutput]) -> dict[str, Any]:
         "num_input_tokens": [answer.num_prompt_tokens for answer in answers],
         "num_generated_tokens": [len(answer.token_ids) for answer in answers],
         "finish_reason": [answer.finish_reason for answer in answers],
+        "stop_reason": [_stop_reason(answer) for answer in answers],
         "reasoning_content": [answer.reasoning_content for answer in answers],
         ERROR_COLUMN: [_error(answer) for answer in answers],
     }
+
+
+def _stop_reason(answer: RequestOutput) -> str | None:
+    """A column has one type: the id of a stop token is a text as well."""
+    reason = answer.completions[0].stop_reason
+    return None if reason is None else str(reason)
 
 
 def _error(answer: RequestOutput) -> str:

@@ -18,7 +18,14 @@ from tokenizers import Tokenizer
 
 from npu_runner.core.sequence import Sequence
 from npu_runner.engine.detokenizer import detokenizer_for
-from npu_runner.request.outputs import CompactLogprobs, CompletionOutput, FinishReason, PromptLogprobs
+from npu_runner.request.outputs import (
+    REPETITION_DETECTED,
+    CompactLogprobs,
+    CompletionOutput,
+    FinishReason,
+    PromptLogprobs,
+)
+from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.runner.base import StepLogprobs
 from npu_runner.sampling.sampler import ALL_BANNED, NO_TOKEN
 
@@ -33,11 +40,12 @@ class End(NamedTuple):
 
 
 _LENGTH = End("length")
+_REPETITION = End("length", REPETITION_DETECTED)
 _NOT_A_NUMBER = End("error", error="the model's output is not a number (NaN or infinity): the weights are broken, or "
                                    "too much for the dtype; try dtype float32")
 _NOTHING_LEFT = End("error", error="no token is left: what structured_outputs, tool_choice or max_thinking_tokens "
-                                   "allow next is banned by min_tokens or bad_words, or the grammar has no way to go "
-                                   "on", code="no_token_left")
+                                   "allow next is banned by min_tokens, bad_words or no_repeat_ngram_size, or the "
+                                   "grammar has no way to go on", code="no_token_left")
 
 
 def not_followed(why: str, code: str = "invalid_structured_outputs") -> End:
@@ -58,13 +66,16 @@ class Generation:
         self._detokenizer = detokenizer_for(params, tokenizer)
         self.end_tokens = end_tokens
         self._looks_for_stops = bool(params.stop)
+        detection = params.repetition_detection
+        assert detection is None or isinstance(detection, RepetitionDetectionParams), f"{detection!r} was not checked"
+        self._repetition_detection = detection
         self._most_tokens = (sequence.max_num_tokens or sys.maxsize) - sequence.num_prompt_tokens
         self._has_end_token = False
 
     @property
     def is_watched(self) -> bool:
         """Whether each of its tokens is looked at, whatever it is."""
-        return self._looks_for_stops or self.logprobs is not None
+        return self._looks_for_stops or self.logprobs is not None or self._repetition_detection is not None
 
     @property
     def num_left(self) -> int:
@@ -114,7 +125,19 @@ class Generation:
             stop = self._detokenizer.append([token], stops_allowed=num_tokens >= params.min_tokens)
             if stop is not None:
                 return End("stop", stop)
-        return _LENGTH if num_tokens >= self._most_tokens else None
+        if num_tokens >= self._most_tokens:
+            return _LENGTH
+        return _REPETITION if num_tokens >= params.min_tokens and self._repeats_itself(num_tokens) else None
+
+    def _repeats_itself(self, num_tokens: int) -> bool:
+        """Whether its first `num_tokens` end in a repetition that it was to end with."""
+        detection = self._repetition_detection
+        if detection is None:
+            return False
+        token_ids = self.sequence.output_token_ids
+        if num_tokens < len(token_ids):  # after a rollback
+            token_ids = token_ids[max(0, num_tokens - detection.longest_span) : num_tokens]
+        return detection.is_repetition(token_ids)
 
     def take_vector(self, vector_D: np.ndarray) -> End:
         """Ends an embedding request with its vector."""

@@ -64,6 +64,12 @@ class Limits:
     """Characters of one bad word."""
     max_logit_bias: int = 1024
     """Entries of `logit_bias`."""
+    max_pattern_size: int = 512
+    """Tokens of a pattern that `repetition_detection` looks for."""
+    max_ngram_window: int = 8192
+    """Last tokens of an answer that `no_repeat_ngram_size` looks back at; without `no_repeat_ngram_window` so many."""
+    max_ngram_exempt_ids: int = 64
+    """Entries of `no_repeat_ngram_exempt_ids`."""
     max_metadata_entries: int = 64
     """Entries of `metadata`."""
     max_metadata_chars: int = 65_536

@@ -11,6 +11,8 @@ import numpy as np
 from npu_runner.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+REPETITION_DETECTED = "repetition_detected"
+"""The stop_reason of a completion that `repetition_detection` has ended."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it, if one did."""
+    """The stop string or stop token id that ended it, if one did; REPETITION_DETECTED with finish_reason `length`."""
     logprobs: Sequence[PositionLogprobs] | None = None
     error: str | None = None
     """Why, when finish_reason is `error`."""
@@ -140,6 +142,16 @@ class CompletionOutput:
     """Tokens of it, without the tags around it."""
     embedding: np.ndarray | None = None
     """float32 (D,), where the request was for a vector: then there is no text."""
+
+    @property
+    def is_repetition(self) -> bool:
+        """Ended because it repeated itself."""
+        return self.finish_reason == "length" and self.stop_reason == REPETITION_DETECTED
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Ended at its limit of tokens."""
+        return self.finish_reason == "length" and not self.is_repetition
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, check_count, shown
+from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 MAX_TOP_LOGPROBS = 20
@@ -75,6 +76,15 @@ class SamplingParams:
     with it; behind the reasoning, where the model thinks."""
     max_thinking_tokens: int | None = None
     """In a chat: when the model has thought for so many tokens, its end-of-thinking token comes next. 0: at once."""
+    repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
+    """End an answer whose last tokens are one pattern over and over. Its finish_reason is `length`, its stop_reason
+    `repetition_detected`. `max_pattern_size` 0 looks for nothing."""
+    no_repeat_ngram_size: int = 0
+    """No so many tokens stand in the answer twice in the same order. The prompt does not count. 0: they may."""
+    no_repeat_ngram_window: int | None = None
+    """Only so many last tokens of the answer count. None: as many as the limit allows."""
+    no_repeat_ngram_exempt_ids: Sequence[int] = ()
+    """Tokens that may come nevertheless."""
     prompt_logprobs: int | None = None
     """The same of each token of the prompt, but its first. Such a prompt is computed whole, whatever is cached."""
 
@@ -103,6 +113,7 @@ class SamplingParams:
             presence_penalty=_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
         )
         self._keep_answer_rules()
+        self._keep_guards()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
         if self.truncate_prompt_tokens is not None:
@@ -120,6 +131,26 @@ class SamplingParams:
         self._keep(structured_outputs=StructuredOutputsParams.of(self.structured_outputs))
         if self.ignore_eos:
             raise _error("ignore_eos", "with structured_outputs nothing comes behind the answer's end; leave it out")
+
+    def _keep_guards(self) -> None:
+        if self.repetition_detection is not None:
+            detection = RepetitionDetectionParams.of(self.repetition_detection)
+            self._keep(repetition_detection=detection if detection.is_on else None)
+        exempt_ids = _token_ids("no_repeat_ngram_exempt_ids", self.no_repeat_ngram_exempt_ids,
+                                LIMITS.max_ngram_exempt_ids)
+        size = _integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, LIMITS.max_ngram_window)
+        self._keep(no_repeat_ngram_size=size, no_repeat_ngram_exempt_ids=exempt_ids)
+        if size == 1:
+            raise _error("no_repeat_ngram_size", "1 lets no token come twice; say 2 or more, 0 asks for nothing")
+        if self.no_repeat_ngram_window is not None:
+            window = _integer("no_repeat_ngram_window", self.no_repeat_ngram_window, 1, LIMITS.max_ngram_window)
+            if window < size:
+                raise _error("no_repeat_ngram_window", f"{window} is shorter than no_repeat_ngram_size {size}: nothing "
+                                                       "would stand in it twice; raise it")
+            self._keep(no_repeat_ngram_window=window)
+        for name in ("no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"):
+            if getattr(self, name) and not size:
+                raise _error(name, f"{shown(getattr(self, name))} has no effect without no_repeat_ngram_size; say it")
 
     def _keep(self, **values: Any) -> None:
         for name, value in values.items():

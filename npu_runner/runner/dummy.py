@@ -11,9 +11,11 @@ from npu_runner.core.batch import NO_NEW_BLOCKS, NO_TOKEN_IDS, ImageSlice, Sampl
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
-# What takes most memory in the sampler: counts of every token, the whole vocabulary sorted, and log probabilities.
+# What takes most memory in the sampler: counts of every token, the whole vocabulary sorted, log probabilities, and the
+# longest history of n-grams.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
-                         logprobs=MAX_TOP_LOGPROBS)
+                         logprobs=MAX_TOP_LOGPROBS, no_repeat_ngram_size=2)
+_OUTPUT = [0, 0]  # long enough to repeat an n-gram
 
 
 # Large images cost time; where memory is not measured, a small one takes the same path.
@@ -53,7 +55,7 @@ def dummy_prefill(num_tokens: int, batch_size: int, *, block_size: int, uses_mro
         context_lens_B=query_lens,
         new_blocks_N3=np.array([(slot, column, 0) for slot in slots for column in columns], dtype=np.int32),
         samples_B=np.ones(batch_size, dtype=np.bool_),
-        new_sampling=[SamplingEntry(int(slot), _PARAMS, int(slot), [0], []) for slot in slots],
+        new_sampling=[SamplingEntry(int(slot), _PARAMS, int(slot), [0], _OUTPUT) for slot in slots],
         images=list(images),
         image_slices=_slices(images, num_tokens),
     )

@@ -417,6 +417,7 @@ class ModelRunner(ModelRunnerBase):
         return Sampler(
             vocab_size=self.model_config.vocab_size,
             max_num_seqs=self.settings.max_num_seqs,
+            max_model_len=self.max_model_len,
             eos_token_ids=self.checkpoint.end_token_ids,
             device=self.device,
             sort_ascending=self.ops.sort_ascending,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from npu_runner.platforms.ops import AllowedDraw, TokenLookUp
 from npu_runner.platforms.transfers import Download
+from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import Thinking
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling import sampling_ops as ops
@@ -108,15 +109,16 @@ class HostSample:
 class Sampler:
     """Per-slot sampling state on one device. A slot is a row 0..max_num_seqs-1 that a running sequence holds.
 
-    Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words), masks of
-    grammars and of spent thinking. Then the argmax for temperature 0; otherwise temperature, top_k, top_p, min_p and
-    one draw by inverse CDF. Of equal probabilities the lower token id comes first in the kept sets. The argmax keeps
-    that order if the device's own does (CPU and CUDA; Ascend documents none). The token depends only on the row's
-    logits, parameters, seed and history, not on its slot or other rows. So rows that draw from the whole vocabulary use
-    the platform's draw, if it has one, in every step.
+    Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words, repeated
+    n-grams), masks of grammars and of spent thinking. Then the argmax for temperature 0; otherwise temperature, top_k,
+    top_p, min_p and one draw by inverse CDF. Of equal probabilities the lower token id comes first in the kept sets.
+    The argmax keeps that order if the device's own does (CPU and CUDA; Ascend documents none). The token depends only
+    on the row's logits, parameters, seed and history, not on its slot or other rows. So rows that draw from the whole
+    vocabulary use the platform's draw, if it has one, in every step.
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
+                 max_model_len: int = LIMITS.max_ngram_window,
                  sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values,
                  draw_from_softmax: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
                  draws_greedily: bool = False,
@@ -127,8 +129,8 @@ class Sampler:
                  constrained: ConstrainedRows | None = None):
         """sort_ascending, draw_from_softmax, draws_greedily, allow_tokens, allowed_draw: the platform's, see Ops;
         download, host_buffer: likewise, see Platform. constrained: what follows grammars and ends thinking."""
-        self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=eos_token_ids,
-                                    device=device)
+        self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+                                    eos_token_ids=eos_token_ids, device=device)
         self._sort_ascending = sort_ascending
         self._draw_from_softmax = draw_from_softmax
         self._draws_greedily = draws_greedily
@@ -201,7 +203,7 @@ class Sampler:
                 masked: Sequence[tuple[int, TokenConstraint]]) -> tuple[SamplerOutput, Tensor]:
         """Operator by operator, for any parameters. Also returns the tokens, with any value for rows that have none."""
         words_CW = self._masks_of([each for _, each in masked], logits_BV.device) if masked else None
-        if plan.counted is not None:
+        if plan.counted is not None or plan.repeating is not None:
             slots_B = slots_B.long()
         self._compile_draw(logits_BV, uniforms_B)
         tokens_B1, token_ids_B1, next_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan, words_CW)
@@ -334,6 +336,10 @@ class Sampler:
             adjusted_AV = plan.penalised.put(adjusted_AV, logits_PV)
         if plan.additions is not None:
             plan.additions.add_to(adjusted_AV)
+        if plan.repeating is not None:
+            rows, places = plan.repeating.rows, plan.repeating.places
+            banned_GV = self._state.ngrams.ban(places.take(adjusted_AV), rows.take(slots_B), plan.repeating.bans)
+            adjusted_AV = places.put(adjusted_AV, banned_GV)
         if plan.masked is None or words_CW is None:
             return adjusted_AV
         return plan.masked.put(adjusted_AV, self._allow_tokens(adjusted_AV, plan.masked.index, words_CW))

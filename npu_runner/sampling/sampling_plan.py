@@ -3,19 +3,21 @@ logits.
 
 All of it is decided on the host; the device gets row numbers.
 
-Shapes: S slots, B rows of the step, A of them whose logits are adjusted, P of those penalised, G of one group.
+Shapes: S slots, B rows of the step, A of them whose logits are adjusted, P of those penalised, G of one group, F
+that are followed for n-grams, E exempt ids.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from npu_runner.sampling.logit_rules import Additions
+from npu_runner.sampling.ngram_history import NgramBans, NgramRule, bans_of, exempt_ids_of
 
 GREEDY = -1
 _WHOLE, _WHOLE_ABOVE_MIN_P = 0, 1  # from the whole vocabulary, or from what min_p keeps of it; nothing is sorted
@@ -64,6 +66,24 @@ class DrawGroup:
 
 
 @dataclass(frozen=True)
+class FollowedRows:
+    """Rows whose tokens go into the history of n-grams."""
+
+    rows: Rows
+    exempt_FE: Tensor
+
+
+@dataclass(frozen=True)
+class RepeatingRows:
+    """Those among them that have tokens enough to repeat an n-gram. `rows` count through the step, `places` through the
+    adjusted."""
+
+    rows: Rows
+    places: Rows
+    bans: NgramBans
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What a step does beyond the argmax; None and empty if no row needs it."""
 
@@ -75,6 +95,8 @@ class StepPlan:
     uses_repetition: bool
     uses_frequency: bool
     additions: Additions | None
+    followed: FollowedRows | None
+    repeating: RepeatingRows | None
     masked: Rows | None
     """Among the adjusted, those that a mask leaves only some tokens."""
     groups: list[DrawGroup]
@@ -91,7 +113,8 @@ class StepPlan:
     @functools.cached_property
     def masks_alone(self) -> bool:
         """Nothing but masks changes logits."""
-        return self.masked is not None and self.penalised is None and self.additions is None
+        others = (self.penalised, self.additions, self.repeating)
+        return self.masked is not None and all(other is None for other in others)
 
     @property
     def masks_all(self) -> bool:
@@ -120,6 +143,10 @@ class RowsOfStep:
     is_biased: np.ndarray
     is_banned: np.ndarray
     """Before min_tokens."""
+    ngram_rules: list[NgramRule | None]
+    """Empty where no sequence has one."""
+    may_repeat: np.ndarray
+    """Has tokens enough to break its rule."""
     is_masked: np.ndarray
     wants_logprobs: np.ndarray
     uses_min_p: np.ndarray
@@ -134,7 +161,7 @@ class RowsOfStep:
 
     @functools.cached_property
     def is_adjusted(self) -> np.ndarray:
-        wanted = self.is_penalised | self.is_biased | self.is_banned | self.is_masked
+        wanted = self.is_penalised | self.is_biased | self.is_banned | self.may_repeat | self.is_masked
         wanted[[row for row, _ in self.hits]] = True
         return wanted
 
@@ -158,6 +185,19 @@ class RowsOfStep:
         rows[2 * self.slots[self.is_banned] + 1] = self.place[self.is_banned]
         return rows
 
+    @property
+    def _followed(self) -> list[int]:
+        return [row for row, rule in enumerate(self.ngram_rules) if rule is not None]
+
+    @property
+    def ngram_arrays(self) -> list[np.ndarray]:
+        """The rules of rows that are followed, and of those that may repeat something, for the device."""
+        followed = [rule for rule in self.ngram_rules if rule is not None]
+        if not followed:
+            return []
+        repeating = [rule for rule, may in zip(self.ngram_rules, self.may_repeat, strict=True) if rule and may]
+        return [exempt_ids_of(followed), *bans_of(repeating)]
+
     @functools.cached_property
     def _groups(self) -> dict[str, np.ndarray]:
         """Rows of each group that is not empty, by its name."""
@@ -175,6 +215,9 @@ class RowsOfStep:
             "adjusted": (np.flatnonzero(self.is_adjusted), num_rows),
             "penalised": (self.place[self.is_penalised], num_adjusted),
             "counted": (np.flatnonzero(self.is_penalised), num_rows),
+            "followed": (np.array(self._followed, dtype=np.int32), num_rows),
+            "repeating rows": (np.flatnonzero(self.may_repeat), num_rows),
+            "repeating places": (self.place[self.may_repeat], num_adjusted),
             "masked": (self.place[self.is_masked], num_adjusted),
             "logprobs": (np.flatnonzero(self.wants_logprobs), num_rows),
         }
@@ -185,13 +228,19 @@ class RowsOfStep:
         return {name: np.zeros(0, dtype=np.int32) if len(rows) == count else rows.astype(np.int32)
                 for name, (rows, count) in wanted.items() if len(rows)}
 
-    def plan(self, on_device: Mapping[str, Tensor], additions: Additions | None, *, num_logprobs: int) -> StepPlan:
-        """on_device: `indices`, there."""
+    def plan(self, on_device: Mapping[str, Tensor], additions: Additions | None, ngrams: Sequence[Tensor], *,
+             num_logprobs: int) -> StepPlan:
+        """on_device, ngrams: `indices` and `ngram_arrays`, there."""
         rows = {name: Rows(index.long() if len(index) else None) for name, index in on_device.items()}
+        followed = repeating = None
+        if "followed" in rows:
+            followed = FollowedRows(rows["followed"], ngrams[0])
+        if "repeating rows" in rows:
+            repeating = RepeatingRows(rows["repeating rows"], rows["repeating places"], NgramBans(*ngrams[1:]))
         return StepPlan(
             adjusted=rows.get("adjusted"), penalised=rows.get("penalised"), counted=rows.get("counted"),
             uses_repetition=bool(self.uses_repetition.any()), uses_frequency=bool(self.uses_frequency.any()),
-            additions=additions, masked=rows.get("masked"),
+            additions=additions, followed=followed, repeating=repeating, masked=rows.get("masked"),
             groups=[self._group(name, members, rows) for name, members in self._groups.items()],
             logprobs=rows.get("logprobs"), logprob_rows=np.flatnonzero(self.wants_logprobs), num_logprobs=num_logprobs,
         )

@@ -1,18 +1,15 @@
 """Sampling parameters and counts of each running sequence, by slot: numpy on the host, tensors on the device.
 
 Entries of new sequences are staged in numpy and sent in one copy with the next step. A step of the same rows as the one
-before copies nothing; the device updates what changes from step to step. Token counts for penalties (slots x
-vocabulary, 4 bytes each) are allocated when a sequence with a penalty joins. Knows nothing of logits.
+before copies nothing; the device updates what changes from step to step. Knows nothing of logits.
 
-Shapes: S slots, B rows of the step, G of one group, F fields, V vocabulary, R newcomers with penalties, N distinct
-tokens of theirs.
+Shapes: S slots, B rows of the step, G of one group, F fields.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,10 +19,12 @@ from npu_runner.errors import RequestError
 from npu_runner.platforms.transfers import upload_together
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.logit_rules import LogitRules, RuleTable, Watch, logit_rules
+from npu_runner.sampling.ngram_history import NgramHistory, NgramRule, ngram_rule
 from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, draw_class
+from npu_runner.sampling.token_counts import TokenCounts
 
 _REACHED = 1.0 - 2.0**-20  # a set that is short of top_p by rounding alone has reached it
-_IN_PROMPT = 0.5  # added once where the prompt holds the token, to the count of how often it was generated
+_NEVER = np.iinfo(np.int64).max
 _LEAST_TEMPERATURE = 1e-5  # a lower one could overflow the scaled logits; here only ties are still left to chance
 
 
@@ -54,8 +53,11 @@ class Field(enum.IntEnum):
 class SamplingState:
     """Seeds, parameters, token counts and rules of every slot."""
 
-    def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device):
+    def __init__(self, *, vocab_size: int, max_num_seqs: int, max_model_len: int, eos_token_ids: Sequence[int],
+                 device: torch.device):
         self.vocab_size, self.device = vocab_size, device
+        self._max_model_len = max_model_len
+        self.ngrams = NgramHistory(max_num_seqs, device)
         self.counts = TokenCounts(max_num_seqs, vocab_size, device)
         self._rules = RuleTable(vocab_size, device)
         self._eos_token_ids = tuple(eos_token_ids)
@@ -66,6 +68,8 @@ class SamplingState:
         self._num_logprobs_S = np.zeros(max_num_seqs, dtype=np.int64)
         self._is_biased_S = np.zeros(max_num_seqs, dtype=np.bool_)
         self._banned_until_S = np.zeros(max_num_seqs, dtype=np.int64)
+        self._ngram_rules: dict[int, NgramRule] = {}
+        self._repeats_from_S = np.full(max_num_seqs, _NEVER, dtype=np.int64)
         self._num_generated_S = np.zeros(max_num_seqs, dtype=np.int64)
         self._fields_FS = np.zeros((len(Field), max_num_seqs), dtype=np.float32)
         self._watches: dict[int, Watch] = {}
@@ -91,6 +95,9 @@ class SamplingState:
             self._last_watches = None
         self._is_biased_S[slot] = len(rules.tokens) > 0
         self._banned_until_S[slot] = rules.banned_until
+        if (rule := ngram_rule(params, self._max_model_len)) is not None:
+            self._ngram_rules[slot] = rule
+            self._repeats_from_S[slot] = rule.size
         self._features_S[slot] = _features(params)
         self._mixed_seeds_S[slot] = _mixed(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))[0]
         self._num_generated_S[slot] = len(output_token_ids)
@@ -107,6 +114,8 @@ class SamplingState:
         self._draws_S[slot] = GREEDY
         self._is_biased_S[slot] = False
         self._banned_until_S[slot] = 0
+        self._ngram_rules.pop(slot, None)
+        self._repeats_from_S[slot] = _NEVER
         self._newcomers.pop(slot, None)
         if self._watches.pop(slot, None) is not None:
             self._last_watches = None
@@ -154,18 +163,19 @@ class SamplingState:
         is_masked_B = np.zeros(len(host_slots), dtype=np.bool_)
         is_masked_B[list(masked_rows)] = True
         is_banned_B = self._num_generated_S[host_slots] < self._banned_until_S[host_slots]
+        may_repeat_B = self._num_generated_S[host_slots] >= self._repeats_from_S[host_slots]
         hits = [(row, token) for row, watch in self.watches(host_slots) for token in watch.banned]
         # In most steps it is the plan of the step before: no more than this is then looked at.
-        key = host_slots.tobytes() + is_banned_B.tobytes() + is_masked_B.tobytes()
+        key = host_slots.tobytes() + is_banned_B.tobytes() + may_repeat_B.tobytes() + is_masked_B.tobytes()
         if self._last_plan is not None and self._last_plan[0] == key and not self._newcomers and not hits:
             return self._last_plan[1]
         self._last_plan = None
-        plan = self._make_plan(self._rows(host_slots, is_banned_B, is_masked_B, hits))
+        plan = self._make_plan(self._rows(host_slots, is_banned_B, may_repeat_B, is_masked_B, hits))
         if not hits:
             self._last_plan = key, plan
         return plan
 
-    def _rows(self, host_slots: np.ndarray, is_banned_B: np.ndarray, is_masked_B: np.ndarray,
+    def _rows(self, host_slots: np.ndarray, is_banned_B: np.ndarray, may_repeat_B: np.ndarray, is_masked_B: np.ndarray,
               hits: list[tuple[int, int]]) -> RowsOfStep:
         features_B = self._features_S[host_slots]
         return RowsOfStep(
@@ -173,31 +183,40 @@ class SamplingState:
             uses_repetition=(features_B & Feature.REPETITION) != 0,
             uses_frequency=(features_B & Feature.FREQUENCY) != 0,
             is_biased=self._is_biased_S[host_slots], is_banned=is_banned_B, is_masked=is_masked_B,
+            ngram_rules=[self._ngram_rules.get(slot) for slot in host_slots.tolist()] if self._ngram_rules else [],
+            may_repeat=may_repeat_B,
             wants_logprobs=(features_B & Feature.LOGPROBS) != 0,
             uses_min_p=(features_B & Feature.MIN_P) != 0,
             draws=self._draws_S[host_slots], top_k=self._top_k_S[host_slots], hits=hits,
         )
 
     def _make_plan(self, rows: RowsOfStep) -> StepPlan:
-        newcomers: list[np.ndarray] = []
-        if self._newcomers:
-            newcomers = [self._fields_FS, *self.counts.stage({
-                slot: history for slot, history in self._newcomers.items()
-                if self._features_S[slot] & (Feature.REPETITION | Feature.FREQUENCY)})]
         staged = self._rules.stage(rows.row_of_part(len(self._features_S)), rows.adjusted_hits) \
             if rows.has_additions else None
-        arrays = [*newcomers, *rows.indices.values(), *(staged.arrays if staged else ())]
-        on_device = upload_together(arrays, self.device) if arrays else []
-        counts, rest = on_device[1: len(newcomers)], on_device[len(newcomers):]
-        additions = self._rules.install(staged, rest[len(rows.indices):]) if staged else None
-        plan = rows.plan(dict(zip(rows.indices, rest, strict=False)), additions,
+        sent = _upload_parts({
+            **(self._stage_newcomers() if self._newcomers else {}),
+            "indices": list(rows.indices.values()),
+            "ngram rules": rows.ngram_arrays,
+            "rules": staged.arrays if staged else [],
+        }, self.device)
+        additions = self._rules.install(staged, sent["rules"]) if staged else None
+        plan = rows.plan(dict(zip(rows.indices, sent["indices"], strict=True)), additions, sent["ngram rules"],
                          num_logprobs=int(self._num_logprobs_S[rows.slots].max(initial=0)))
         # Last: what fails for want of memory changes nothing that a second call would not make again.
-        if newcomers:
-            self._device_fields_FS.copy_(on_device[0])
-            self.counts.install(counts)
+        if self._newcomers:
+            self._device_fields_FS.copy_(sent["fields"][0])
+            self.counts.install(sent["counts"])
+            self.ngrams.install(sent["ngrams"])
             self._newcomers.clear()
         return plan
+
+    def _stage_newcomers(self) -> dict[str, list[np.ndarray]]:
+        penalised = {slot: history for slot, history in self._newcomers.items()
+                     if self._features_S[slot] & (Feature.REPETITION | Feature.FREQUENCY)}
+        followed = {slot: (self._ngram_rules[slot], output) for slot, (_, output) in self._newcomers.items()
+                    if slot in self._ngram_rules}
+        return {"fields": [self._fields_FS], "counts": self.counts.stage(penalised),
+                "ngrams": self.ngrams.stage(followed)}
 
     def prepare_advance(self, plan: StepPlan, slots_B: Tensor, tokens_B: Tensor,
                         host_slots: np.ndarray) -> Callable[[], None]:
@@ -205,13 +224,26 @@ class SamplingState:
         count = None
         if plan.counted is not None:
             count = self.counts.prepare_advance(plan.counted.take(slots_B), plan.counted.take(tokens_B))
+        follow = None
+        if plan.followed is not None:
+            rows = plan.followed.rows
+            follow = self.ngrams.prepare_advance(rows.take(slots_B), rows.take(tokens_B), plan.followed.exempt_FE)
 
         def record() -> None:
             if count is not None:
                 count()
+            if follow is not None:
+                follow()
             self._num_generated_S[host_slots] += 1
 
         return record
+
+
+def _upload_parts(parts: Mapping[str, list[np.ndarray]], device: torch.device) -> dict[str, list[Tensor]]:
+    """Arrays of several parts in one copy, or in none where there are no arrays."""
+    arrays = [array for part in parts.values() for array in part]
+    on_device = iter(upload_together(arrays, device) if arrays else ())
+    return {name: [next(on_device) for _ in part] for name, part in parts.items()}
 
 
 def _features(params: SamplingParams) -> Feature:
@@ -243,47 +275,3 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
-
-
-class TokenCounts:
-    """Counts by slot and token, kept on the device by the sampled tokens themselves."""
-
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
-        assert max_num_seqs * vocab_size < 2**31, "flat indices are int32"
-        self._shape, self._device = (max_num_seqs, vocab_size), device
-        self._counts_SV: Tensor | None = None
-
-    def stage(self, histories: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> list[np.ndarray]:
-        """Arrays of 4-byte values for `install`. histories: newcomers that have penalties, (prompt, output so far)."""
-        if not histories:
-            return []
-        indices, amounts = [], []
-        for slot, (prompt, output) in histories.items():
-            in_prompt = np.unique(np.asarray(prompt, dtype=np.int32))
-            generated, times = np.unique(np.asarray(output, dtype=np.int32), return_counts=True)
-            indices += [slot * self._shape[1] + in_prompt, slot * self._shape[1] + generated]
-            amounts += [np.full(len(in_prompt), _IN_PROMPT), times]
-        return [np.array(list(histories), dtype=np.int32), np.concatenate(indices).astype(np.int32),
-                np.concatenate(amounts).astype(np.float32)]
-
-    def install(self, staged: Sequence[Tensor]) -> None:
-        """Take over what `stage` prepared, now on the device."""
-        if not staged:
-            return
-        slots_R, indices_N, amounts_N = staged
-        if self._counts_SV is None:
-            self._counts_SV = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
-        self._counts_SV.index_fill_(0, slots_R.long(), 0.0)
-        self._counts_SV.view(-1).scatter_add_(0, indices_N.long(), amounts_N)
-
-    def rows(self, slots_B: Tensor) -> Tensor:
-        """(B, V) float32: 0 for a token neither in prompt nor output; rounded down, how often it was generated."""
-        assert self._counts_SV is not None, "no sequence with a penalty has joined"
-        return self._counts_SV.index_select(0, slots_B)
-
-    def prepare_advance(self, slots_B: Tensor, tokens_B: Tensor) -> Callable[[], object]:
-        """What counts one more generated token per row, its memory taken already."""
-        assert self._counts_SV is not None, "no sequence with a penalty has joined"
-        indices_B = slots_B * self._shape[1] + tokens_B
-        ones_B = torch.ones_like(indices_B, dtype=torch.float32)
-        return partial(self._counts_SV.view(-1).scatter_add_, 0, indices_B, ones_B)

@@ -1,15 +1,18 @@
-"""Answers that are none to work with: cut off at their limit, or not the JSON that was asked for. All counts agree."""
+"""Answers that are none to work with: cut off at their limit, ended for repeating themselves, or not the JSON that was
+asked for. All counts agree."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from npu_runner.batch.files.output_file import counts_of, scan_output
 from npu_runner.batch.job.summary import Tally
-from npu_runner.request.outputs import CompletionOutput, RequestOutput
+from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, RequestOutput
 from npu_runner.request.sampling_params import SamplingParams
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, completion_row, row, write_rows
@@ -18,6 +21,7 @@ OBJECT, WORDS = '{"a": 1}', "no JSON"
 SCHEMA: dict[str, Any] = {"type": "object"}
 BY_ROW: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+DETECTION = {"max_pattern_size": 9, "min_count": 3}
 # What the model says, the row's fields, whether that is cut off, whether unparsed without and with a schema of the job.
 ROWS: dict[str, tuple[str, dict[str, Any], bool, bool, bool]] = {
     "words": (WORDS, {}, False, False, True),
@@ -34,12 +38,17 @@ ROWS: dict[str, tuple[str, dict[str, Any], bool, bool, bool]] = {
     "a choice": (WORDS, {"guided_choice": [WORDS]}, False, False, False),
     "with tools": (WORDS, {"tools": TOOLS}, False, False, False),
     "without its tools": (WORDS, {"tools": TOOLS, "tool_choice": "none"}, False, False, True),
+    "repeats": (WORDS, {"repetition_detection": DETECTION}, False, False, True),
+    "repeats, and is none": (WORDS, {"repetition_detection": DETECTION, "response_format": BY_ROW}, False, True, True),
+    "repeats, and is cut": (WORDS, {"repetition_detection": DETECTION, "max_tokens": 3, "n": 2, "temperature": 1},
+                            True, False, True),
     "the engine's fault": ("rorre enigne", {}, False, False, False),
 }
 
 
 class Cutting(ScriptedEngine):
-    """Keeps to max_tokens, one a character. The second of two completions is words."""
+    """Keeps to max_tokens, one a character. The second of two completions is words. The first repeats itself where that
+    is looked for."""
 
     def _output(self, request_id: str, text: str, params: SamplingParams) -> RequestOutput:
         if text == "engine error":
@@ -48,8 +57,10 @@ class Cutting(ScriptedEngine):
         most = params.max_tokens or len(answer)
         reason = "stop" if len(answer) <= most else "length"
         texts = [answer[:most], *[WORDS] * (params.n - 1)]
-        return RequestOutput(request_id, [CompletionOutput(index, said, [1] * len(said), reason)
-                                          for index, said in enumerate(texts)], len(text))  # fmt: skip
+        completions = [CompletionOutput(index, said, [1] * len(said), reason) for index, said in enumerate(texts)]
+        if params.repetition_detection is not None:
+            completions[0] = replace(completions[0], finish_reason="length", stop_reason=REPETITION_DETECTED)
+        return RequestOutput(request_id, completions, len(text))
 
 
 def shown(page: str) -> dict[str, int]:
@@ -68,22 +79,28 @@ def test_all_who_count_agree(has_schema: bool, job: Job) -> None:
     options = {"response_schema": job.folder / "schema.json"} if has_schema else {}
     summary = job.run(Cutting, report=job.folder / "page.html", summary=job.folder / "sums.json", **options)
     cut_off = {name for name, (_, _, is_cut, *_) in ROWS.items() if is_cut}
+    repetition = {name for name, (_, body, *_) in ROWS.items() if "repetition_detection" in body}
     unparsed = {name for name, (*_, of_row, of_both) in ROWS.items() if (of_both if has_schema else of_row)}
 
     tally = summary.tally
     assert (tally.num_failed, tally.num_cut_off, tally.num_unparsed) == (1, len(cut_off), len(unparsed))
-    rows = json.loads((job.folder / "sums.json").read_text())["rows"]
-    assert (rows["cut_off"], rows["unparsed"]) == (len(cut_off), len(unparsed))
+    assert tally.num_repetition == len(repetition)
+    sums = json.loads((job.folder / "sums.json").read_text())
+    for rows in (sums["rows"], sums["this_run"]["rows"]):
+        assert (rows["cut_off"], rows["repetition"], rows["unparsed"]) == tuple(
+            map(len, (cut_off, repetition, unparsed)))
+    counts = counts_of([scan_output(job.output)])
+    assert (counts.num_cut_off, counts.num_repetition) == (len(cut_off), len(repetition)), "what a later run finds"
     assert summary.to_lines()[0] == (f"rows      {len(ROWS)} answered, 1 failed (1 generation_failed), "
-                                     f"cut off {len(cut_off)}, unparsed {len(unparsed)}")
+                                     f"cut off {len(cut_off)}, repetition {len(repetition)}, unparsed {len(unparsed)}")
     page = (job.folder / "page.html").read_text()
     first = [name.replace("&#39;", "'") for name in re.findall(r'<div class="foot"><span>(.*?)</span>', page)]
-    ranks = [0 if name == "the engine's fault" else 1 if name in cut_off else 2 if name in unparsed else 3
-             for name in first]  # fmt: skip
+    ranked = [{"the engine's fault"}, cut_off, repetition, unparsed, set(first)]
+    ranks = [next(rank for rank, names in enumerate(ranked) if name in names) for name in first]
     assert (len(first), ranks) == (len(ROWS) + 1, sorted(ranks))
-    assert {name: count for name, count in shown(page).items() if name in ("cut off", "unparsed")} == {
-        "cut off": len(cut_off), "unparsed": len(unparsed)}  # fmt: skip
-    for name, flaw in (("cut_off", cut_off), ("unparsed", unparsed)):
+    assert {name: count for name, count in shown(page).items() if name in ("cut off", "repetition", "unparsed")} == {
+        "cut off": len(cut_off), "repetition": len(repetition), "unparsed": len(unparsed)}  # fmt: skip
+    for name, flaw in (("cut_off", cut_off), ("repetition", repetition), ("unparsed", unparsed)):
         found = re.findall(rf'<article class="[a-z_ ]*\b{name}\b[^"]*">(?:(?!</article>).)*?<div class="foot"><span>'
                            r"(.*?)</span>", page, re.DOTALL)  # fmt: skip
         assert {item.replace("&#39;", "'") for item in found} == flaw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -29,7 +30,7 @@ SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "enforce_e
 EXAMPLES = [draw_example(seed) for seed in TEST_SEEDS[:5]]
 GREEDY = {"temperature": 0, "max_tokens": 6}
 COLUMNS = ["generated_text", "generated_tokens", "num_input_tokens", "num_generated_tokens", "finish_reason",
-           "reasoning_content", ERROR_COLUMN]  # fmt: skip
+           "stop_reason", "reasoning_content", ERROR_COLUMN]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,24 @@ def test_raw_prompts_have_a_column_of_their_own(predictor: LLMPredictor) -> None
     params = [SamplingParams(temperature=0, max_tokens=count) for count in (3, 2)]
     found = predictor._llm.generate(["which", "what colour"], params)
     assert out["generated_tokens"] == [output.token_ids for output in found]
+
+
+def test_a_row_that_repeats_itself_says_so(predictor: LLMPredictor) -> None:
+    """Arrow gives the objects of all rows the fields of all, and turns lists into arrays."""
+    nothing = {"repetition_detection": None, "no_repeat_ngram_size": float("nan"), "no_repeat_ngram_exempt_ids": None}
+    detection = {"max_pattern_size": 20, "min_pattern_size": None, "min_count": 3}
+    params = [{**nothing, "max_tokens": 40, "ignore_eos": True, **asked} for asked in (
+        {}, {"repetition_detection": detection},
+        {"no_repeat_ngram_size": 2.0, "no_repeat_ngram_exempt_ids": np.array([5, 6])})]
+    out = predictor({"prompt": ["circle"] * 3, "sampling_params": params})
+    assert out[ERROR_COLUMN] == [""] * 3
+    assert out["finish_reason"] == ["length"] * 3
+    assert out["stop_reason"] == [None, "repetition_detected", None]
+    free, ended, banned = out["generated_tokens"]
+    assert len(ended) < len(free) == len(banned) == 40
+    assert ended == free[: len(ended)]
+    pairs = [pair for pair in itertools.pairwise(banned) if pair[1] not in (5, 6)]
+    assert len(pairs) == len(set(pairs))
 
 
 def test_settings_of_videos_are_for_raw_prompts_too_unless_they_bring_their_own(checkpoint: Any) -> None:

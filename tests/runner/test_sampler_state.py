@@ -30,6 +30,8 @@ SEVERAL = [
     SamplingParams(temperature=0.0, repetition_penalty=1.1, min_tokens=6, stop_token_ids=[5]),
     SamplingParams(bad_words=["ab", "cde"], logit_bias={token: 3.0 for token in range(10, 16)}),
     SamplingParams(min_tokens=15, logprobs=2),
+    SamplingParams(temperature=0.0, no_repeat_ngram_size=2, no_repeat_ngram_exempt_ids=[0, 250]),
+    SamplingParams(temperature=0.5, no_repeat_ngram_size=3, no_repeat_ngram_window=9, presence_penalty=-2.0),
 ]
 
 

@@ -1,6 +1,6 @@
 """The file of answers: what it holds already, how it is repaired, and how rows are added so that none is lost.
 
-Knows nothing of what an answer says, beyond its name and whether it is an error.
+Knows nothing of what an answer says, beyond its name, whether it is an error, and how it ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -34,6 +34,7 @@ from npu_runner.batch.files.input_file import keys_array
 from npu_runner.batch.files.names import lock_path
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.rows.input_row import row_key
+from npu_runner.batch.rows.openai_response import is_cut_off, is_repetition
 from npu_runner.errors import ConfigError, JobError, OutputLostError
 
 _UNNAMED = "unknown"
@@ -55,6 +56,8 @@ class OutputScan:
     """Of the failed rows, in order."""
     num_cut_off: int
     """Answers of which a completion ended at its limit of tokens."""
+    num_repetition: int
+    """Answers of which a completion ended because it repeated itself."""
 
     @property
     def num_rows(self) -> int:
@@ -71,6 +74,7 @@ class RowCounts:
 
     num_answered: int = 0
     num_cut_off: int = 0
+    num_repetition: int = 0
     failures_by_code: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -92,7 +96,7 @@ def counts_of(scans: Sequence[OutputScan]) -> RowCounts:
     codes = [code for scan in scans for code in scan.codes]
     failed, places = np.unique(np.concatenate([scan.keys[scan.failed] for scan in scans]), return_index=True)
     return RowCounts(
-        num_answered=len(answered), num_cut_off=scans[0].num_cut_off,
+        num_answered=len(answered), num_cut_off=scans[0].num_cut_off, num_repetition=scans[0].num_repetition,
         failures_by_code=Counter(codes[place] for place in places[~np.isin(failed, answered)]),
     )  # fmt: skip
 
@@ -177,7 +181,7 @@ def scan_output(path: Path) -> OutputScan:
     keys, starts, failed = bytearray(), array("Q"), bytearray()
     codes: list[str] = []
     seen: set[bytes] = set()
-    position = num_broken = num_cut_off = 0
+    position = num_broken = num_cut_off = num_repetition = 0
     for line in _lines_of(path):
         row = _row_of(line)
         if row is None or row.key in seen:
@@ -189,6 +193,7 @@ def scan_output(path: Path) -> OutputScan:
             failed.append(row.code is not None)
             codes += [] if row.code is None else [row.code]
             num_cut_off += row.is_cut_off
+            num_repetition += row.is_repetition
         position += len(line)
     return OutputScan(
         keys_array(keys),
@@ -198,6 +203,7 @@ def scan_output(path: Path) -> OutputScan:
         position,
         codes,
         num_cut_off,
+        num_repetition,
     )
 
 
@@ -271,6 +277,7 @@ class _Row(NamedTuple):
     code: str | None
     """Of its error; None: it is an answer."""
     is_cut_off: bool
+    is_repetition: bool
 
 
 def _row_of(line: bytes) -> _Row | None:
@@ -281,7 +288,9 @@ def _row_of(line: bytes) -> _Row | None:
         row = json.loads(line)
         custom_id, error = row["custom_id"], row["error"]
         key = row_key(None, int(error["line"])) if custom_id is None else row_key(custom_id, 0)
-        return _Row(key, None if error is None else _code_of(error), error is None and _is_cut_off(row))
+        if error is not None:
+            return _Row(key, _code_of(error), is_cut_off=False, is_repetition=False)
+        return _Row(key, None, _is_so(row, is_cut_off), _is_so(row, is_repetition))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -291,9 +300,9 @@ def _code_of(error: Any) -> str:
     return sys.intern(code) if isinstance(code, str) else _UNNAMED  # a million failed rows have few codes
 
 
-def _is_cut_off(row: dict[str, Any]) -> bool:
-    with contextlib.suppress(KeyError, TypeError):  # a row without choices: vectors, or no answer of ours
-        return any(choice["finish_reason"] == "length" for choice in row["response"]["body"]["choices"])
+def _is_so(row: dict[str, Any], of_body: Callable[[Any], bool]) -> bool:
+    with contextlib.suppress(KeyError, TypeError, AttributeError):  # no answer of ours
+        return of_body(row["response"]["body"])
     return False
 
 

@@ -116,6 +116,7 @@ class Accounts:
         rows = RowCounts(
             num_answered=record.kept.num_answered + record.tally.num_answered,
             num_cut_off=record.kept.num_cut_off + record.tally.num_cut_off,
+            num_repetition=record.kept.num_repetition + record.tally.num_repetition,
             failures_by_code=record.kept.failures_by_code + record.tally.failures_by_code,
         )  # fmt: skip
         return Totals(output=self._output.name, num_rows=record.num_rows, rows=rows, runs=runs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class BatchOptions:
     """Write an HTML page of the rows (images, strips of videos, questions, answers) to this file. - writes standard
     output, if nothing else does."""
     report_rows: int = 300
-    """Most rows on that page; failed rows come first, then answers that are unexpected, cut off or unparsed."""
+    """Most rows on that page; failed rows come first, then answers that are unexpected, cut off, repetitions or
+    unparsed."""
     cached_tokens: bool = False
     """Report each row's prefix-cache hits in its usage. They depend on timing, so rows are not reproducible then."""
     ray: str | None = field(default=None, metadata={"alone": AUTO})
@@ -62,6 +64,15 @@ class BatchOptions:
     max_thinking_tokens: int | None = None
     """In chats: tokens of reasoning after which the end-of-thinking token is forced; rows may say otherwise. None: no
     limit."""
+    repetition_detection: Mapping[str, Any] | None = None
+    """Answers end when their last tokens are one pattern over and over: a JSON object with max_pattern_size,
+    min_pattern_size and min_count, as in vLLM. Rows may say otherwise."""
+    no_repeat_ngram_size: int | None = None
+    """No so many tokens stand in an answer twice in the same order; rows may say otherwise. None: they may."""
+    no_repeat_ngram_window: int | None = None
+    """Only so many last tokens of the answer count for no_repeat_ngram_size. None: the last 8192."""
+    no_repeat_ngram_exempt_ids: tuple[int, ...] = ()
+    """Token ids that may come in spite of no_repeat_ngram_size."""
     progress: str = one_of("auto", "bar", "lines", "off")
     """bar, lines or off; auto: a bar on a terminal and lines elsewhere. Shown is how far the model is loaded, too."""
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)

@@ -27,7 +27,7 @@ from npu_runner.batch.job.summary import is_as_expected, is_json
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.endpoint import asks_for_json
 from npu_runner.batch.rows.openai_format import read_json
-from npu_runner.batch.rows.openai_response import texts_of
+from npu_runner.batch.rows.openai_response import is_cut_off, is_repetition, texts_of
 from npu_runner.errors import JobError, RequestError
 from npu_runner.serving.replica import RawRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
@@ -40,8 +40,8 @@ _MOST_FIELDS = 60
 _MOST_CHARS = 400
 
 FAILED, UNEXPECTED, EXPECTED, ANSWERED = "failed", "unexpected", "expected", "answered"
-CUT_OFF, UNPARSED = "cut_off", "unparsed"
-_ORDER = (FAILED, UNEXPECTED, CUT_OFF, UNPARSED, EXPECTED, ANSWERED)
+CUT_OFF, REPETITION, UNPARSED = "cut_off", "repetition", "unparsed"
+_ORDER = (FAILED, UNEXPECTED, CUT_OFF, REPETITION, UNPARSED, EXPECTED, ANSWERED)
 _NO_INPUT = "The question is not shown: the page was made without the input."
 
 
@@ -53,7 +53,7 @@ class Card:
     name: str
     outcome: str
     flaws: list[str]
-    """CUT_OFF, UNPARSED: what an answered row may be beside its outcome."""
+    """CUT_OFF, REPETITION, UNPARSED: what an answered row may be beside its outcome."""
     turns: list[tuple[str, str]] = field(default_factory=list)
     images: list[str | None] = field(default_factory=list)
     videos: set[int] = field(default_factory=set)
@@ -276,10 +276,10 @@ def _outcome(request: dict[str, Any], answer: dict[str, Any]) -> str:
 def _flaws(request: dict[str, Any], answer: dict[str, Any], has_schema: bool) -> list[str]:
     """What the job counts of an answered row beside its outcome. Prompts of token ids have no text that an echo could
     be told by."""
-    choices = answer["response"]["body"].get("choices", ())  # none: it failed, or its answer is vectors
-    flaws = [CUT_OFF] if any(choice["finish_reason"] == "length" for choice in choices) else []
+    body = answer["response"]["body"]  # without choices: it failed, or its answer is vectors
+    flaws = [flaw for flaw, is_so in ((CUT_OFF, is_cut_off), (REPETITION, is_repetition)) if is_so(body)]
     asked = request.get("body", {})
-    if not choices or not asks_for_json(asked, has_rule_of_job=has_schema):
+    if not body.get("choices") or not asks_for_json(asked, has_rule_of_job=has_schema):
         return flaws
     echo = asked["prompt"] if asked.get("echo") else ""
     if isinstance(echo, str) and not all(is_json(text.removeprefix(echo)) for text in _texts(answer)):
@@ -319,7 +319,7 @@ def _card(request: dict[str, Any], answer: dict[str, Any], has_schema: bool) -> 
         pairs = zip(_reasonings(answer), _texts(answer), strict=True)
         card.answers = [(reasoning[:_MAX_TEXT], text[:_MAX_TEXT], fields_of(text)) for reasoning, text in pairs]
         num_tokens = body["usage"].get("completion_tokens", body["usage"]["prompt_tokens"])
-        words = {CUT_OFF: "cut off at the limit", UNPARSED: "not JSON"}
+        words = {CUT_OFF: "cut off at the limit", REPETITION: "repeats itself", UNPARSED: "not JSON"}
         card.note = ", ".join([f"{num_tokens} tokens", *map(words.__getitem__, card.flaws)])
     body = request.get("body")
     asked = body if isinstance(body, dict) else {}

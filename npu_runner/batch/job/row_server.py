@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import npu_runner
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
+from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.summary import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
@@ -22,17 +23,12 @@ from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.grammars.compile import with_grammar
 from npu_runner.prompts.media.media import MediaRules
-from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.request.structured_outputs import StructuredOutputsParams
 from npu_runner.serving.engine_loop import Endpoint, Flight, Prepared, max_waiting_requests
 from npu_runner.serving.replica import Event, FinishedRow, Opened, RawRow, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline_replica import InlineReplica
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
-
-_SCHEMA_OPTION = "response_schema"
 
 
 class ModelSide(Protocol):
@@ -122,39 +118,10 @@ def server_plan(
             max_ready=max_waiting_requests(config.scheduler.max_num_seqs or 0),
         ),
         max_row_bytes=options.max_row_bytes,
-        answer_defaults=_answer_defaults(options),
+        answer_defaults=answer_defaults(options),
         open_model=open_model,
         inherited=inherited,
     )
-
-
-def _answer_defaults(options: BatchOptions) -> dict[str, Any]:
-    """Fields of SamplingParams for rows that leave them open. Raises ConfigError for a file that cannot be read or a
-    schema that cannot be served."""
-    found: dict[str, Any] = {}
-    if options.response_schema is not None:
-        found["structured_outputs"] = _read_schema(options.response_schema)
-    if options.max_thinking_tokens is not None:
-        found["max_thinking_tokens"] = options.max_thinking_tokens
-    return found
-
-
-def _shown_settings(defaults: dict[str, Any]) -> dict[str, Any]:
-    """The same as they stand in a manifest: JSON."""
-    rule = defaults.get("structured_outputs")
-    return {**defaults, "structured_outputs": rule.json} if isinstance(rule, StructuredOutputsParams) else defaults
-
-
-def _read_schema(path: Path) -> StructuredOutputsParams:
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(LIMITS.max_schema_chars + 1)  # one more says that it is too long
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{_SCHEMA_OPTION}: {str(path)!r} cannot be read ({error})") from error
-    try:
-        return with_grammar(StructuredOutputsParams(json=text, origin=_SCHEMA_OPTION))
-    except RequestError as error:
-        raise ConfigError(f"{error.message} ({path})") from error
 
 
 def num_rows_ahead(plan: ServerPlan) -> int:
@@ -290,5 +257,5 @@ class RowServer(InlineReplica):
             **self._model.describe(),
             **{f"prompts.{name}": value for name, value in self._model.processor.identity().items()},
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
-            **{f"answers.{name}": value for name, value in _shown_settings(self._plan.answer_defaults).items()},
+            **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},
         }

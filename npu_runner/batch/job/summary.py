@@ -33,6 +33,8 @@ class Outcome:
     num_reasoning_tokens: int = 0
     is_cut_off: bool = False
     """A completion ended at its limit of tokens."""
+    is_repetition: bool = False
+    """A completion ended because it repeated itself."""
     is_unparsed: bool = False
     """A rule asked for JSON, and a completion is none."""
     is_as_expected: bool | None = None
@@ -42,7 +44,8 @@ class Outcome:
 def answered(output: RequestOutput, expected: str | None, *, has_json_rule: bool) -> Outcome:
     """`has_json_rule`: the answer is to be JSON, by a schema or without one."""
     return Outcome(
-        is_cut_off=any(completion.finish_reason == "length" for completion in output.completions),
+        is_cut_off=any(completion.is_cut_off for completion in output.completions),
+        is_repetition=any(completion.is_repetition for completion in output.completions),
         is_unparsed=has_json_rule and not all(is_json(completion.text) for completion in output.completions),
         num_prompt_tokens=output.num_prompt_tokens,
         num_cached_tokens=output.num_cached_tokens,
@@ -66,6 +69,8 @@ class Tally:
     """Those of the completion tokens that are reasoning."""
     num_cut_off: int = 0
     """Answered rows of which a completion ended at its limit of tokens."""
+    num_repetition: int = 0
+    """Answered rows of which a completion ended because it repeated itself. They may be cut off as well."""
     num_unparsed: int = 0
     """Answered rows that a rule asked for JSON, and of which a completion is none. They may be cut off as well."""
     num_expected: int = 0
@@ -87,6 +92,7 @@ class Tally:
         self.num_completion_tokens += outcome.num_completion_tokens
         self.num_reasoning_tokens += outcome.num_reasoning_tokens
         self.num_cut_off += outcome.is_cut_off
+        self.num_repetition += outcome.is_repetition
         self.num_unparsed += outcome.is_unparsed
         if outcome.is_as_expected is not None:
             self.num_expected += 1
@@ -96,7 +102,7 @@ class Tally:
         """What a person has to see: "3 failed (2 media_missing, 1 not_json)", "cut off 4", "unparsed 1"."""
         common = self.failures_by_code.most_common() if with_codes else []
         codes = [f"{count} {code}" for code, count in common[:_MOST_CODES]] + ["..."] * (len(common) > _MOST_CODES)
-        counts = (("cut off", self.num_cut_off), ("unparsed", self.num_unparsed))
+        counts = (("cut off", self.num_cut_off), ("repetition", self.num_repetition), ("unparsed", self.num_unparsed))
         return [f"{self.num_failed} failed" + (f" ({', '.join(codes)})" if codes else ""),
                 *(f"{name} {count}" for name, count in counts if count)]
 
@@ -287,6 +293,7 @@ class JobSummary:
             "failed_in_output": self.num_failed_in_output,
             "unfinished": self.num_unfinished,
             "cut_off": self.tally.num_cut_off,
+            "repetition": self.tally.num_repetition,
             "unparsed": self.tally.num_unparsed,
             "failures_by_code": dict(sorted(self.tally.failures_by_code.items())),
         }

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody, Strict
-from npu_runner.batch.rows.logprobs_json import opened, to_json
+from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules, resolve_media
 from npu_runner.prompts.processor import ChatProcessor
@@ -307,7 +307,7 @@ class ChatForm(AnswerForm):
             row.write('],"refusal":null}')
         # An answer that was cut off may lack calls, so that it stays "length".
         reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
-        row.write(f',"finish_reason":{to_json(reason)}}}')
+        row.write_end(completion, reason)
 
     def _calls(self, completion: CompletionOutput, row_digest: str) -> tuple[str, list[dict[str, Any]]]:
         if self.tool_call_parser is None:

@@ -131,7 +131,7 @@ class CompletionForm(AnswerForm):
         if self.has_prompt_logprobs and row.prompt_logprobs is not None:
             row.write(",")
             write_prompt_logprobs(row.prompt_logprobs, row.out)
-        row.write(f',"finish_reason":{to_json(completion.finish_reason)}}}')
+        row.write_end(completion, completion.finish_reason)
 
 
 _Tokens = Callable[[], Iterator[tuple[TokenLogprob, tuple[TokenLogprob, ...] | None]]]

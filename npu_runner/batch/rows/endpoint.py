@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded
+from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
@@ -36,6 +36,7 @@ _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
     ("stop", list, "entries", LIMITS.max_stop_strings),
     ("bad_words", list, "entries", LIMITS.max_bad_words),
     ("logit_bias", dict, "entries", LIMITS.max_logit_bias),
+    ("no_repeat_ngram_exempt_ids", list, "entries", LIMITS.max_ngram_exempt_ids),
     ("metadata", dict, "entries", LIMITS.max_metadata_entries),
 )
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
@@ -150,6 +151,13 @@ class AnswerRow:
     def write(self, text: str) -> None:
         self.out.write(encoded(text))
 
+    def write_end(self, completion: CompletionOutput, finish_reason: str) -> None:
+        """The last members of a choice. `stop_reason` is there where `finish_reason` alone would mean another end."""
+        self.write(f',"finish_reason":{to_json(finish_reason)}')
+        if completion.is_repetition:
+            self.write(f',"stop_reason":{to_json(completion.stop_reason)}')
+        self.write("}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerForm:
@@ -251,6 +259,10 @@ class RequestBody(RowBody, AnswerRules):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repetition_detection: dict[str, Any] | None = None
+    no_repeat_ngram_size: int | None = None
+    no_repeat_ngram_window: int | None = None
+    no_repeat_ngram_exempt_ids: list[int] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -276,6 +288,8 @@ class RequestBody(RowBody, AnswerRules):
         # A default that the endpoint has no field for is none of its.
         defaults = {name: value for name, value in defaults.items() if name in names}
         asked = {name: value for name in names - {"logprobs"} if (value := getattr(self, name)) is not None}
+        if asked.get("no_repeat_ngram_size") == 0:  # of no ban nothing is left
+            defaults = {name: value for name, value in defaults.items() if not name.startswith("no_repeat_ngram_")}
         if self.said_rules():
             asked["structured_outputs"] = self.answer_rule()
         asked["max_tokens"] = self.most_tokens(defaults.get("max_tokens"))

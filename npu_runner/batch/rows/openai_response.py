@@ -15,7 +15,7 @@ from typing import Any
 
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
-from npu_runner.request.outputs import RequestOutput
+from npu_runner.request.outputs import REPETITION_DETECTED, RequestOutput
 
 _CALLERS_FAULTS = ("invalid_structured_outputs", "unsupported_parameter")
 """Codes of completions that were given up for what was asked for."""
@@ -84,6 +84,20 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
         row.write(",")
     row.write(to_json(end).removeprefix("{") + '},"error":null}\n')
     return row.out.getvalue()
+
+
+def is_cut_off(body: Mapping[str, Any]) -> bool:
+    """Whether, of an answer that was written, a completion ended at its limit of tokens."""
+    return any(choice["finish_reason"] == "length" and not _is_repetition(choice) for choice in body.get("choices", ()))
+
+
+def is_repetition(body: Mapping[str, Any]) -> bool:
+    """Whether, of an answer that was written, a completion ended because it repeated itself."""
+    return any(map(_is_repetition, body.get("choices", ())))
+
+
+def _is_repetition(choice: Mapping[str, Any]) -> bool:
+    return choice["finish_reason"] == "length" and choice.get("stop_reason") == REPETITION_DETECTED
 
 
 def texts_of(body: Mapping[str, Any]) -> list[str]:

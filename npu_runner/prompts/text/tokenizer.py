@@ -116,6 +116,7 @@ def check_sampling_ids(params: SamplingParams, vocab_size: int | None) -> None:
     """Raises RequestError, naming the field, for an id that the model lacks."""
     _check_ids("logit_bias", params.logit_bias, vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("no_repeat_ngram_exempt_ids", params.no_repeat_ngram_exempt_ids, vocab_size)
     _check_ids("bad_words_token_ids", [i for ids in params.bad_words_token_ids for i in ids], vocab_size)
 
 

@@ -41,5 +41,5 @@ class UnsaidLimit:
     def look_at(self, output: RequestOutput) -> None:
         """Log the first answer of this process that such a limit has cut off."""
         for completion in output.completions:
-            if completion.finish_reason == "length" and len(completion.token_ids) in self._given:
+            if completion.is_cut_off and len(completion.token_ids) in self._given:
                 _say_once()

@@ -1,0 +1,103 @@
+"""When an answer that repeats itself ends: vLLM's RepetitionDetectionParams. Knows no model and no text.
+
+One look at the last tokens for each token, on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from npu_runner.errors import RequestError
+from npu_runner.request.limits import LIMITS, shown
+
+NAME = "repetition_detection"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionDetectionParams:
+    """An answer ends when its last tokens are one pattern, `min_count` times or more.
+
+    Raises RequestError naming the field for a value out of range.
+    """
+
+    max_pattern_size: int = 0
+    """Most tokens of a pattern. 0: nothing is looked for."""
+    min_pattern_size: int = 0
+    """Fewest tokens of a pattern; 0 means 1."""
+    min_count: int = 0
+    """How often the pattern stands there; 2 or more."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            object.__setattr__(self, name, _count(name, getattr(self, name)))
+        if self.max_pattern_size > LIMITS.max_pattern_size:
+            raise _error("max_pattern_size", f"{self.max_pattern_size} tokens, at most {LIMITS.max_pattern_size} are "
+                                             "allowed")
+        if self.min_pattern_size > self.max_pattern_size:
+            raise _error("min_pattern_size", f"{self.min_pattern_size} is more than max_pattern_size "
+                                             f"{self.max_pattern_size}; raise that, or lower this")
+        if self.is_on and self.min_count < 2:
+            raise _error("min_count", f"{self.min_count} is less than 2, and a pattern that stands once is no "
+                                      "repetition; say 2 or more")
+
+    @classmethod
+    def of(cls, value: Any) -> RepetitionDetectionParams:
+        """`value` itself, or one from a mapping of its fields. Raises RequestError for an unknown one."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{NAME}: an object is needed, not {type(value).__name__}",
+                               "invalid_sampling_parameter", NAME)
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in value:
+            if name not in known:
+                field = f"{NAME}.{str(name)[:60]}"
+                raise RequestError(f"{field}: unknown field; {', '.join(known)} are known", "unknown_parameter", field)
+        return cls(**{name: item for name, item in value.items() if item is not None})
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_pattern_size > 0
+
+    @property
+    def longest_span(self) -> int:
+        """So many last tokens are looked at, at most."""
+        return self.max_pattern_size * self.min_count
+
+    def is_repetition(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of `token_ids`, a list, are such a pattern. Most calls end after one pass over
+        `max_pattern_size` tokens."""
+        num_tokens = len(token_ids)
+        if num_tokens < 2:
+            return False
+        last = token_ids[-1]
+        longest = min(self.max_pattern_size, num_tokens // self.min_count)
+        # A pattern of that size ends where the same token stands that many places before.
+        before = token_ids[-1 - longest : -1]
+        for size in range(max(1, self.min_pattern_size), longest + 1):
+            if before[-size] == last and self._is_periodic(token_ids, size):
+                return True
+        return False
+
+    def _is_periodic(self, token_ids: Sequence[int], size: int) -> bool:
+        span = size * self.min_count
+        if token_ids[size - span - 1] != token_ids[-1]:  # before slices are made
+            return False
+        return token_ids[-span:-size] == token_ids[size - span :]
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _error(name, f"{shown(value)} is not an integer")
+    if value < 0:
+        raise _error(name, f"{value} is negative")
+    return int(value)
+
+
+def _error(name: str, what: str) -> RequestError:
+    field = f"{NAME}.{name}"
+    return RequestError(f"{field}: {what}", "invalid_sampling_parameter", field)
