@@ -18,17 +18,14 @@ from npu_runner.checkpoint.files import require_json, resolve_checkpoint
 from npu_runner.cli.options import given
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError
-from npu_runner.platforms import AUTO, find_platform
+from npu_runner.platforms import AUTO, find_platform, platforms
 
 if TYPE_CHECKING:
     from npu_runner.platforms.platform import Platform
     from npu_runner.runner.estimate import Estimate
-    from npu_runner.runner.on_meta import ImageOf
-    from npu_runner.strategies import LoadStrategy
 
 # What Qwen3-VL is published with: where the file is not there, images may be as large.
 _LARGEST_IMAGE = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
-_SIZED_FOR = "npu"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device_memory is None:
         raise ConfigError("--fits: how much memory a device has is not given; add --device-memory 64G")
     settings = given(arguments, RunnerConfig) | {"model": arguments.fits}
-    settings["platform"] = _SIZED_FOR if arguments.platform == AUTO else arguments.platform
+    settings["platform"] = _with_devices().name if arguments.platform == AUTO else arguments.platform
     settings["graph_mode"] = (arguments.graph_mode or [AUTO])[0]
     (config,) = from_keywords(settings, RunnerConfig)
     platform = find_platform(config.platform)
@@ -44,6 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--fits: platform {platform.name} has no device with memory of its own; name another one")
     with checkpoint_folder(arguments.fits, config.revision) as folder:
         return _report(folder, config, platform, arguments.device_memory, as_json=arguments.json)
+
+
+def _with_devices() -> Platform:
+    """Of those with devices, the one that auto tries first; this host may have none."""
+    return next(platform for platform in platforms() if platform.visible_devices is not None)
 
 
 @contextmanager
@@ -64,27 +66,6 @@ def checkpoint_folder(model: str, revision: str | None) -> Iterator[Path]:
         yield folder
 
 
-def images_of(strategy: LoadStrategy, config: RunnerConfig) -> ImageOf | None:
-    """The largest images by the checkpoint's files and `config`; None for a model without a tower."""
-    from npu_runner.errors import ModelError
-    from npu_runner.prompts.media.image_settings import read_image_settings
-    from npu_runner.prompts.media.largest_image import largest_image
-    from npu_runner.prompts.media.video_settings import read_video_settings
-
-    if not strategy.is_multimodal:
-        return None
-    raw, prompts = require_json(strategy.path, "config.json"), config.prompts
-    images = read_image_settings(strategy.path, raw, min_pixels=prompts.image_min_pixels,
-                                 max_pixels=prompts.image_max_pixels)
-    videos = None
-    if strategy.takes_videos:
-        try:
-            videos = read_video_settings(strategy.path, raw)
-        except ModelError:  # a start says so; images and text are served all the same
-            videos = None
-    return lambda most_tokens: largest_image(images, videos, most_tokens)
-
-
 def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int, *, as_json: bool) -> int:
     # Imported here: these import torch.
     from npu_runner.runner.estimate import estimate_memory, fewest_ranks, longest_length
@@ -92,11 +73,10 @@ def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes
 
     strategy = pick_strategy(folder)
     config = strategy.resolve_config(config)
-    images = images_of(strategy, config)
-    found = estimate_memory(strategy, config, platform, device_bytes, images)
+    found = estimate_memory(strategy, config, platform, device_bytes)
     remedies = []
     if not found.fits:
-        ranks = fewest_ranks(strategy, config, platform, device_bytes, images)
+        ranks = fewest_ranks(strategy, config, platform, device_bytes)
         remedies += [f"--tensor-parallel-size {ranks}"] if ranks else []
         length = longest_length(found)
         remedies += [f"--max-model-len {length}"] if length else []

@@ -1,7 +1,7 @@
 """Torch's meta device as what a step runs on: nothing is computed, and a meter counts the bytes that would be taken.
 
-Operators are shaped as fused ones: results are allocated, and what devices sort and copy on the way. Knows no vendor and
-no model.
+Operators are shaped as fused ones: what is allocated are results, and what devices sort and copy on the way. Knows no
+vendor and no model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from npu_runner.platforms.transfers import SideResult, SideStream
 
 META = torch.device("meta")
 SORT_WORKSPACE_BYTES = 32
-"""For each value that is sorted, beside values and indices: keys, places and rows twice over, as torch sorts on a GPU."""
+"""For each value that is sorted, beside values and indices: keys, places and rows, twice over, as torch does on a GPU.
+"""
 T = TypeVar("T")
 
 
@@ -103,7 +104,7 @@ class MetaOps(TorchOps):
         return torch.empty_like(turned[:, 0], dtype=qk_T2NH.dtype), torch.empty_like(turned[:, 1], dtype=qk_T2NH.dtype)
 
     def sort_ascending(self, x: Tensor) -> Tensor:
-        values, indices = x.sort(dim=-1)
+        values, _indices = x.sort(dim=-1)
         x.new_empty(SORT_WORKSPACE_BYTES * x.numel(), dtype=torch.uint8)
         return values
 

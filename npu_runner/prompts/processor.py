@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
 import PIL
 import tokenizers
 from PIL import Image

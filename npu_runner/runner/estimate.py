@@ -15,10 +15,11 @@ from npu_runner.platforms.platform import Platform
 from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.kv_cache import KVCachePlan, cache_window, fit_states, memory_left, plan_kv_cache
-from npu_runner.runner.on_meta import ImageOf, NetworkOnMeta
+from npu_runner.runner.on_meta import NetworkOnMeta
 from npu_runner.runner.settings import Settings, resolve_settings
 from npu_runner.runner.states import StatePlan, size
 from npu_runner.strategies import LoadStrategy
+from npu_runner.strategies.transformers_model import TransformersStrategy
 
 ACTIVATIONS_MARGIN = 1.1
 """The bound on activations, over what the worst step holds on the meta device: for workspaces of kernels."""
@@ -27,7 +28,7 @@ DRIVER_BYTES = GIB
 COMMUNICATORS_BYTES = GIB
 """An allowance, where there are several ranks. HCCL's two communicators have buffers of 528 MiB."""
 GRAPH_BYTES_A_SEQUENCE = 4 * MIB
-"""An allowance for decode graphs: they lie in the headroom and in what memory_utilization leaves. An H100 had 2 to 3."""
+"""An allowance for decode graphs, which lie in what memory_utilization leaves. An H100 had 1.8 to 3."""
 MOST_RANKS = 64
 
 
@@ -87,12 +88,14 @@ class Estimate:
         return profile.total_bytes - taken
 
 
-def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Platform, device_bytes: int,
-                    image_of: ImageOf | None) -> Estimate:
-    """`config` as the strategy serves it. `image_of`: the model's largest images, None for text.
+def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Platform, device_bytes: int) -> Estimate:
+    """`config` as the strategy serves it.
 
     Raises ConfigError for what a start refuses, but for want of memory.
     """
+    if isinstance(strategy, TransformersStrategy):
+        raise ConfigError("the model is served through transformers, by the generic strategy, which is not estimated; "
+                          "take a model of a family with a strategy of its own, or start it on a device")
     model_config = strategy.model_config_for(config)
     settings = resolve_settings(config, model_config, platform)
     network = NetworkOnMeta(strategy, model_config, config, settings, platform, rank=0)
@@ -106,16 +109,14 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
         graphs_bytes=0 if is_eager else settings.max_num_seqs * GRAPH_BYTES_A_SEQUENCE, states=None, plan=None,
         bytes_per_block=network.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None,
     )
-    return _with_cache(_with_steps(found, config, network, image_of), config, network)
+    return _with_cache(_with_steps(found, config, network), config, network)
 
 
-def fewest_ranks(strategy: LoadStrategy, config: RunnerConfig, platform: Platform, device_bytes: int,
-                 image_of: ImageOf | None) -> int | None:
+def fewest_ranks(strategy: LoadStrategy, config: RunnerConfig, platform: Platform, device_bytes: int) -> int | None:
     """The smallest tensor_parallel_size above `config`'s that fits; None: none up to MOST_RANKS does."""
     for num_ranks in range(config.parallel.tensor_parallel_size + 1, MOST_RANKS + 1):
         try:
-            found = estimate_memory(strategy, config.replace(tensor_parallel_size=num_ranks), platform, device_bytes,
-                                    image_of)
+            found = estimate_memory(strategy, config.replace(tensor_parallel_size=num_ranks), platform, device_bytes)
         except ConfigError:  # the model does not divide by it
             continue
         if found.fits:
@@ -129,11 +130,11 @@ def longest_length(found: Estimate) -> int | None:
     return length if 0 < length < found.settings.max_model_len else None
 
 
-def _with_steps(found: Estimate, config: RunnerConfig, network: NetworkOnMeta, image_of: ImageOf | None) -> Estimate:
+def _with_steps(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> Estimate:
     """With states and activations, as a start sizes them: states, the worst step over them, then states again."""
     try:
         states = _states(found, config, network)
-        step = network.worst_step(_num_seqs(found, states), states, image_of)
+        step = network.worst_step(_num_seqs(found, states), states)
         found = replace(found, profile=replace(
             found.profile, activation_peak_bytes=int(step.activations * ACTIVATIONS_MARGIN),
             staging_bytes=int(step.staging * ACTIVATIONS_MARGIN)))

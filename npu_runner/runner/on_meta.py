@@ -6,7 +6,6 @@ and no weights' file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +33,6 @@ from npu_runner.runner.states import StatePlan, StatePool, StateShape
 from npu_runner.runner.step import StepRunner
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.strategies import LoadStrategy
-
-ImageOf = Callable[[int], ImageInput]
-"""The largest image of up to so many tokens."""
 
 
 class MetaRank(TensorParallel):
@@ -94,15 +90,13 @@ class NetworkOnMeta:
         self.state_shape = None if delta is None else StateShape(
             num_layers=len(model_config.state_layers), layer=delta, element_bytes=self._dtype.itemsize)
 
-    def worst_step(self, max_num_seqs: int, states: StatePlan | None, image_of: ImageOf | None) -> StepBytes:
+    def worst_step(self, max_num_seqs: int, states: StatePlan | None) -> StepBytes:
         """Of the steps that the runner measures on a device: a prefill as large as settings allow, and a decode step.
-
-        `image_of` None: prompts hold no images.
         """
         most_tokens = self._settings.max_num_batched_tokens
         batch_size = min(max_num_seqs, most_tokens)
         num_tokens = min(most_tokens, batch_size * (self._settings.max_model_len - 1))
-        images = [] if image_of is None else self._images(num_tokens, batch_size, image_of)
+        images = self._images(num_tokens, batch_size) if self._strategy.is_multimodal else []
         with torch.inference_mode(), LiveBytes() as live:
             self._bind_cache()
             encoder, pool = self._encoder(images), self._bind_states(states)
@@ -128,7 +122,8 @@ class NetworkOnMeta:
         ahead = self._platform.defaults.async_scheduling if given is None else given
         return ahead and self._strategy.is_multimodal
 
-    def _images(self, num_tokens: int, batch_size: int, image_of: ImageOf) -> list[ImageInput]:
+    def _images(self, num_tokens: int, batch_size: int) -> list[ImageInput]:
+        image_of = self._strategy.largest_images(self._config)
         largest = image_of(max(1, self._settings.max_model_len - 1))
         most = min(self._settings.max_num_batched_tokens, num_tokens + (batch_size + 1) * largest.num_tokens)
         return dummy_images(largest, most, image_of, is_measured=True)
@@ -155,9 +150,9 @@ class NetworkOnMeta:
         placed = self._model, self._attention, host, META
         shared: dict[str, Any] = {
             "tp": self._tp, "block_size": self._settings.block_size, "max_num_seqs": max_num_seqs,
-            "max_model_len": self._settings.max_model_len, "guard": MemoryGuard(host.memory, lambda: None, can_retry=False),
-            "gated_delta": self._gated_delta, "images": encoder, "states": pool,
-        }
+            "max_model_len": self._settings.max_model_len, "gated_delta": self._gated_delta, "images": encoder,
+            "guard": MemoryGuard(host.memory, lambda: None, can_retry=False), "states": pool,
+        }  # fmt: skip
         pooling = self._model_config.pooling
         if pooling is not None:
             return PoolingStepRunner(*placed, pooling=pooling, hidden_size=self._model_config.hidden_size, **shared)
