@@ -19,6 +19,7 @@ from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms import find_platform
 from npu_runner.runner.estimate import Estimate, estimate_memory
 from npu_runner.strategies import pick_strategy
+from tests import zygote
 from tests.families import FAMILIES, RANKS, split_by
 from tests.runner.rank_bytes import bytes_of_start, settings_for
 
@@ -55,9 +56,9 @@ def test_one_rank_takes_what_a_start_takes(model_type: str, checkpoint: Any) -> 
 def test_each_of_two_ranks_takes_what_a_start_takes(model_types: list[str], checkpoint: Any, tmp_path: Path) -> None:
     paths = [checkpoint(model_type, **FAMILIES[model_type].ranks) for model_type in model_types]
     command = [sys.executable, "-m", "tests.runner.rank_bytes"]
-    ranks = [subprocess.Popen([*command, str(rank), "2", str(tmp_path / "store"), *map(str, paths)], cwd=ROOT,
-                              env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-                              stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    ranks = [zygote.Popen([*command, str(rank), "2", str(tmp_path / "store"), *map(str, paths)], cwd=ROOT,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                          stdout=subprocess.PIPE, text=True) for rank in range(2)]
     outputs = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     expected = [exact_bytes(path, 2) for path in paths]
@@ -131,7 +132,7 @@ def test_what_does_not_fit_names_what_would(config_file: str, capsys: pytest.Cap
     longest = int(length.removeprefix("--max-model-len "))
     status, found = fits(capsys, *asked, str(longest))
     assert (status, found["sequences_of_max_model_len"]) == (0, 1)
-    assert found["kv_cache_tokens"] == longest
+    assert longest <= found["kv_cache_tokens"] < 40960
 
 
 def test_settings_count_as_a_job_takes_them(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +150,7 @@ def test_what_it_prints_is_called_an_estimate(config_file: str, capsys: pytest.C
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("an estimate for platform npu, bfloat16")
     assert lines[-2].startswith("does not fit: ")
-    assert lines[-1] == "would fit: --tensor-parallel-size 4"
+    assert lines[-1] == "would fit: --tensor-parallel-size 8"
 
 
 @pytest.mark.parametrize(("options", "reason"), [
@@ -157,7 +158,8 @@ def test_what_it_prints_is_called_an_estimate(config_file: str, capsys: pytest.C
     (["--device-memory", "64G"], "--device-memory is for --fits alone"),
     (["--max-num-seqs", "4"], "--max-num-seqs is for --fits alone"),
     (["--fits", "shapes-vl", "--device-memory", "64G", "--platform", "cpu"], "no device with memory of its own"),
-    (["--fits", "shapes-vl", "--device-memory", "64G", "--tensor-parallel-size", "3"], "does not divide"),
+    (["--fits", "shapes-vl", "--device-memory", "64G", "--tensor-parallel-size", "3"],
+     "tensor_parallel_size 3 is no multiple of num_key_value_heads 2"),
 ])
 def test_what_cannot_be_estimated_is_refused(options: list[str], reason: str,
                                              capsys: pytest.CaptureFixture[str]) -> None:
