@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.config_reading import read_pooling
+from npu_runner.checkpoint.files import require_json
 from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.config import RunnerConfig, flat_values
+from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.prompts.media.image_settings import read_image_settings
+from npu_runner.prompts.media.largest_image import largest_image
+from npu_runner.prompts.media.video_settings import read_video_settings
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import ImageInput
 
@@ -104,6 +111,18 @@ class LoadStrategy(ABC):
             pooling=self.pooling(config),
         )
         return ChatProcessor(str(self.path), settings)
+
+    def largest_images(self, config: RunnerConfig) -> Callable[[int], ImageInput]:
+        """Makes the largest image of up to so many tokens. Reads the settings of images and videos alone, where
+        `processor` needs a tokenizer."""
+        raw = require_json(self.path, "config.json")
+        images = read_image_settings(self.path, raw, min_pixels=config.prompts.image_min_pixels,
+                                     max_pixels=config.prompts.image_max_pixels)
+        videos = None
+        if self.takes_videos:
+            with suppress(ModelError):  # images and text are served all the same
+                videos = read_video_settings(self.path, raw)
+        return partial(largest_image, images, videos)
 
     @abstractmethod
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from npu_runner import __version__
 from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.cli.doctor_options import add_doctor_arguments
+from npu_runner.cli.doctor_options import add_doctor_arguments, refuse_without_fits
 from npu_runner.cli.generate import answer_question
 from npu_runner.cli.options import add_options, given
 from npu_runner.config import RunnerConfig, from_keywords
@@ -225,6 +225,11 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.fits is not None:
+        from npu_runner.cli.doctor_fits import run as run_fits
+
+        return run_fits(arguments)
+    refuse_without_fits(arguments)
     from npu_runner.cli.doctor import run
 
     return run(arguments)

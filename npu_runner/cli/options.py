@@ -14,7 +14,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,15 @@ def add_options(parser: argparse.ArgumentParser, settings: type, title: str,
             _add_option(group, option, (defaults or {}).get(option.field.name))
 
 
+def add_some_options(parser: argparse.ArgumentParser, settings: type, title: str, names: Collection[str]) -> None:
+    """As `add_options`, those of `names` alone, in one group."""
+    group = parser.add_argument_group(title)
+    for _, kind in with_parts(title, settings):
+        for option in options_of(kind):
+            if option.field.name in names:
+                _add_option(group, option, None)
+
+
 def given(arguments: argparse.Namespace, *settings: type) -> dict[str, Any]:
     """The settings that the command line named, by their flat names."""
     names = {name for kind in settings for name in flat_fields(kind)}
@@ -147,7 +156,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option, default: tuple[s
 
 def _reader(option: Option) -> Any:
     """Makes its value of a text."""
-    special: dict[str, Any] = {"N,N,...": _integers, "JSON": _json_object, "SIZE": _size, "N|auto": _number_or_word}
+    special: dict[str, Any] = {"N,N,...": _integers, "JSON": _json_object, "SIZE": read_size, "N|auto": _number_or_word}
     return special.get(option.values, option.kind)
 
 
@@ -172,7 +181,7 @@ def _show(name: str, value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _size(text: str) -> int:
+def read_size(text: str) -> int:
     """A number of bytes; K, M, G and T (also KiB, KB, ...) multiply by powers of 1024."""
     match = re.fullmatch(r"(\d+)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None:

@@ -54,6 +54,10 @@ class Platform(ABC):
     graph_modes: tuple[str, ...] = ("eager", "reduce-overhead", "max-autotune")
     keeps_graphs: tuple[str, ...] = ()
     """The graph modes whose compiled graphs can be kept from one run to the next."""
+    vision_head_dims: tuple[int, ...] | None = None
+    """The head dims that towers are laid out for, rising; None: any."""
+    copies_rows_to_experts: bool = True
+    """A token's row is copied for each of its experts, and not read where it lies."""
     lost_error_remedy = "run again with each operation waited for"
     """What shows the error of an operation that runs behind the host's back."""
     ray_resource: str

@@ -19,6 +19,8 @@ HOST = torch.device("cpu")
 
 _POLL_SECONDS = 0.00002
 _MOST_POLLING_SECONDS = 1.0
+# Device types that take copies from any memory of the host.
+_WITHOUT_PINNED = ("cpu", "meta")
 _DTYPES = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
 # Each of several arrays begins at a multiple of it, as memory of its own would.
 _ALIGNMENT_BYTES = 64
@@ -30,8 +32,8 @@ Shape = tuple[tuple[int, ...], str]
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
     """`array` on the device, through pinned memory."""
     host = torch.from_numpy(array)
-    if device.type == "cpu":
-        return host
+    if device.type in _WITHOUT_PINNED:
+        return host.to(device)
     pinned = torch.empty_like(host, pin_memory=True)
     # Not pin_memory(): that copies with all threads, and waits for those whose cores a preprocessing worker has.
     np.copyto(pinned.numpy(), array)
@@ -61,7 +63,7 @@ def upload_filled(shapes: Sequence[Shape], fill: Callable[[Sequence[np.ndarray]]
         starts.append(num_bytes)
         size = math.prod(extents) * _DTYPES[dtype].itemsize
         num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type not in _WITHOUT_PINNED)
     fill([view.numpy() for view in _views(host, starts, shapes)])
     sent = host.to(device, non_blocking=True)
     kept = sent[: starts[num_kept]].clone() if num_kept else sent

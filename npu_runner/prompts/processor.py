@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
 import PIL
 import tokenizers
 from PIL import Image
@@ -25,7 +24,7 @@ from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
-from npu_runner.prompts.media.images import image_input
+from npu_runner.prompts.media.largest_image import largest_image
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.prompt_forms import plain_ids
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
@@ -345,17 +344,12 @@ class ChatProcessor:
             raise RequestError(message, "invalid_pooling_parameter", "dimensions")
 
     def largest_image(self, max_tokens: int) -> ImageInput:
-        """A grey image for memory profiling, with the most tokens, up to `max_tokens`, that any image or pair of frames
-        can get. If the model takes videos, it has a pair's colour channels."""
+        """A grey image for memory profiling, with the most tokens that any image or pair of frames can get."""
         settings = self.image_settings
         if settings is None:
             raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no images")
-        sizes, num_frames = [settings.largest_size(max_tokens)], 1
-        if self._vision.videos is not None:
-            sizes.append(self._vision.videos.settings.largest_frame(max_tokens))
-            num_frames = settings.temporal_patch_size
-        height, width = max(sizes, key=lambda size: size[0] * size[1])
-        return image_input(np.full((height, width, 3 * num_frames), 127, dtype=np.uint8), settings)
+        videos = self._vision.videos
+        return largest_image(settings, videos.settings if videos is not None else None, max_tokens)
 
     def identity(self) -> dict[str, Any]:
         """Everything that shapes prompts, JSON-ready: two processors with equal identities make equal prompts."""

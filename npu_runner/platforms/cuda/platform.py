@@ -49,6 +49,7 @@ class CudaPlatform(Platform):
     attention_backends = ("triton", "flashinfer")
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
+    copies_rows_to_experts = False
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     ray_resource = "GPU"
     visible_devices = "CUDA_VISIBLE_DEVICES"

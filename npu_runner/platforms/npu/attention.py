@@ -26,14 +26,13 @@ from torch import Tensor
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.npu.settings import VISION_HEAD_DIMS
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
 _MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
 _CAUSAL, _BAND, _FULL = 3, 4, 0
-# Head dims that the kernel takes without a cache; a tower's 72 is laid out as the next of them.
-_VISION_HEAD_DIMS = (64, 128, 256)
 
 
 class HostLengths(NamedTuple):
@@ -156,10 +155,10 @@ class NpuAttention(AttentionBackend):
         return list(accumulate(lengths))
 
     def vision_head_dim(self, head_dim: int) -> int:
-        for dim in _VISION_HEAD_DIMS:
+        for dim in VISION_HEAD_DIMS:
             if dim >= head_dim:
                 return dim
-        raise ConfigError(f"vision head dim {head_dim}: the attention of Ascend devices takes {_VISION_HEAD_DIMS[-1]} "
+        raise ConfigError(f"vision head dim {head_dim}: the attention of Ascend devices takes {VISION_HEAD_DIMS[-1]} "
                           "at most; use another platform for this model")
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:

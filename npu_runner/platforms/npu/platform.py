@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.npu.host_settings import allocator_defaults, check_graph_mode, most_graphs, process_defaults
-from npu_runner.platforms.npu.settings import npu_settings
+from npu_runner.platforms.npu.settings import VISION_HEAD_DIMS, npu_settings
 from npu_runner.platforms.npu.versions import cann_version, soc_name
 from npu_runner.platforms.platform import Platform, PlatformDefaults
 
@@ -36,6 +36,7 @@ class NpuPlatform(Platform):
     defaults = PlatformDefaults(block_size=128, max_num_seqs=128, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
     supported_block_sizes = (128,)
+    vision_head_dims = VISION_HEAD_DIMS
     lost_error_remedy = "run again with ASCEND_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     keeps_graphs = ("max-autotune",)
     ray_resource = "NPU"

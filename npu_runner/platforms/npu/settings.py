@@ -13,6 +13,8 @@ from functools import cache
 
 from npu_runner.errors import ConfigError
 
+# Head dims that the attention kernel takes without a cache; a tower's 72 is laid out as the next of them.
+VISION_HEAD_DIMS = (64, 128, 256)
 PREFIX = "NPU_RUNNER_ASCEND_"
 CHOICES = {
     "decode_attention": ("masked", "unmasked"),

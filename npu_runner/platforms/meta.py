@@ -1,0 +1,156 @@
+"""Torch's meta device as what a step runs on: nothing is computed, and a meter counts the bytes that would be taken.
+
+Operators are shaped as fused ones: what is allocated are results, and what devices sort and copy on the way. Knows no
+vendor and no model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.ops import TorchOps
+from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.transfers import SideResult, SideStream
+
+META = torch.device("meta")
+SORT_WORKSPACE_BYTES = 32
+"""For each value that is sorted, beside values and indices: keys, places and rows, twice over, as torch does on a GPU.
+"""
+T = TypeVar("T")
+
+
+class LiveBytes(TorchDispatchMode):
+    """While entered: `now`, the bytes of all tensors made on the meta device inside that still live, and `peak`, the
+    most at once since the last `reset_peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._held: dict[int, weakref.finalize[..., Any]] = {}
+
+    def reset_peak(self) -> None:
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                self._count(tensor.untyped_storage())
+        return results
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        # Views share a storage, and its Python object lives as long as the memory would.
+        key = storage._cdata
+        if key in self._held:
+            return
+        num_bytes = storage.nbytes()
+        self._held[key] = weakref.finalize(storage, self._drop, key, num_bytes)
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+    def _drop(self, key: int, num_bytes: int) -> None:
+        del self._held[key]
+        self.now -= num_bytes
+
+
+class MetaSideStream(SideStream):
+    def __init__(self) -> None:
+        """There is no stream."""
+
+    def run(self, work: Callable[[], T]) -> SideResult[T]:
+        return _MetaSideResult(work(), None, None)
+
+    def mark_read(self) -> None:
+        """Nothing is waited for."""
+
+
+class _MetaSideResult(SideResult[T]):
+    def join(self, tensors: Iterable[Tensor]) -> T:
+        return self.result
+
+
+class MetaOps(TorchOps):
+    """copies_rows_to_experts: what experts take is first copied into their order (`Platform.copies_rows_to_experts`).
+    """
+
+    def __init__(self, *, copies_rows_to_experts: bool):
+        self._copies_rows = copies_rows_to_experts
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x_TD), torch.empty_like(x_TD)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        return q_TNH.new_empty(q_TNH.shape), k_TKH.new_empty(k_TKH.shape)
+
+    def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+        in_float32 = qk_T2NH.float()
+        turned = torch.empty_like(in_float32)
+        del in_float32
+        return torch.empty_like(turned[:, 0], dtype=qk_T2NH.dtype), torch.empty_like(turned[:, 1], dtype=qk_T2NH.dtype)
+
+    def sort_ascending(self, x: Tensor) -> Tensor:
+        values, _indices = x.sort(dim=-1)
+        x.new_empty(SORT_WORKSPACE_BYTES * x.numel(), dtype=torch.uint8)
+        return values
+
+    def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        return gate_up_T2I.new_empty(len(gate_up_T2I), gate_up_T2I.shape[1] // 2)
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """A row for each token and expert. Kernels that gather rows themselves make no products of gate and up."""
+        num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
+        width = down.numel() // (len(down) * hidden_size)
+        rows_PD = x_TD.new_empty(num_pairs if self._copies_rows else 0, hidden_size)
+        both_P2I = x_TD.new_empty(num_pairs if self._copies_rows else 0, 2 * width)
+        hidden_PI = x_TD.new_empty(num_pairs, width)
+        del both_P2I
+        outputs_PD = x_TD.new_empty(num_pairs, hidden_size)
+        out_TD = torch.empty_like(x_TD)
+        del rows_PD, hidden_PI, outputs_PD
+        return out_TD
+
+
+class MetaAttention(AttentionBackend):
+    """vision_head_dims: those that towers are laid out for (`Platform.vision_head_dims`)."""
+
+    name = "meta"
+
+    def __init__(self, vision_head_dims: Sequence[int] | None):
+        self._vision_head_dims = vision_head_dims
+
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                     device: torch.device) -> None:
+        return None
+
+    def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
+        """The cache is there."""
+
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                window: int | None = None) -> Tensor:
+        return q_TNH.new_empty(q_TNH.shape)
+
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               window: int | None = None) -> Tensor:
+        return q_BNH.new_empty(q_BNH.shape)
+
+    def vision_head_dim(self, head_dim: int) -> int:
+        dims = self._vision_head_dims
+        return head_dim if dims is None else min((dim for dim in dims if dim >= head_dim), default=head_dim)
+
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
+        return q_TNH.new_empty(q_TNH.shape)

@@ -1,0 +1,195 @@
+"""What a model would take of devices of a given size, without one: an estimate, by the arithmetic of a real start.
+
+Weights, states and KV cache are exact. Activations are a bound. Driver, communicators and graphs are allowances. Prints
+nothing; knows no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from npu_runner.config import GIB, MIB, RunnerConfig
+from npu_runner.core.block_manager import most_blocks
+from npu_runner.errors import ConfigError, OutOfMemoryError
+from npu_runner.platforms.platform import Platform
+from npu_runner.runner.base import MemoryProfile
+from npu_runner.runner.buckets import bucket_sizes, most_padding
+from npu_runner.runner.kv_cache import KVCachePlan, cache_window, fit_states, memory_left, plan_kv_cache
+from npu_runner.runner.on_meta import NetworkOnMeta
+from npu_runner.runner.settings import Settings, resolve_settings
+from npu_runner.runner.states import StatePlan, size
+from npu_runner.strategies import LoadStrategy
+from npu_runner.strategies.transformers_model import TransformersStrategy
+
+ACTIVATIONS_MARGIN = 1.1
+"""The bound on activations, over what the worst step holds on the meta device: for workspaces of kernels."""
+DRIVER_BYTES = GIB
+"""An allowance: what driver, context and libraries take of a device. An H100 had 0.7 to 0.9 GiB."""
+COMMUNICATORS_BYTES = GIB
+"""An allowance, where there are several ranks. HCCL's two communicators have buffers of 528 MiB."""
+GRAPH_BYTES_A_SEQUENCE = 4 * MIB
+"""An allowance for decode graphs, which lie in what memory_utilization leaves. An H100 had 1.8 to 3."""
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Of each rank: all hold as much, and the first one, which samples, has the most activations."""
+
+    settings: Settings
+    num_ranks: int
+    memory_utilization: float
+    profile: MemoryProfile
+    """`outside_bytes` is the allowance for driver and communicators."""
+    reserved_bytes: int
+    """What the vision cache may take."""
+    graphs_bytes: int
+    """The allowance; 0 without graphs."""
+    states: StatePlan | None
+    plan: KVCachePlan | None
+    """None: it does not fit."""
+    bytes_per_block: int
+    blocks_there: int
+    """That there is room for, the null block included; also more than are of use."""
+    blocks_per_sequence: int
+    """Of one sequence at full length."""
+    problem: str | None
+    """Why it does not fit."""
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+    @property
+    def max_model_len(self) -> int:
+        """A length that was not given is cut to what the cache holds."""
+        return self.settings.max_model_len if self.plan is None else self.plan.max_model_len
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return 0 if self.plan is None else self.plan.num_blocks * self.bytes_per_block
+
+    @property
+    def num_tokens(self) -> int:
+        """That the KV cache holds."""
+        return 0 if self.plan is None else (self.plan.num_blocks - 1) * self.settings.block_size
+
+    @property
+    def num_sequences(self) -> int:
+        """At full length, in the KV cache at once."""
+        return 0 if self.plan is None else (self.plan.num_blocks - 1) // self.blocks_per_sequence
+
+    @property
+    def spare_bytes(self) -> int:
+        """What the rest leaves of the device. Graphs are made there."""
+        profile = self.profile
+        taken = (profile.weights_bytes + profile.activation_peak_bytes + profile.staging_bytes + profile.outside_bytes
+                 + self.reserved_bytes + (self.states.num_bytes if self.states else 0) + self.kv_cache_bytes)
+        return profile.total_bytes - taken
+
+
+def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Platform, device_bytes: int) -> Estimate:
+    """`config` as the strategy serves it.
+
+    Raises ConfigError for what a start refuses, but for want of memory.
+    """
+    if isinstance(strategy, TransformersStrategy):
+        raise ConfigError("the model is served through transformers, by the generic strategy, which is not estimated; "
+                          "take a model of a family with a strategy of its own, or start it on a device")
+    model_config = strategy.model_config_for(config)
+    settings = resolve_settings(config, model_config, platform)
+    network = NetworkOnMeta(strategy, model_config, config, settings, platform, rank=0)
+    num_ranks = config.parallel.tensor_parallel_size
+    outside_bytes = DRIVER_BYTES + (COMMUNICATORS_BYTES if num_ranks > 1 else 0)
+    profile = MemoryProfile(total_bytes=device_bytes, weights_bytes=network.weights_bytes, outside_bytes=outside_bytes)
+    is_eager = settings.graph_mode == "eager"
+    found = Estimate(
+        settings=settings, num_ranks=num_ranks, memory_utilization=config.cache.memory_utilization, profile=profile,
+        reserved_bytes=config.cache.vision_cache_bytes if strategy.is_multimodal else 0,
+        graphs_bytes=0 if is_eager else settings.max_num_seqs * GRAPH_BYTES_A_SEQUENCE, states=None, plan=None,
+        bytes_per_block=network.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None,
+    )
+    return _with_cache(_with_steps(found, config, network), config, network)
+
+
+def fewest_ranks(strategy: LoadStrategy, config: RunnerConfig, platform: Platform, device_bytes: int) -> int | None:
+    """The smallest tensor_parallel_size above `config`'s that fits; None: none up to MOST_RANKS does."""
+    for num_ranks in range(config.parallel.tensor_parallel_size + 1, MOST_RANKS + 1):
+        try:
+            found = estimate_memory(strategy, config.replace(tensor_parallel_size=num_ranks), platform, device_bytes)
+        except ConfigError:  # the model does not divide by it
+            continue
+        if found.fits:
+            return num_ranks
+    return None
+
+
+def longest_length(found: Estimate) -> int | None:
+    """A lower max_model_len that fits where `found` does not; None: none does."""
+    length = (found.blocks_there - 1) * found.settings.block_size
+    return length if 0 < length < found.settings.max_model_len else None
+
+
+def _with_steps(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> Estimate:
+    """With states and activations, as a start sizes them: states, the worst step over them, then states again."""
+    try:
+        states = _states(found, config, network)
+        step = network.worst_step(_num_seqs(found, states), states)
+        found = replace(found, profile=replace(
+            found.profile, activation_peak_bytes=int(step.activations * ACTIVATIONS_MARGIN),
+            staging_bytes=int(step.staging * ACTIVATIONS_MARGIN)))
+        states = _states(found, config, network)
+    except OutOfMemoryError as error:
+        return replace(found, problem=str(error).partition("\n")[0])
+    return replace(found, states=states, settings=replace(found.settings, max_num_seqs=_num_seqs(found, states)))
+
+
+def _num_seqs(found: Estimate, states: StatePlan | None) -> int:
+    return found.settings.max_num_seqs if states is None else states.max_num_seqs
+
+
+def _states(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> StatePlan | None:
+    if network.state_shape is None:
+        return None
+    cache, is_eager = config.cache, found.settings.graph_mode == "eager"
+
+    def padding_of(max_num_seqs: int) -> int:
+        return 0 if is_eager else most_padding(bucket_sizes(max_num_seqs, config.graphs.graph_batch_sizes))
+
+    return fit_states(
+        network.state_shape, found.profile, is_measured=True, memory_utilization=cache.memory_utilization,
+        reserved_bytes=found.reserved_bytes, max_num_seqs=found.settings.max_num_seqs,
+        is_given=config.scheduler.max_num_seqs is not None, padding_of=padding_of,
+        max_snapshots=cache.max_state_snapshots if cache.enable_prefix_caching else 0,
+    )
+
+
+def _with_cache(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> Estimate:
+    if not found.fits:
+        return found
+    settings, cache = found.settings, config.cache
+    left = memory_left(found.profile, cache.memory_utilization, found.reserved_bytes)
+    left -= found.states.num_bytes if found.states else 0
+    # kv_cache_bytes is taken as it is, whatever memory_utilization allows: then the device is the limit.
+    there = left if cache.kv_cache_bytes is None else min(cache.kv_cache_bytes, found.spare_bytes)
+    found = replace(found, blocks_there=max(0, there) // found.bytes_per_block)
+    if cache.kv_cache_bytes is not None and cache.kv_cache_bytes > there:
+        return replace(found, problem=f"kv_cache_bytes {size(cache.kv_cache_bytes)}: {size(max(0, there))} is there")
+    try:
+        plan = plan_kv_cache(
+            network.kv_shape, found.profile, is_measured=True, kv_cache_bytes=cache.kv_cache_bytes,
+            memory_utilization=cache.memory_utilization, reserved_bytes=found.reserved_bytes, states=found.states,
+            max_model_len=settings.max_model_len, max_model_len_is_given=settings.max_model_len_is_given,
+            max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
+            windows=network.windows,
+        )
+    except OutOfMemoryError as error:
+        return replace(found, problem=str(error).partition("\n")[0])
+    window = None if found.states else cache_window(network.windows)
+    found = replace(found, plan=plan, blocks_per_sequence=most_blocks(
+        plan.max_model_len, window, settings.max_num_batched_tokens, settings.block_size))
+    if found.spare_bytes < found.graphs_bytes:
+        return replace(found, plan=None, problem=(
+            f"decode graphs have an allowance of {size(found.graphs_bytes)}, and {size(max(0, found.spare_bytes))} is "
+            "left for them; lower memory_utilization, or set enforce_eager"))
+    return found

@@ -1,0 +1,167 @@
+"""`npu-runner doctor --fits` against real starts: weights, KV cache and states byte for byte, activations as GPUs
+measured them. Knows no formula of a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner.cli.main import main
+from npu_runner.config import GIB, RunnerConfig
+from npu_runner.layers.parallel import TensorParallel
+from npu_runner.platforms import find_platform
+from npu_runner.runner.estimate import Estimate, estimate_memory
+from npu_runner.strategies import pick_strategy
+from tests import zygote
+from tests.families import FAMILIES, RANKS, split_by
+from tests.runner.rank_bytes import bytes_of_start, settings_for
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+from bench_device_shapes import make_text_model, make_vision_model  # noqa: E402
+from sizing_table import MODELS, config_of, row  # noqa: E402
+
+
+def estimated(config: RunnerConfig, platform: str, device_bytes: int) -> Estimate:
+    strategy = pick_strategy(Path(config.model))
+    return estimate_memory(strategy, config, find_platform(platform), device_bytes)
+
+
+def exact_bytes(path: Path, num_ranks: int) -> dict[str, int]:
+    found = estimated(settings_for(path, num_ranks), "cpu", 64 * GIB)
+    return {"weights": found.profile.weights_bytes, "kv_cache": found.kv_cache_bytes,
+            "states": found.states.num_bytes if found.states else 0}
+
+
+FAST, OTHERS = split_by(RANKS)
+SLOW = pytest.mark.full("families that go the way of one in the fast set (tests/families.py)")
+
+
+@pytest.mark.parametrize("model_type", [*FAST, *(pytest.param(name, marks=SLOW) for name in OTHERS)])
+def test_one_rank_takes_what_a_start_takes(model_type: str, checkpoint: Any) -> None:
+    path: Path = checkpoint(model_type)
+    real = bytes_of_start(path, TensorParallel())
+    assert exact_bytes(path, 1) == real
+    assert (real["states"] > 0) == FAMILIES[model_type].has_states
+
+
+@pytest.mark.parametrize("model_types", [pytest.param(FAST, id="fast"), pytest.param(OTHERS, id="others", marks=SLOW)])
+def test_each_of_two_ranks_takes_what_a_start_takes(model_types: list[str], checkpoint: Any, tmp_path: Path) -> None:
+    paths = [checkpoint(model_type, **FAMILIES[model_type].ranks) for model_type in model_types]
+    command = [sys.executable, "-m", "tests.runner.rank_bytes"]
+    ranks = [zygote.Popen([*command, str(rank), "2", str(tmp_path / "store"), *map(str, paths)], cwd=ROOT,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                          stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    outputs = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    expected = [exact_bytes(path, 2) for path in paths]
+    for output in outputs:
+        assert [json.loads(line) for line in output.splitlines() if line.startswith("{")] == expected
+
+
+# Bytes that a start measured on one H100 80GB (torch 2.11.0+cu130, commit 85ef21d): the allocator's peak of the worst
+# step less what stands. Shapes of scripts/bench_device_shapes.py; images of up to 1280 x 1280 pixels.
+MEASURED: list[tuple[str, dict[str, Any], int]] = [
+    ("qwen3-0.6b", {}, 1_790_249_984),
+    ("qwen3-8b", {}, 1_790_254_080),
+    ("qwen3-8b", {"max_num_seqs": 16, "max_num_batched_tokens": 16384}, 1_887_651_840),
+    ("qwen3-vl-4b", {}, 1_958_714_368),
+    ("qwen3-vl-4b", {"max_num_seqs": 32}, 1_016_544_768),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "measured"), MEASURED)
+def test_the_bound_on_activations_is_above_a_gpu_and_within_half_as_much_again(
+        name: str, settings: dict[str, Any], measured: int, tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path, name, 1280) if "vl" in name else make_text_model(tmp_path, name)
+    found = estimated(RunnerConfig.from_keywords(path, platform="cuda", **settings), "cuda", 80 * GIB)
+    assert measured < found.profile.activation_peak_bytes < 1.5 * measured
+    if "vl" in name:
+        assert 408_168_448 < found.profile.staging_bytes < 1.5 * 408_168_448
+
+
+def test_the_bound_holds_for_experts(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B cut to 8 layers, as the same GPU measured it."""
+    (tmp_path / "config.json").write_text(json.dumps({**config_of("Qwen3-30B-A3B"), "num_hidden_layers": 8}))
+    config = RunnerConfig.from_keywords(tmp_path, platform="cuda", max_num_seqs=16)
+    assert 575_460_864 < estimated(config, "cuda", 80 * GIB).profile.activation_peak_bytes < 1.5 * 575_460_864
+
+
+@pytest.mark.parametrize("page", ["running-on-ascend.md", "running-on-ascend.zh.md"])
+def test_the_table_of_sizes_has_a_row_for_each_model(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert [model for model in MODELS if f"\n| {model} | " in text] == list(MODELS)
+
+
+@pytest.mark.parametrize("model", [
+    pytest.param(model, marks=[] if model == "Qwen3-VL-2B" else pytest.mark.full("one row of the table stays"))
+    for model in MODELS])
+def test_the_table_of_sizes_is_what_the_command_says(model: str) -> None:
+    line = row(model, "npu")
+    for page in ("running-on-ascend.md", "running-on-ascend.zh.md"):
+        assert line in (ROOT / "docs" / page).read_text().splitlines()
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    """A bare config.json, without weights, tokenizer or preprocessor."""
+    file = tmp_path / "Qwen3-8B.json"
+    file.write_text(json.dumps(config_of("Qwen3-8B")))
+    return str(file)
+
+
+def fits(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    status = main(["doctor", "--json", "--fits", *options])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_what_does_not_fit_names_what_would(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (config_file, "--device-memory", "24G", "--max-model-len")
+    status, found = fits(capsys, *asked, "40960")
+    assert (status, found["fits"], found["kv_cache_tokens"]) == (1, False, 0)
+    ranks, length = found["remedies"]
+    assert ranks == "--tensor-parallel-size 2"
+    assert fits(capsys, *asked, "40960", *ranks.split())[0] == 0
+    longest = int(length.removeprefix("--max-model-len "))
+    status, found = fits(capsys, *asked, str(longest))
+    assert (status, found["sequences_of_max_model_len"]) == (0, 1)
+    assert longest <= found["kv_cache_tokens"] < 40960
+
+
+def test_settings_count_as_a_job_takes_them(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (config_file, "--device-memory", "64G")
+    _, plain = fits(capsys, *asked)
+    _, halved = fits(capsys, *asked, "--max-num-seqs", "64", "--memory-utilization", "0.8")
+    assert halved["activations_bytes"] < plain["activations_bytes"]
+    assert halved["kv_cache_bytes"] < plain["kv_cache_bytes"]
+    _, whole = fits(capsys, *asked, "--dtype", "float16", "--kv-cache-bytes", "1G", "--enforce-eager")
+    assert (whole["graphs_bytes"], whole["kv_cache_bytes"]) == (0, (1 << 30) // 18874368 * 18874368)
+
+
+def test_what_it_prints_is_called_an_estimate(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--fits", config_file, "--device-memory", "8G"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("an estimate for platform npu, bfloat16")
+    assert lines[-2].startswith("does not fit: ")
+    assert lines[-1] == "would fit: --tensor-parallel-size 8"
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    (["--fits", "shapes-vl"], "add --device-memory 64G"),
+    (["--device-memory", "64G"], "--device-memory is for --fits alone"),
+    (["--max-num-seqs", "4"], "--max-num-seqs is for --fits alone"),
+    (["--fits", "shapes-vl", "--device-memory", "64G", "--platform", "cpu"], "no device with memory of its own"),
+    (["--fits", "shapes-vl", "--device-memory", "64G", "--tensor-parallel-size", "3"],
+     "tensor_parallel_size 3 is no multiple of num_key_value_heads 2"),
+])
+def test_what_cannot_be_estimated_is_refused(options: list[str], reason: str,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *options]) == 2
+    assert reason in capsys.readouterr().err
