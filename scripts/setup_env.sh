@@ -1,11 +1,18 @@
 #!/usr/bin/env bash
 # Makes .venv in the checkout, with the package and what it needs. Does nothing when that is already there.
-# usage: setup_env.sh [dev]     dev: also what tests and checks need
+# usage: setup_env.sh [dev]             dev: also what tests and checks need
+#        setup_env.sh lowest | oracle   another environment, in .cache/environments (test_environments.sh)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-requirements=requirements.txt
-[ "${1:-}" = dev ] && requirements="requirements-dev.txt"
+name=${1:-}
+requirements=requirements${name:+-$name}.txt
+environment=.venv
+case $name in
+    '' | dev) ;;
+    lowest | oracle) environment=.cache/environments/$name ;;
+    *) echo "setup_env.sh: '$name' is no environment; name dev, lowest, oracle, or none" >&2 && exit 2 ;;
+esac
 
 # The newest that is supported, wherever it stands on PATH; PYTHON names another.
 find_python() {
@@ -34,22 +41,22 @@ make_environment() {
             "Python: PYTHON=/path/to/python3" >&2
         return 1
     fi
-    echo "making .venv with $("$python" --version)"
-    "$python" -m venv .venv
+    echo "making $environment with $("$python" --version)"
+    "$python" -m venv "$environment"
 }
 
-[ -x .venv/bin/python ] || make_environment
+[ -x "$environment"/bin/python ] || make_environment
 # Where pip is missing, making the environment was cut short, or another program made it.
-if ! .venv/bin/python -m pip --version >/dev/null 2>&1 && ! .venv/bin/python -m ensurepip >/dev/null; then
-    echo ".venv has no pip and cannot get one: remove .venv and run this again" >&2
+if ! "$environment"/bin/python -m pip --version >/dev/null 2>&1 && ! "$environment"/bin/python -m ensurepip >/dev/null; then
+    echo "$environment has no pip and cannot get one: remove $environment and run this again" >&2
     exit 1
 fi
 # One stamp per list: it holds what was installed, so that a changed list installs again.
-stamp=".venv/installed-$requirements"
-wanted=$(cat requirements.txt "$requirements" pyproject.toml)
+stamp="$environment/installed-$requirements"
+wanted=$(cat requirements.txt requirements-tests.txt "$requirements" pyproject.toml)
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
-    echo "installing $requirements into .venv (minutes on the first run)"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$requirements"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+    echo "installing $requirements into $environment (minutes on the first run)"
+    "$environment"/bin/python -m pip install --quiet --disable-pip-version-check -r "$requirements"
+    "$environment"/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
     printf '%s' "$wanted" >"$stamp"
 fi

@@ -47,10 +47,12 @@ def pick_strategy(path: Path) -> LoadStrategy:
         return transformers_model.TransformersStrategy(path)
     code = " (the checkpoint's own code, auto_map, is never run)" if raw.get("auto_map") else ""
     supported = ", ".join(sorted(strategies_by_model_type()))
+    installed = transformers_model.installed_version()
+    found = f"; {installed} is installed" if installed and not transformers_model.is_new_enough(installed) else ""
     raise ModelError(
-        f"{path}: model_type {model_type!r} is not supported{code}; supported are {supported}, and with transformers "
-        f"({transformers_model.INSTALL}) most text models that it knows. A package can add one through the entry-point "
-        f"group {ENTRY_POINT_GROUP!r}"
+        f"{path}: model_type {model_type!r} is not supported{code}; supported are {supported}, and most text models "
+        f"of {transformers_model.REQUIRED}{found}. A package can add one through the entry-point group "
+        f"{ENTRY_POINT_GROUP!r}"
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from functools import cached_property
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from npu_runner.strategies.base import LoadStrategy
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'npu-runner[transformers]'"
+_OLDEST = (5, 20)
+REQUIRED = "transformers 5.20 or newer (pip install 'npu-runner[transformers]')"
 _SERVING, _PROBING = "npu_runner", "npu_runner_probe"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Masks and places that old checkpoints stored and every model computes.
@@ -38,9 +40,23 @@ _ATTENDING = {"full_attention", "sliding_attention"}
 _GROWING_ROPES = ("dynamic", "longrope")
 
 
+def installed_version() -> str | None:
+    """Of transformers; None where there is none. Imports nothing."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
+
+
+def is_new_enough(installed: str | None) -> bool:
+    """Whether this release of transformers serves; an older one has other classes under the same names."""
+    found = re.match(r"(\d+)\.(\d+)", installed or "")
+    return found is not None and (int(found[1]), int(found[2])) >= _OLDEST
+
+
 def knows(model_type: str | None) -> bool:
-    """Whether transformers is there and has a config for it; what its code cannot be imported for is said later."""
-    if model_type is None or find_spec("transformers") is None:
+    """Whether a transformers that serves has a config for it; what its code cannot be imported for is said later."""
+    if model_type is None or not is_new_enough(installed_version()):
         return False
     try:
         from transformers import CONFIG_MAPPING
@@ -131,7 +147,6 @@ class TransformersStrategy(LoadStrategy):
         """transformers' own config object, of what it knows itself."""
         try:
             from transformers import AutoConfig
-            from transformers import __version__ as version
         except ImportError as error:  # it looks at the versions of what it needs
             raise ModelError(f"{self.path}: served through transformers, which cannot be imported: {error}") from error
         model_type, remote = self._raw.get("model_type"), self._raw.get("auto_map")
@@ -139,8 +154,8 @@ class TransformersStrategy(LoadStrategy):
             config = AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of nearly two hundred classes, each with checks of its own
             code = ", and the checkpoint's own code (auto_map) is never run" if remote else ""
-            raise ModelError(f"{self.path}: model_type {model_type!r}: transformers {version} does not take this config"
-                             f"{code}: {error}") from error
+            raise ModelError(f"{self.path}: model_type {model_type!r}: transformers {installed_version()} does not "
+                             f"take this config{code}: {error}") from error
         for name in ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"):
             if getattr(config, name, False):
                 setattr(config, name, False)

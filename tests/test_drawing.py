@@ -18,7 +18,6 @@ from hypothesis import example as always_try
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoTokenizer
 
 from npu_runner.assets import EMBEDDED, SHAPES_VL
 from scripts.shapes import drawing
@@ -212,6 +211,8 @@ def test_examples_cover_every_kind_and_put_each_image_in_the_conversation() -> N
 
 @pytest.fixture(scope="module")
 def tokenizer():
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(SHAPES_VL)
 
 

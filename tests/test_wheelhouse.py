@@ -6,8 +6,10 @@ connects is an error and leaves a note. Knows nothing of what npu-runner does wh
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,10 +31,14 @@ def refuse(*arguments, **keywords):
 
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 """
-# What the image has. vLLM 0.23 keeps llguidance below 1.8, and npu-runner wants a newer one.
+# What the image has: vLLM, which keeps llguidance below 1.8, and what it needs.
 IMAGE = {"torch": "2.10.0+cpu", "torch_npu": "2.10.0.post4", "numpy": "2.2.6", "llguidance": "1.7.6",
-         "pillow": "12.0.0", "vllm": "0.23.0", "huggingface_hub": "1.9.0", "jinja2": "3.1.6", "pydantic": "2.12.0",
-         "ray": "2.48.0"}  # fmt: skip
+         "pillow": "12.0.0", "vllm": "0.23.0", "huggingface_hub": "1.31.0", "jinja2": "3.1.6", "pydantic": "2.12.0",
+         "transformers": "5.5.4", "ray": "2.48.0"}  # fmt: skip
+# The same of another vLLM, before transformers 5: it keeps llguidance below 1.4, and transformers huggingface_hub below 1.
+OLDER = {**IMAGE, "numpy": "1.26.4", "llguidance": "1.3.0", "pillow": "11.1.0", "vllm": "0.13.0",
+         "huggingface_hub": "0.36.0", "transformers": "4.57.1", "tokenizers": "0.22.0",
+         "safetensors": "0.5.0"}  # fmt: skip
 FROM_A_FILE = '{"url": "file:///torch.whl", "archive_info": {}}'
 INDEX = {"attrs": "26.1.0", "decorator": "5.2.1", "numpy": "2.4.6", "packaging": "26.3", "protobuf": "6.33.5",
          "psutil": "7.1.0", "pyyaml": "6.0.4", "huggingface_hub": "2.4.0", "jinja2": "3.1.6", "llguidance": "1.9.1",
@@ -40,8 +46,14 @@ INDEX = {"attrs": "26.1.0", "decorator": "5.2.1", "numpy": "2.4.6", "packaging":
          "torch": "2.13.0"}  # fmt: skip
 
 
+NEEDS = {"vllm 0.23.0": ["llguidance<1.8,>=1.7", "transformers"], "transformers 5.5.4": ["huggingface_hub<2,>=1.3"],
+         "vllm 0.13.0": ["llguidance<1.4,>=1.3", "transformers<5"],
+         "transformers 4.57.1": ["huggingface_hub<1,>=0.34", "tokenizers<=0.23,>=0.22"],
+         "greedy 1": ["torch"]}  # fmt: skip
+
+
 def metadata(name: str, version: str) -> str:
-    needs = {"vllm": "Requires-Dist: llguidance<1.8\n", "greedy": "Requires-Dist: torch\n"}.get(name, "")
+    needs = "".join(f"Requires-Dist: {each}\n" for each in NEEDS.get(f"{name} {version}", []))
     return f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
 
 
@@ -65,15 +77,20 @@ def elsewhere(tmp_path: Path) -> dict[str, str]:
             "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}  # fmt: skip
 
 
-@pytest.fixture
-def image(tmp_path: Path) -> dict[str, str]:
-    """The environment of an image without network; torch came from a file, as it does in vendors' images."""
-    folder = tmp_path / "image"
-    for name, version in IMAGE.items():
+def install(folder: Path, packages: dict[str, str]) -> None:
+    """As pip lists them; there is nothing to import."""
+    for name, version in packages.items():
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(metadata(name, version))
         (info / "RECORD").write_text("")
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> dict[str, str]:
+    """The environment of an image without network; torch came from a file, as it does in vendors' images."""
+    folder = tmp_path / "image"
+    install(folder, IMAGE)
     (folder / f"torch-{IMAGE['torch']}.dist-info/direct_url.json").write_text(FROM_A_FILE)
     (folder / "sitecustomize.py").write_text(REFUSES.format(note=str(tmp_path / "connected")))
     (folder / "ray/scripts").mkdir(parents=True)
@@ -123,9 +140,9 @@ def test_a_wheelhouse_installs_what_the_image_lacks_and_leaves_the_pair(
     pair = (environment / "pair.txt").read_text().split()
     assert [line.replace("_", "-") for line in pair] == ["torch==2.10.0+cpu", "torch-npu==2.10.0.post4"]
     found = {path.name.partition(".dist-info")[0] for path in environment.glob("lib/*/site-packages/*.dist-info")}
-    assert {f"npu_runner-{__version__}", "llguidance-1.9.1"} <= found  # the Python below may have some of the others
+    assert {f"npu_runner-{__version__}", "safetensors-0.8.0"} <= found  # the Python below may have some of the others
     names = {name.rpartition("-")[0] for name in found}
-    assert not names & {"torch", "torch_npu", "numpy", "huggingface_hub", "pillow"}, "what fits is the image's"
+    assert not names & {"torch", "torch_npu", "numpy", "huggingface_hub", "pillow", "llguidance"}, "what fits is the image's"
     assert (environment / "scripts/run_ascend.sh").is_file()
     ray = subprocess.run([environment / "bin/ray"], env=image, capture_output=True, text=True)
     assert ray.stdout.strip() == str(environment / "bin/python"), "not the image's own Python, which sees no npu-runner"
@@ -139,6 +156,32 @@ def test_the_whole_package_comes_out_of_a_wheelhouse(
     (weights,) = environment.glob("lib/*/site-packages/npu_runner/assets/shapes-vl/model.safetensors")
     assert weights.read_bytes() == (ROOT / "npu_runner/assets/shapes-vl/model.safetensors").read_bytes()
     assert (environment / "bin/npu-runner").is_file()
+
+
+@pytest.mark.parametrize("packages", [IMAGE, OLDER], ids=["transformers 5", "transformers 4"])
+def test_pip_leaves_all_that_an_image_has_and_adds_what_it_lacks(
+    packages: dict[str, str], elsewhere: dict[str, str], tmp_path: Path
+) -> None:
+    """With every version of the image as a constraint, as the doctor advises. Of npu-runner itself: pyproject.toml."""
+    install(tmp_path / "image", packages)
+    (tmp_path / "image/pip").symlink_to(Path(str(importlib.metadata.distribution("pip").locate_file("pip"))))
+    image = {**elsewhere, "PYTHONPATH": str(tmp_path / "image")}
+    # -S: the image's packages alone, not those of the Python that runs this test.
+    pip = [sys.executable, "-S", "-m", "pip"]
+    frozen = subprocess.run([*pip, "list", "--format=freeze"], env=image, capture_output=True, text=True, check=True)
+    assert f"llguidance=={packages['llguidance']}\n" in frozen.stdout
+    (tmp_path / "image.txt").write_text(frozen.stdout)
+    project = re.search(r"^dependencies = (\[.*?^\])", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert project is not None
+    (tmp_path / "project.txt").write_text("\n".join(ast.literal_eval(project[1])))
+    needed = ["-r", str(ROOT / "requirements-npu.txt"), "-r", str(tmp_path / "project.txt")]
+    done = subprocess.run([*pip, "install", "--dry-run", "-c", str(tmp_path / "image.txt"), *needed],
+                          env=image, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("Would install")]
+    added = {word.rpartition("-")[0].replace("-", "_").lower() for word in line.split()[2:]}
+    assert added == {"attrs", "decorator", "packaging", "protobuf", "psutil", "pyyaml", "tqdm", "tokenizers",
+                     "safetensors"} - set(packages)  # fmt: skip
 
 
 def test_an_image_without_the_pair_is_refused(image: dict[str, str], tmp_path: Path) -> None:

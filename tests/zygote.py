@@ -40,7 +40,9 @@ _ROOM = 32 << 10
 """Bytes of arguments, and of variables, that /proc can show of a fork."""
 # What ends without starting another process of ours.
 _STARTS_NONE = {"npu_runner.serving.workers.worker", "npu_runner.engine.executors.worker"}
-_CPU = ("torch", "transformers", "transformers.models.auto", "npu_runner.llm", "npu_runner.cli.main",
+# Where that import is refused (refuse_transformers.py), no program does it.
+_ORACLE = () if "refuse_transformers" in sys.modules else ("transformers", "transformers.models.auto")
+_CPU = ("torch", *_ORACLE, "npu_runner.llm", "npu_runner.cli.main",
         "npu_runner.batch.job.run", "npu_runner.platforms.cpu.platform", "npu_runner.runner.model_runner",
         "npu_runner.serving.replicas.process_main", "npu_runner.strategies", "tests.batch.scripted")
 # What captures and compiles graphs takes the longest.

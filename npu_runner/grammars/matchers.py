@@ -160,6 +160,8 @@ class Matchers:
         assert masks_CW.flags["C_CONTIGUOUS"], "masks lie one behind the other"
         num_rows, num_words = masks_CW.shape
         self._executor.unsafe_compute_mask_ptr(list(matchers), masks_CW.ctypes.data, 4 * num_words, num_rows)
+        if len(self._eos_token_ids) > 1 and not _takes_several_ends():
+            _allow_every_end(masks_CW, [row for _, row in matchers], self._eos_token_ids)
 
     def close(self) -> None:
         """End the threads, with what they have not begun. May be called twice; nothing is prepared any more."""
@@ -196,7 +198,8 @@ class Matchers:
         if not self._eos_token_ids:
             raise RequestError("structured_outputs: the model has no end token, so no answer could end",
                                "unsupported_parameter", "structured_outputs")
-        return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        ends = self._eos_token_ids if _takes_several_ends() else self._eos_token_ids[0]
+        return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=ends)
 
     @staticmethod
     def _build(tokens: Future[LLTokenizer], grammar: str) -> _Built:
@@ -212,6 +215,25 @@ class Matchers:
         if first.is_error():
             raise unfollowed(first.get_error().partition("\n")[0])
         return _Built(matcher, _resident_bytes() - before)
+
+
+def _takes_several_ends() -> bool:
+    """Whether the library's masks can allow more than one end token: from llguidance 1.7 on."""
+    from llguidance import LLTokenizer
+
+    return hasattr(LLTokenizer, "eos_tokens")
+
+
+def _allow_every_end(masks_CW: np.ndarray, rows: Sequence[int], eos_token_ids: Sequence[int]) -> None:
+    """In these rows, allow all end tokens where the first is allowed: the only one that an older library knows.
+
+    A grammar cannot name it, so its bit says that the answer may end here.
+    """
+    words_CW = masks_CW.view(np.uint32)
+    first, *others = eos_token_ids
+    ending = [row for row in rows if words_CW[row, first // 32] >> np.uint32(first % 32) & 1]
+    for token in others:
+        words_CW[ending, token // 32] |= np.uint32(1 << token % 32)
 
 
 def _in_short(error: BaseException) -> str:

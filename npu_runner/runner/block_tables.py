@@ -69,7 +69,7 @@ class BlockTables:
             rows, which = self._rows_that_read(slots_B, slots_N)
             rows_N, columns_N = np.concatenate([rows_N, rows]), np.concatenate([columns_N, columns_N[which]])
             blocks_N = np.concatenate([blocks_N, blocks_N[which]])
-        places_N = rows_N * np.int64(self.width) + columns_N
+        places_N = rows_N.astype(np.int64) * self.width + columns_N  # numpy 1 ignores the type of a scalar
         return TableNews(len(places_N), np.concatenate([places_N.view(np.int32), blocks_N, gathered_B]))
 
     def _rows_that_read(self, slots_B: np.ndarray, slots_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ LARGE: dict[str, tuple[int, dict[str, Any]]] = {
     "AVIF": (4000, {"subsampling": "4:2:0"}), "JPEG2000": (4000, {}), "TGA": (7000, {"compression": "tga_rle"}),
     "HEIF": (4000, {"quality": 50, "chroma": 420, "enc_params": {"preset": "ultrafast"}}),
 }  # fmt: skip
+LARGE = {kind: how for kind, how in LARGE.items() if kind in KINDS}
 NO_MEMORY = {"image_out_of_memory", "preprocessing_out_of_memory", "preprocessing_crashed"}
 
 

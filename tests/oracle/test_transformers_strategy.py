@@ -355,13 +355,6 @@ def test_weights_that_do_not_fit_are_named(edit: Callable[[Any], object], messag
 # -- transformers stays out of everything else ------------------------------------------------------------------------
 
 
-def test_without_transformers_the_error_says_what_to_install(tmp_path: Path, monkeypatch: Any) -> None:
-    path = write_config_alone(tmp_path, "gemma")
-    monkeypatch.setattr(transformers_model, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"'gemma' is not supported.*pip install 'npu-runner\[transformers\]'"):
-        pick_strategy(path)
-
-
 def test_a_family_of_our_own_imports_no_transformers(checkpoint: Any) -> None:
     program = ("import sys; from npu_runner import LLM, SamplingParams\n"
                "with LLM(sys.argv[1], platform='cpu', max_num_seqs=2, max_model_len=64) as llm:\n"

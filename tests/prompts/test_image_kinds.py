@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import PIL
 import pillow_heif
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from npu_runner.errors import RequestError
+from npu_runner.prompts.media.image_formats import READS_AVIF
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import open_image, prepare_image
 from tests.prompts.test_image_files import encoded, photo, png
@@ -26,7 +28,8 @@ LOSSLESS: dict[str, dict[str, Any]] = {
     "AVIF": {"quality": 100, "subsampling": "4:4:4", "speed": 10}, "HEIF": {"quality": -1, "chroma": 444},
     "ICO": {"sizes": [(32, 32)]}, "JPEG2000": {"irreversible": False}, "TGA": {},
 }  # fmt: skip
-KINDS = list(LOSSLESS)
+KINDS = [kind for kind in LOSSLESS if READS_AVIF or kind != "AVIF"]
+BOXED = [kind for kind in ("AVIF", "HEIF") if kind in KINDS]
 TOLERANCE = {"AVIF": 3, "HEIF": 2}  # both store YCbCr
 
 
@@ -84,7 +87,7 @@ def test_an_icon_is_its_largest_image(format: str) -> None:
     np.testing.assert_array_equal(pixels(data), np.asarray(photo(64, 64)))
 
 
-@pytest.mark.parametrize("kind", ["AVIF", "HEIF"])
+@pytest.mark.parametrize("kind", BOXED)
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_turned_image_is_upright(kind: str, orientation: int) -> None:
     exif = Image.Exif()
@@ -97,7 +100,7 @@ def test_a_turned_image_is_upright(kind: str, orientation: int) -> None:
     assert np.abs(pixels(data) - np.asarray(turned).astype(int)).max() <= TOLERANCE[kind]
 
 
-@pytest.mark.parametrize("kind", ["AVIF", "HEIF"])
+@pytest.mark.parametrize("kind", BOXED)
 def test_of_several_images_the_first_is_shown(kind: str) -> None:
     frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue", "lime")]
     data = made(frames[0], kind, save_all=True, append_images=frames[1:])
@@ -142,8 +145,7 @@ def bombs(side: int) -> dict[str, bytes]:
     struct.pack_into("<HH", targa, 12, min(side, 65535), min(side, 65535))
     at = jp2.index(b"ihdr") + 4
     return {
-        "AVIF": in_boxes(made(photo(), "AVIF"), b"ispe", side, side),
-        "HEIF": in_boxes(made(photo(), "HEIF"), b"ispe", side, side),
+        **{kind: in_boxes(made(photo(), kind), b"ispe", side, side) for kind in BOXED},
         "JP2 header": jp2[:at] + struct.pack(">II", side, side) + jp2[at + 8 :],
         "JP2 codestream": in_codestream(jp2, side, side),
         "codestream": in_codestream(made(photo(), "JPEG2000", no_jp2=True), side, side),
@@ -224,6 +226,28 @@ except RequestError as error:
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "a.heic")], stdout=subprocess.PIPE, check=True)
     assert done.stdout.startswith(b"image_not_recognised")
     assert b"pip install 'npu-runner[heif]'" in done.stdout
+
+
+def test_where_pillow_reads_no_avif_it_is_refused_with_the_remedy() -> None:
+    """Before 11.3, and where it was built without; all other formats are read."""
+    program = """
+import io, sys
+sys.modules["PIL.AvifImagePlugin"] = None
+from PIL import Image
+from npu_runner.errors import RequestError
+from npu_runner.prompts.media.images import open_image
+png = io.BytesIO()
+Image.new("RGB", (8, 8)).save(png, "PNG")
+open_image(png.getvalue())
+try:
+    open_image(bytes.fromhex("00000018") + b"ftypavif" + bytes(90))
+except RequestError as error:
+    print(error.code, error.message)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("image_not_recognised")
+    assert f"AVIF; this Pillow ({PIL.__version__}) does not read it, the wheels of 11.3 and newer do" in done.stdout
+    assert "AVIF," not in done.stdout, "of the formats that it names as read"
 
 
 def test_the_optional_package_is_loaded_for_such_images_alone() -> None:

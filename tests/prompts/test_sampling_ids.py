@@ -6,7 +6,6 @@ import json
 import shutil
 
 import pytest
-from transformers import AutoTokenizer
 
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import RequestError
@@ -22,6 +21,8 @@ def processor() -> ChatProcessor:
 
 
 def test_both_spellings_of_a_word_are_transformers(processor: ChatProcessor) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(SHAPES_VL)
     spellings = [space + word for word in WORDS for space in ("", " ")]
     expected = {tuple(tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings}

@@ -14,10 +14,9 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
-from transformers.video_utils import read_video_pyav
 
 from npu_runner.errors import RequestError
+from npu_runner.prompts.media.image_formats import READS_AVIF
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.video_files import VideoFile, _wanted_groups
@@ -48,6 +47,9 @@ def frames_of(data: bytes, indices: list[int] | None = None) -> list[np.ndarray]
 
 @pytest.mark.parametrize("name", READ)
 def test_frames_are_those_of_transformers(name: str) -> None:
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+    from transformers.video_utils import read_video_pyav
+
     data = READ[name]()
     sampler: Any = SimpleNamespace(fps=2, min_frames=4, max_frames=768, num_frames=None)
     theirs, metadata = read_video_pyav(
@@ -159,7 +161,8 @@ def test_a_video_in_an_images_field_is_told_where_it_belongs(kind: str, codec: s
     assert f"the file is a video ({called}) and not an image; send it as one: video_url" in caught.value.message
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "JPEG2000", "ICO", "AVIF"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "JPEG2000", "ICO",
+                                  *(["AVIF"] if READS_AVIF else [])])
 def test_an_image_in_a_videos_field_is_told_where_it_belongs(kind: str) -> None:
     encoded = io.BytesIO()
     Image.fromarray(MOVING[0]).save(encoded, kind)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,9 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from npu_runner import LLM
+from npu_runner.assets import SHAPES_VL
+from npu_runner.grammars import matchers as matchers_module
 from npu_runner.grammars.compile import with_grammar
 from npu_runner.grammars.matchers import Matchers
 from npu_runner.request.sampling_params import SamplingParams
@@ -39,6 +45,55 @@ class Passes(TorchDispatchMode):
         if not is_view and max((one.numel() for one in tensors_in([args, result])), default=0) >= ROWS * VOCAB:
             self.names.append(func.overloadpacket.__name__)
         return result
+
+
+def bits_of(mask_W: np.ndarray, tokens: list[int]) -> list[int]:
+    return [int(mask_W.view(np.uint32)[token // 32]) >> token % 32 & 1 for token in tokens]
+
+
+@pytest.mark.parametrize("takes_several", [True, False], ids=["as installed", "as before llguidance 1.7"])
+def test_an_answer_may_end_with_any_end_token_where_its_rule_ends(
+    takes_several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of one mask word and of others, whichever is named first. The rule may end after one letter, two or
+    three: no other bit changes with the number of end tokens."""
+    if not takes_several:
+        monkeypatch.setattr(matchers_module, "_takes_several_ends", lambda: False)
+    ends = [write_tokenizer(tmp_path)["<|im_end|>"], 301, 3, 40]
+    tokenizer = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
+    letter, grammar = tokenizer.encode("a").ids[0], 'start: "a" "a"? "a"?'
+    masks: dict[int, list[np.ndarray]] = {}
+    for listed in (ends[:1], ends[::-1], ends):
+        matchers = Matchers(tokenizer, VOCAB, listed)
+        matcher = matchers.prepare(grammar).copy()
+        masks[len(listed)] = []
+        for num_said in range(4):
+            masks_2W = np.zeros((2, matchers.num_words), dtype=np.int32)
+            matchers.fill([(matcher, 1)], masks_2W)
+            assert not masks_2W[0].any(), "the mask of another row"
+            assert bits_of(masks_2W[1], listed) == [num_said > 0] * len(listed)
+            masks[len(listed)].append(masks_2W[1])
+            assert matcher.consume_token(letter) == (num_said < 3)
+        matchers.close()
+    for num_said, (one_W, several_W) in enumerate(zip(*masks.values(), strict=True)):
+        for token in ends if num_said else []:
+            one_W.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        np.testing.assert_array_equal(one_W, several_W)
+
+
+def test_a_checkpoint_with_two_end_tokens_ends_with_either(tmp_path: Path) -> None:
+    """1 s: loads a model."""
+    path = shutil.copytree(SHAPES_VL, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
+    ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with LLM(path, platform="cpu", max_num_seqs=2, max_model_len=128, kv_cache_bytes=16 << 20,
+             preprocessing_workers=0) as llm:
+        for end in ends:
+            (answer,) = llm.generate(["a"], SamplingParams(temperature=0, max_tokens=20, logit_bias={end: 100.0},
+                                                           structured_outputs={"regex": "[0-9]{3,5}"}))
+            assert (answer.token_ids[-1], answer.finish_reason) == (end, "stop")
+            assert re.fullmatch("[0-9]{3}", answer.text), "as soon as the rule lets it end"
 
 
 @pytest.fixture

@@ -11,9 +11,11 @@ import importlib
 import io
 import struct
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 
+import PIL
 from PIL import (
-    AvifImagePlugin,
     BmpImagePlugin,
     GifImagePlugin,
     IcoImagePlugin,
@@ -29,6 +31,9 @@ from PIL import (
 
 from npu_runner.errors import RequestError
 
+# None before Pillow 11.3. SUPPORTED is false where Pillow was built without AVIF.
+_AVIF: Any = importlib.import_module("PIL.AvifImagePlugin") if find_spec("PIL.AvifImagePlugin") else None
+READS_AVIF = _AVIF is not None and bool(_AVIF.SUPPORTED)
 FORMATS = tuple(
     plugin.format
     for plugin in (
@@ -39,13 +44,12 @@ FORMATS = tuple(
         BmpImagePlugin.BmpImageFile,
         TiffImagePlugin.TiffImageFile,
         PpmImagePlugin.PpmImageFile,
-        AvifImagePlugin.AvifImageFile,
+        *([_AVIF.AvifImageFile] if READS_AVIF else []),
         Jpeg2KImagePlugin.Jpeg2KImageFile,
         IcoImagePlugin.IcoImageFile,
         TgaImagePlugin.TgaImageFile,  # the last: it has no mark of its own, only a header that makes sense
     )
 )
-HEIF_REMEDY = "pip install 'npu-runner[heif]' reads it"
 _ICON = b"\0\0\1\0"
 _CODESTREAM = b"\xff\x4f\xff\x51"
 _SUBFILE_TYPE = 254  # TIFF's NewSubfileType, of bits
@@ -75,9 +79,14 @@ def is_heif(head: bytes) -> bool:
     return head[4:8] == b"ftyp"
 
 
-def wants_heif_package(head: bytes) -> bool:
-    """Whether it is one that only the optional package reads, and that is not installed."""
-    return is_heif(head) and head[8:11] != b"avi" and not _heif_format(head)
+def missing_decoder(head: bytes) -> str | None:
+    """Name of a format that nothing installed reads, and what would read it; None for all other files."""
+    if not is_heif(head):
+        return None
+    if head[8:11] == b"avi":
+        remedy = f"this Pillow ({PIL.__version__}) does not read it, the wheels of 11.3 and newer do"
+        return None if READS_AVIF else f"AVIF; {remedy}"
+    return None if _heif_format(head) else "HEIC; pip install 'npu-runner[heif]' reads it"
 
 
 def check_pixels(width: int, height: int, max_source_pixels: int) -> None:
@@ -169,9 +178,12 @@ def _heif_format(head: bytes) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """AVIF decoders take all cores otherwise; a worker process has one."""
-    before = AvifImagePlugin.DEFAULT_MAX_THREADS
-    AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+    if _AVIF is None:
+        yield
+        return
+    before = _AVIF.DEFAULT_MAX_THREADS
+    _AVIF.DEFAULT_MAX_THREADS = 1
     try:
         yield
     finally:
-        AvifImagePlugin.DEFAULT_MAX_THREADS = before
+        _AVIF.DEFAULT_MAX_THREADS = before

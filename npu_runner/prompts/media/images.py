@@ -21,10 +21,9 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 from npu_runner.prompts.media.image_formats import (
     FORMATS,
-    HEIF_REMEDY,
     check_pixels,
+    missing_decoder,
     open_encoded,
-    wants_heif_package,
 )
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.request.limits import LIMITS
@@ -148,14 +147,14 @@ def _not_recognised(head: bytes) -> RequestError:
     if (video := video_kind(head)) is not None:
         return RequestError(f"the file is a video ({video}) and not an image; send it as one: video_url in a message, "
                             "--video", code="image_not_recognised")
-    known = image_kind(head)
-    if known is not None and not wants_heif_package(head):
+    known, unread = image_kind(head), missing_decoder(head)
+    if known is not None and unread is None:
         return RequestError(
             f"the image starts like a {known} file but its header is cut short or broken; upload it again",
             code="image_truncated",
         )
     unreadable = {
-        f"HEIC; {HEIF_REMEDY}": wants_heif_package(head),
+        f"{unread}": unread is not None,
         "SVG": b"<svg" in head or b"<?xml" in head,
         "PDF": head.startswith(b"%PDF"),
         "HTML": b"<html" in head.lower() or b"<!doctype" in head.lower(),
