@@ -29,7 +29,7 @@ from npu_runner.platforms.npu.versions import (
 TORCHAIR_NEEDS = ("packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy")
 LIBRARIES = ("libascendcl.so", "libhccl.so", "libatb.so")
 # By CANN's release notes (of 9.1.0 for both); that of a CANN that is not here is at least the lowest.
-_OLDEST_DRIVERS: dict[tuple[int, ...], tuple[int, ...]] = {(9, 0): (25, 0), (9, 1): (25, 2)}
+_OLDEST_DRIVERS: dict[tuple[int, ...], tuple[int, ...]] = {(8, 5): (25, 0), (9, 0): (25, 0), (9, 1): (25, 2)}
 IMAGE = ("use an image in which they belong together, and upgrade nothing in it (docs/running-on-ascend.md names "
          "images and versions)")
 
@@ -75,7 +75,7 @@ def check_libatb(host: Host, libraries: Libraries) -> Check:
                  "of which npu-runner uses none", remedy)
 
 
-def check_driver(host: Host) -> Check:
+def check_driver(host: Host, *, is_eager: bool = False) -> Check:
     folder = ascend_folder(host) / "driver"
     version = driver_version(folder)
     if version is None:
@@ -86,6 +86,9 @@ def check_driver(host: Host) -> Check:
     oldest = _OLDEST_DRIVERS.get(release(cann or "")[:2], min(_OLDEST_DRIVERS.values()))
     if release(version) < oldest:
         wanted = ".".join(map(str, oldest))
+        if is_85(cann) and not is_eager:
+            return Check("driver", "failed", f"driver {version}: on CANN {cann} captured graphs take new context lengths "
+                         f"from driver {wanted}.RC1 on", "update driver and firmware, or run with --enforce-eager")
         return Check("driver", "warning", f"driver {version} is older than {wanted}, which CANN {cann or '9'} wants",
                      "update driver and firmware to those that CANN's release notes name")
     return Check("driver", "ok", f"driver {version}")
