@@ -17,8 +17,9 @@ from typing import Any
 from bench_common import commit, versions
 from bench_device_shapes import make_text_model, make_vision_model
 
-from npu_runner.config import GIB, RunnerConfig
+from npu_runner.config import RunnerConfig
 from npu_runner.platforms import find_platform
+from npu_runner.request.limits import GIB
 from npu_runner.runner.estimate import estimate_memory
 from npu_runner.runner.model_runner import ModelRunner
 from npu_runner.strategies import open_checkpoint

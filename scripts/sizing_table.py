@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.cli.doctor_fits import checkpoint_folder
-from npu_runner.config import GIB, RunnerConfig
+from npu_runner.config import RunnerConfig
 from npu_runner.platforms import find_platform
+from npu_runner.request.limits import GIB
 from npu_runner.runner.estimate import Estimate, estimate_memory, fewest_ranks
 from npu_runner.strategies import pick_strategy
 

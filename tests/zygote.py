@@ -140,8 +140,8 @@ def run(command: Sequence[Any], *, input: Any = None, timeout: float | None = No
 
 
 _FORKING = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen, "run": run})
-_found: dict[bool, Zygote] = {}
-"""Of this process, by whether it is over the emulated CANN."""
+_found: dict[tuple[bool, str], Zygote] = {}
+"""Of this process, by `_kind` of what it forks."""
 _making = threading.Lock()
 _is_fork = False
 _VARIABLES = dict(os.environ)
@@ -161,16 +161,24 @@ def close_all() -> None:
 
 def zygote_for(env: Mapping[str, str]) -> Zygote | None:
     """The zygote of programs with such an environment; None: they are started from nothing."""
-    is_npu = "CANN_EMU" in env
     if start_from_nothing:
         return None
+    is_npu, version = kind = _kind(env)
     with _making:
-        if is_npu not in _found and not _is_fork:
+        if kind not in _found and not _is_fork:
             from tests.cann.environment import environment
 
-            _found[is_npu] = Zygote.start(_NPU, environment()) if is_npu else Zygote.start(_CPU, _VARIABLES)
-        zygote = _found.get(is_npu)
+            switches = {"cann_version": version} if version else {}
+            _found[kind] = Zygote.start(_NPU, environment(**switches)) if is_npu else Zygote.start(_CPU, _VARIABLES)
+        zygote = _found.get(kind)
     return zygote if zygote is not None and zygote.is_ours else None
+
+
+def _kind(env: Mapping[str, str]) -> tuple[bool, str]:
+    """Whether it is over the emulated CANN, and over which other than the usual one if that is CANN 8: torch_npu asks for
+    the version while it is imported, and what it does depends on it."""
+    version = env.get("CANN_EMU_CANN_VERSION", "")
+    return "CANN_EMU" in env, version if version.startswith("8.") else ""
 
 
 def _program(command: Any) -> list[str] | None:
@@ -223,7 +231,7 @@ def _become(request: dict[str, Any], descriptors: list[int], between: int) -> in
     _take(descriptors, request["numbers"])
     _found.clear()
     if request["may_start_others"]:
-        _found["CANN_EMU" in request["env"]] = _zygote_of_a_fork()
+        _found[_kind(request["env"])] = _zygote_of_a_fork()
     _surround(request)
     if "torch_npu" in sys.modules:  # the emulated CANN may have read its table of failures before
         ctypes.CDLL("libascendcl.so").cann_emu_set_failures(os.environ.get("CANN_EMU_FAIL", "").encode())

@@ -73,6 +73,8 @@ def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
             yield Check(f"generation ({name}, {mode})", "skipped", "not asked for")
         elif is_hopeless:
             yield Check(f"generation ({name}, {mode})", "skipped", "cannot start before what failed above works")
+        elif reason := examination.why_no_embedded():
+            yield Check(f"generation ({name}, {mode})", "skipped", reason)
         else:
             yield from check_generation(examination, mode, num_ranks, options.timeout_seconds)
 

@@ -90,6 +90,14 @@ class Examination:
         """What to do about a computation that failed or hangs."""
         return "give a longer --timeout; else a device hangs" if outcome.is_timeout else otherwise
 
+    def computes(self, dtype: str, *, is_dense: bool) -> bool:
+        """Whether layers in this dtype are served on this host; dense: with neither experts nor states."""
+        return True
+
+    def why_no_embedded(self) -> str:
+        """Why the embedded models are not served on this host; empty where they are."""
+        return ""
+
     @cached_property
     def _reason(self) -> str | None:
         outcome = run_program(self.host, __name__, [self.platform.name])

@@ -40,6 +40,24 @@ class PlatformDefaults:
     """None: the checkpoint's."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelNeeds:
+    """What a model asks of a platform, known before its weights are read. Heads are this rank's."""
+
+    dtype: str
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    has_experts: bool
+    has_states: bool
+    """Gated DeltaNet layers."""
+    has_windows: bool
+    """Sliding windows that a context of max_model_len outgrows."""
+    tower: tuple[int, int] | None
+    """Heads of the vision tower and their dim."""
+
+
 class Platform(ABC):
     """One vendor. Its constructor takes nothing and touches no device."""
 
@@ -89,6 +107,10 @@ class Platform(ABC):
 
     def check_graph_mode(self, graph_mode: str) -> None:
         """Raises ConfigError where this process cannot make graphs of that mode, which is one of `graph_modes`."""
+        return None
+
+    def check_model(self, needs: ModelNeeds) -> None:
+        """Raises ConfigError for a model that this host cannot serve. With the device set, before weights are read."""
         return None
 
     def describe(self) -> dict[str, str]:

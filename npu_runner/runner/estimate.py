@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from npu_runner.config import GIB, MIB, RunnerConfig
+from npu_runner.config import RunnerConfig
 from npu_runner.core.block_manager import most_blocks
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.platforms.platform import Platform
+from npu_runner.request.limits import GIB, MIB
 from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.kv_cache import KVCachePlan, cache_window, fit_states, memory_left, plan_kv_cache

@@ -37,7 +37,7 @@ from npu_runner.runner.images import ImageEncoder, VisionCache
 from npu_runner.runner.kv_cache import KVCacheShape, cache_window, check_kv_cache_bytes, fit_states, plan_kv_cache
 from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
 from npu_runner.runner.pooling_step import PoolingStepRunner
-from npu_runner.runner.settings import resolve_settings
+from npu_runner.runner.settings import model_needs, resolve_settings
 from npu_runner.runner.states import StatePool, StateShape
 from npu_runner.runner.step import StepRunner, StepUnderWay
 from npu_runner.sampling.sampler import Sampler
@@ -131,9 +131,11 @@ class ModelRunner(ModelRunnerBase):
     def load_model(self) -> None:
         self._progress("loading weights")
         self._meter = MemoryMeter(self.platform.memory)
+        num_heads = self.tp.share(self.model_config.num_heads, "num_attention_heads")[1]
+        self.platform.check_model(model_needs(self.settings, self.model_config, num_heads, self._num_kv_heads))
         self.attention = self.platform.make_attention(
             self.config.attention_backend,
-            num_heads=self.tp.share(self.model_config.num_heads, "num_attention_heads")[1],
+            num_heads=num_heads,
             num_kv_heads=self._num_kv_heads,
             head_dim=self.model_config.head_dim,
             block_size=self.settings.block_size,

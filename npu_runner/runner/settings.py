@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.checkpoint.model_config import ModelConfig, MoEConfig
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, GraphConfig, RunnerConfig, SchedulerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.platform import Platform
+from npu_runner.platforms.platform import ModelNeeds, Platform
 
 MAX_COUNTED_TOKENS = 2**31 - 1
 
@@ -67,6 +67,19 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
     )
+
+
+def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_heads: int) -> ModelNeeds:
+    """What the platform is asked for; heads are the rank's."""
+    windows = [layer.sliding_window for layer in config.attention_layers]
+    vision = config.vision
+    return ModelNeeds(
+        dtype=settings.dtype, head_dim=config.head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        block_size=settings.block_size, has_experts=any(isinstance(layer.channel, MoEConfig) for layer in config.layers),
+        has_states=bool(config.state_layers),
+        has_windows=any(window is not None and window < settings.max_model_len for window in windows),
+        tower=None if vision is None else (vision.num_heads, vision.hidden_size // vision.num_heads),
+    )  # fmt: skip
 
 
 def _max_num_seqs(config: SchedulerConfig, model_config: ModelConfig, platform: Platform) -> int:

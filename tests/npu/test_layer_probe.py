@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_runner.cli.doctor_layers import BOUNDS, judge
+from npu_runner.cli.doctor_layers import BOUNDS, cases, judge
 from npu_runner.platforms import find_platform
 from npu_runner.platforms.examination import Findings, examination_of
 from npu_runner.platforms.host import Host, Outcome
@@ -23,7 +23,7 @@ NPU = examination_of(find_platform("npu"), Findings(Host(), {}))
 @pytest.mark.parametrize("cann_version", ["9.2.0", "9.0.0"])
 def test_layers_of_real_shapes_agree_with_the_cpu_and_their_forms_are_named(cann_version: str, tmp_path: Path) -> None:
     reports = tmp_path / "reports"
-    done = run_python(["-m", "npu_runner.cli.doctor_layers", "npu", str(reports)], timeout=300,
+    done = run_python(["-m", "npu_runner.cli.doctor_layers", "npu", json.dumps(cases(NPU)), str(reports)], timeout=300,
                       cann_version=cann_version)
     assert done.returncode == 0, done.stderr[-4000:]
     found = judge(NPU, Outcome([json.loads(line) for line in reports.read_text().splitlines()], None))

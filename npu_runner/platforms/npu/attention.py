@@ -129,8 +129,12 @@ class NpuAttention(AttentionBackend):
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         # The kernel takes no strided input: v is a slice of the qkv product and costs a copy. The caches go in as they
         # are: torchair leaves a write in place only when it is into an input of the graph, not into a view of one.
+        # It refuses more tokens than the cache has slots. Only made-up steps over one block have more, and what they
+        # write is not read.
+        num_slots = k_cache.shape[0] * k_cache.shape[1]
         torch_npu.npu_scatter_pa_kv_cache(
-            k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T, cache_mode="Norm"
+            k_TKH[:num_slots].contiguous(), v_TKH[:num_slots].contiguous(), k_cache, v_cache,
+            slot_mapping_T[:num_slots], cache_mode="Norm"
         )
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,

@@ -38,7 +38,7 @@ class NpuDevices(Devices):
         """Raises ConfigError if torch_npu or CANN is too old, or if both of the allocator's variables are set."""
         scatter = torch.ops.npu.npu_scatter_pa_kv_cache.default
         for found in (old_wheel(torch_npu.__version__, has_cache_mode=takes_argument(scatter, "cache_mode")),
-                      old_cann(cann_version())):
+                      old_cann(cann_version(), torch_npu.__version__, torch.__version__)):
             if found is not None:
                 raise ConfigError(f"{found.reason}; {found.remedy}, or set platform to cpu")
         check_allocator(os.environ, torch_npu.__version__)

@@ -87,11 +87,13 @@ class NpuOps(TorchOps):
 
 
 def _rotate(q_TNR: Tensor, k_TKR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    cos_1T1R, sin_1T1R = cos_TR[None, :, None], sin_TR[None, :, None]
+    q_1TNR, k_1TKR = q_TNR.unsqueeze(0), k_TKR.unsqueeze(0)
     if q_TNR.shape[-1] in _FUSED_ROTARY_HEAD_DIMS:
-        return torch_npu.npu_apply_rotary_pos_emb(q_TNR, k_TKR, cos_T1R, sin_T1R, layout="TND")
-    cos, sin = cos_T1R.unsqueeze(0), sin_T1R.unsqueeze(0)
-    q, k = (torch_npu.npu_rotary_mul(x.unsqueeze(0), cos, sin).squeeze(0) for x in (q_TNR, k_TKR))
+        # BSND with one batch, by views: every CANN from 8.3 on takes it, and TND came with releases after that.
+        turned = torch_npu.npu_apply_rotary_pos_emb(q_1TNR, k_1TKR, cos_1T1R, sin_1T1R, layout="BSND")
+        return turned[0].squeeze(0), turned[1].squeeze(0)
+    q, k = (torch_npu.npu_rotary_mul(x, cos_1T1R, sin_1T1R).squeeze(0) for x in (q_1TNR, k_1TKR))
     return q, k
 
 

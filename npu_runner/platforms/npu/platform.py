@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.host_settings import allocator_defaults, check_graph_mode, most_graphs, process_defaults
 from npu_runner.platforms.npu.settings import VISION_HEAD_DIMS, npu_settings
-from npu_runner.platforms.npu.versions import cann_version, soc_name
-from npu_runner.platforms.platform import Platform, PlatformDefaults
+from npu_runner.platforms.npu.versions import cann_version, is_85, soc_name
+from npu_runner.platforms.platform import ModelNeeds, Platform, PlatformDefaults
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.ops import Ops
+
+logger = logging.getLogger(__name__)
 
 # What every document of the attention names for a paged cache in TND. Others are tried before weights are loaded.
 _HEAD_DIM_OF_EVERY_CANN = 128
@@ -44,6 +48,7 @@ class NpuPlatform(Platform):
     device_files = "/dev/davinci[0-9]*"
     examination = "npu_runner.platforms.npu.preflight.checks:NpuExamination"
     _attention: weakref.ref[NpuAttention] | None = None
+    _needs: ModelNeeds | None = None
 
     def why_unavailable(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
@@ -68,6 +73,20 @@ class NpuPlatform(Platform):
 
     def check_graph_mode(self, graph_mode: str) -> None:
         check_graph_mode(graph_mode, os.environ)
+        if is_85(cann := cann_version() or ""):
+            cann85.check_graph_mode(graph_mode, cann)
+
+    def check_model(self, needs: ModelNeeds) -> None:
+        cann = cann_version() or ""
+        if not is_85(cann):
+            return
+        from npu_runner.platforms.npu.probes import prove_operators
+
+        cann85.check_scope(needs, cann)
+        logger.warning("CANN %s: %s. Some operators are compared with the CPU now; %s", cann, cann85.UNVERIFIED,
+                       cann85.SCOPE)
+        prove_operators(needs, cann, masks_decode=npu_settings().decode_attention == "masked")
+        self._needs = needs
 
     def describe(self) -> dict[str, str]:
         import torch_npu
@@ -116,25 +135,43 @@ class NpuPlatform(Platform):
 
         from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler
 
+        if (refusal := self._why_no_replay(settings)) is not None:
+            from npu_runner.platforms.npu.replay_probe import NoGraphs
+
+            return NoGraphs(refusal)
         num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         limit = most_graphs(soc_name(), os.environ, num_ranks)
-        compiler = self._make_graph_compiler(settings)
+        compiler = self._make_graph_compiler(settings, self._latest_attention())
         return compiler if limit is None else LimitedGraphCompiler(compiler, limit)
 
-    def _make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
+    def _make_graph_compiler(self, settings: GraphSettings, attention: NpuAttention) -> GraphCompiler:
+        """`attention`: whose lengths captured graphs take at each replay."""
         from npu_runner.platforms.npu.graphs import AclGraphCompiler, GraphEngineCompiler, RecordedGraphCompiler
 
         if settings.mode == "reduce-overhead":
             compiler = RecordedGraphCompiler if npu_settings().capture == "recorded" else AclGraphCompiler
-            return compiler(self._latest_attention())
+            return compiler(attention)
         if settings.cache_dir is None:
             return GraphEngineCompiler()
         from npu_runner.platforms.npu.graph_cache import CachedGraphEngineCompiler
 
         return CachedGraphEngineCompiler(settings)
 
+    def _why_no_replay(self, settings: GraphSettings) -> str | None:
+        """On CANN 8.5 one small graph is captured first; what is wrong with it, if anything is."""
+        cann = cann_version() or ""
+        if not is_85(cann):
+            return None
+        from npu_runner.platforms.npu.probes import Side
+        from npu_runner.platforms.npu.replay_probe import why_no_replay
+
+        assert self._needs is not None, "check_model comes before graphs"
+        npu = Side.of_npu(self._needs, masks_decode=npu_settings().decode_attention == "masked")
+        compiler = self._make_graph_compiler(settings, npu.attention)
+        refusal = why_no_replay(compiler, npu, Side.of_cpu(self._needs), self._needs)
+        return None if refusal is None else f"CANN {cann}: {refusal}"
+
     def _latest_attention(self) -> NpuAttention:
-        """Whose lengths captured graphs take at each replay."""
         attention = self._attention() if self._attention is not None else None
         assert attention is not None, "the attention of a model is made before its graphs"
         return attention

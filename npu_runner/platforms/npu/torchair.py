@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_LAYOUT_TND = 4
+_LAYOUT_BSND = 1
 _CACHE_MODE = "Norm"
 # Places of tokens stand token by token, as npu_moe_init_routing_v2 gives them.
 _BY_TOKEN = 2
@@ -76,8 +76,8 @@ def _convert_rotary_in_place(module: Any) -> None:
     @module.register_fx_node_ge_converter(torch.ops.npu.npu_apply_rotary_pos_emb.default)
     def convert(query: Any, key: Any, cos: Any, sin: Any, layout: str = "BSND", rotary_mode: str = "half",
                 meta_outputs: Any = None) -> Any:
-        assert layout == "TND", f"layout {layout} is not what NpuOps.rotary asks for"
-        return apis.ApplyRotaryPosEmb(query, key, cos, sin, layout=_LAYOUT_TND, rotary_mode=rotary_mode)
+        assert layout == "BSND", f"layout {layout} is not what NpuOps.rotary asks for"
+        return apis.ApplyRotaryPosEmb(query, key, cos, sin, layout=_LAYOUT_BSND, rotary_mode=rotary_mode)
 
 
 def _convert_cache_writes(module: Any) -> None:

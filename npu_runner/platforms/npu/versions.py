@@ -17,9 +17,9 @@ _VERSION_FILES = ("*/ascend_toolkit_install.info", "compiler/version.info", "run
 # `Version=` of a component is its own number (7.6.0.1.220); `version_dir=` beside it is CANN's, and so is what stands
 # behind the colon in version.cfg.
 _PATTERNS = (
-    r"^\s*version_dir\s*=\s*(\d[\w.]*)",
-    r"^\s*\w+_running_version\s*=\s*\[[^:\]\n]*:(\d[\w.]*)",
-    r"^\s*version\s*=\s*\[?[^\d\n]*(\d[\w.]*)",
+    r"^\s*version_dir\s*=\s*(\d[\w.-]*)",
+    r"^\s*\w+_running_version\s*=\s*\[[^:\]\n]*:(\d[\w.-]*)",
+    r"^\s*version\s*=\s*\[?[^\d\n]*(\d[\w.-]*)",
 )
 
 
@@ -42,16 +42,17 @@ PAIRINGS = tuple(Pairing(torch_npu.partition(".post")[0], torch_npu, cann)
                  for cann, wheels in _PUBLISHED.items() for torch_npu in wheels)
 OLD_WHEELS = ("2.9.0", "2.8.0.post2", "2.8.0", "2.7.1.post2", "2.7.1")
 """Wheels of CANN 8.3 and 8.5. They lack what is called here; tests/npu/operator_table has the proof."""
-_OLDEST_CANN = (9, 0)
+WHEELS_FOR_85 = _PUBLISHED["9.2.0"]
+"""Those of TorchNPU 26.2.0, whose notes name CANN 8.5 as one that they run on. Notes of earlier releases do not."""
+_TORCH_FOR_85 = "2.9.0"  # that of CANN 8.5's own images
+_CANN_85, _OLDEST_OTHER_CANN = (8, 5), (9, 0)
 # The first of each torch whose library holds the name PYTORCH_ALLOC_CONF; of 2.9.0.post9 and 2.7.1.post11 none does.
 _READ_TORCHS_ALLOC_CONF = ("2.14.0", "2.13.0", "2.12.0.post3", "2.11.0.post3", "2.10.0.post7")
 
 # A wheel without it writes the cache in another layout (PA_NZ), and takes the keyword for an error.
 _NO_CACHE_MODE = "its npu_scatter_pa_kv_cache has no cache_mode, so the paged KV cache cannot be written as it is read"
 _NEWER_WHEEL = f"take a torch_npu for CANN 9: {', '.join(pair.torch_npu for pair in PAIRINGS)}"
-_OLD_OPERATORS = ("its rotary operator takes no TND layout, its attention over a paged cache neither float16 nor a "
-                  "head dim of 64")
-_NEWER_CANN = f"install CANN {', '.join(_PUBLISHED)}"
+_NEWER_CANN = f"install CANN {', '.join(_PUBLISHED)} or 8.5"
 
 
 class TooOld(NamedTuple):
@@ -68,10 +69,33 @@ def old_wheel(torch_npu: str, *, has_cache_mode: bool | None = None) -> TooOld |
     return TooOld(f"torch_npu {torch_npu}: {_NO_CACHE_MODE}", _NEWER_WHEEL) if is_old else None
 
 
-def old_cann(cann: str | None) -> TooOld | None:
-    """Whether this CANN is too old; one that is not known is not."""
-    is_old = cann is not None and release(cann)[:2] < _OLDEST_CANN
-    return TooOld(f"CANN {cann}: {_OLD_OPERATORS}", _NEWER_CANN) if is_old else None
+def old_cann(cann: str | None, torch_npu: str | None = None, torch: str | None = None) -> TooOld | None:
+    """Whether this CANN is too old, by itself or for the installed wheel (None: any); one that is not known is not."""
+    if cann is None or release(cann)[:2] >= _OLDEST_OTHER_CANN:
+        return None
+    if not is_85(cann):
+        return TooOld(f"CANN {cann}: older than 8.5, or between 8.5 and 9.0, and its operators were never compared with "
+                      "what is called here", _NEWER_CANN)
+    if "alpha" in cann.lower():
+        return TooOld(f"CANN {cann}: operators of an alpha are not those of the release, its rotary and attention "
+                      "operators refuse layouts that are called here", "install CANN 8.5.0 or newer without alpha")
+    if torch_npu is not None and plain(torch_npu) not in WHEELS_FOR_85:
+        return TooOld(f"torch_npu {torch_npu} on CANN {cann}: only wheels of TorchNPU 26.2.0 are taken there "
+                      f"({', '.join(WHEELS_FOR_85)})", recipe_for_85(torch))
+    return None
+
+
+def is_85(cann: str | None) -> bool:
+    """Whether this CANN is 8.5, of which less is served (cann85.py)."""
+    return cann is not None and release(cann)[:2] == _CANN_85
+
+
+def recipe_for_85(torch: str | None) -> str:
+    """How a host with CANN 8.5 gets a wheel that runs here: CANN stays that of the image, and so does torch."""
+    wheel = wheel_for(plain(torch), "8.5.0") if torch else None
+    # Where no wheel of that release is made for the torch that is here, torch is another one, too.
+    what = f"torch_npu=={wheel}" if wheel else f"torch=={_TORCH_FOR_85} torch_npu=={wheel_for(_TORCH_FOR_85, '8.5.0')}"
+    return f"python3 -m venv --system-site-packages VENV && VENV/bin/pip install --no-deps {what} (CANN stays the image's)"
 
 
 def reads_torchs_alloc_conf(torch_npu: str) -> bool:
@@ -87,7 +111,7 @@ def takes_argument(operator: Any, name: str) -> bool:
 
 def wheel_for(torch: str, cann: str | None) -> str | None:
     """The torch_npu that was published for this torch, and for this CANN where there is one."""
-    fitting = [pair for pair in PAIRINGS if pair.torch == torch]
+    fitting = [pair for pair in PAIRINGS if pair.torch == torch and (not is_85(cann) or pair.torch_npu in WHEELS_FOR_85)]
     exact = [pair for pair in fitting if cann is not None and cann.startswith(pair.cann)]
     return next((pair.torch_npu for pair in exact or fitting), None)
 
@@ -100,6 +124,11 @@ def _is_old_wheel(torch_npu: str) -> bool:
 def _order(torch_npu: str) -> tuple[tuple[int, ...], int]:
     post = re.search(r"\.post(\d+)", torch_npu)
     return release(torch_npu), int(post[1]) if post else 0
+
+
+def plain(version: str) -> str:
+    """Without what stands behind a plus: 2.10.0+cpu."""
+    return version.partition("+")[0]
 
 
 def toolkit_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

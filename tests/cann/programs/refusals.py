@@ -149,6 +149,9 @@ def check_cache_write_refusals() -> None:
         scatter(slot_mapping=torch.tensor([3, 32], dtype=torch.int32).npu())
     with refused(KERNEL, "slotMapping"):
         scatter(slot_mapping=torch.tensor([3, -1], dtype=torch.int32).npu())
+    rows, slots = draw(33, 2, 32).npu(), torch.arange(33, dtype=torch.int32).npu()
+    with refused(TILING, "33 tokens, the cache has 32 slots"):
+        scatter(key=rows, value=rows.clone(), slot_mapping=slots)
 
 
 def check_rotary_refusals() -> None:

@@ -46,6 +46,7 @@ struct Settings {
   int hccl_timeout_ms;
 };
 const Settings& settings();
+std::string cann_version_text();  // the version alone, for who asks before a fork: other settings may change there
 bool is_a3();  // the chip is of the Atlas A3 series
 int injected_failure(const char* function);
 void log(const char* format, ...) __attribute__((format(printf, 1, 2)));

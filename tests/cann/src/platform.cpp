@@ -33,17 +33,18 @@ EMU_EXPORT const char* aclrtGetSocName() { return emu::settings().soc_name.c_str
 EMU_EXPORT aclError aclsysGetVersionStr(char* package, char* version) {
   EMU_ENTRY();
   if (package == nullptr || version == nullptr) return refuse(ACL_ERROR_INVALID_PARAM, "aclsysGetVersionStr");
-  std::strcpy(version, "9.1.0");
+  std::strcpy(version, emu::cann_version_text().c_str());
   return ACL_SUCCESS;
 }
 
 EMU_EXPORT aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
   EMU_ENTRY();
   std::memset(version, 0, sizeof *version);
-  std::strcpy(version->version, "9.1.0");
-  std::strcpy(version->majorVersion, "9");
-  std::strcpy(version->minorVersion, "1");
-  std::strcpy(version->releaseVersion, "0");
+  const std::string text = emu::cann_version_text();  // one digit each: 9.0.0
+  std::strcpy(version->version, text.c_str());
+  std::strcpy(version->majorVersion, text.substr(0, 1).c_str());
+  std::strcpy(version->minorVersion, text.substr(2, 1).c_str());
+  std::strcpy(version->releaseVersion, text.substr(4, 1).c_str());
   return ACL_SUCCESS;
 }
 

@@ -28,8 +28,7 @@ long long number_setting(const char* name, long long fallback) {
 }
 
 // "9.0.0" is 900. Versions whose documents nobody has read are refused: their limits would be guesses.
-int cann_version_setting() {
-  const std::string text = text_setting("CANN_EMU_CANN_VERSION", "9.0.0");
+int version_number(const std::string& text) {
   const std::map<std::string, int> known{{"8.5.0", 850}, {"9.0.0", 900}, {"9.1.0", 910}, {"9.2.0", 920}};
   auto found = known.find(text);
   if (found == known.end()) {
@@ -47,7 +46,7 @@ Settings read_settings() {
   s.counters_path = text_setting("CANN_EMU_COUNTERS", "");
   s.max_streams = static_cast<int>(number_setting("CANN_EMU_MAX_STREAMS", 2000));
   s.max_graphs = static_cast<int>(number_setting("CANN_EMU_MAX_GRAPHS", 1000));
-  s.cann_version = cann_version_setting();
+  s.cann_version = version_number(cann_version_text());
   s.is_lazy = number_setting("CANN_EMU_LAZY", 0) != 0;
   s.answers_without_running = number_setting("CANN_EMU_LAZY", 0) == 2;
   s.is_logging = number_setting("CANN_EMU_LOG", 0) != 0;
@@ -117,6 +116,8 @@ const Settings& settings() {
   static const Settings* instance = new Settings(read_settings());
   return *instance;
 }
+
+std::string cann_version_text() { return text_setting("CANN_EMU_CANN_VERSION", "9.0.0"); }
 
 bool is_a3() { return settings().soc_name.rfind("Ascend910_93", 0) == 0; }
 

@@ -12,9 +12,10 @@ from functools import cached_property
 
 from npu_runner.platforms.examination import RUNNER_NEEDS, Examination, Signs, check_packages
 from npu_runner.platforms.host import Check, Outcome, run_function
+from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.preflight import devices, software
 from npu_runner.platforms.npu.preflight.errors import explain
-from npu_runner.platforms.npu.versions import cann_version, toolkit_folder
+from npu_runner.platforms.npu.versions import cann_version, is_85, toolkit_folder
 
 _IF_SLOW = "give a longer --timeout; else a device hangs (npu-smi info), or one rank waits for another"
 _IF_UNKNOWN = "see the failed checks above; docs/running-on-ascend.md has a table of error codes"
@@ -51,7 +52,7 @@ class NpuExamination(Examination):
     def examine(self, num_ranks: int = 1, *, is_eager: bool = False) -> Iterator[Check]:
         host, packages = self.host, self.packages
         yield software.check_toolkit(host, self.libraries)
-        yield software.check_driver(host)
+        yield software.check_driver(host, is_eager=is_eager)
         yield software.check_pair(packages, cann_version(host.environment))
         yield software.check_cann_version(host, packages)
         yield check_packages(packages, tuple(dict.fromkeys((*RUNNER_NEEDS, *software.TORCHAIR_NEEDS))),
@@ -67,6 +68,17 @@ class NpuExamination(Examination):
         yield devices.check_devices(host, outcome, num_ranks)
         yield devices.check_memory(outcome)
         yield devices.check_chip(outcome)
+
+    def computes(self, dtype: str, *, is_dense: bool) -> bool:
+        return not self._is_85 or (is_dense and dtype == cann85.DTYPE)
+
+    def why_no_embedded(self) -> str:
+        return ("the embedded models have head dim 32, and on CANN 8.5 head dim 128 is served; ask a model of that with "
+                "npu-runner generate --model") if self._is_85 else ""
+
+    @property
+    def _is_85(self) -> bool:
+        return is_85(cann_version(self.host.environment))
 
     def why_torch_fails(self, outcome: Outcome) -> str:
         is_installed = self.packages.get("torch_npu") is not None

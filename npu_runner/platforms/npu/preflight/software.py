@@ -10,12 +10,16 @@ from pathlib import Path
 
 from npu_runner.platforms.examination import Packages
 from npu_runner.platforms.host import Check, Host, Outcome
+from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.versions import (
     PAIRINGS,
     cann_version,
     driver_version,
+    is_85,
     old_cann,
     old_wheel,
+    plain,
+    recipe_for_85,
     release,
     toolkit_folder,
     wheel_for,
@@ -25,7 +29,7 @@ from npu_runner.platforms.npu.versions import (
 TORCHAIR_NEEDS = ("packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy")
 LIBRARIES = ("libascendcl.so", "libhccl.so", "libatb.so")
 # By CANN's release notes (of 9.1.0 for both); that of a CANN that is not here is at least the lowest.
-_OLDEST_DRIVERS: dict[tuple[int, ...], tuple[int, ...]] = {(9, 0): (25, 0), (9, 1): (25, 2)}
+_OLDEST_DRIVERS: dict[tuple[int, ...], tuple[int, ...]] = {(8, 5): (25, 0), (9, 0): (25, 0), (9, 1): (25, 2)}
 IMAGE = ("use an image in which they belong together, and upgrade nothing in it (docs/running-on-ascend.md names "
          "images and versions)")
 
@@ -71,7 +75,7 @@ def check_libatb(host: Host, libraries: Libraries) -> Check:
                  "of which npu-runner uses none", remedy)
 
 
-def check_driver(host: Host) -> Check:
+def check_driver(host: Host, *, is_eager: bool = False) -> Check:
     folder = ascend_folder(host) / "driver"
     version = driver_version(folder)
     if version is None:
@@ -82,6 +86,9 @@ def check_driver(host: Host) -> Check:
     oldest = _OLDEST_DRIVERS.get(release(cann or "")[:2], min(_OLDEST_DRIVERS.values()))
     if release(version) < oldest:
         wanted = ".".join(map(str, oldest))
+        if is_85(cann) and not is_eager:
+            return Check("driver", "failed", f"driver {version}: on CANN {cann} captured graphs take new context lengths "
+                         f"from driver {wanted}.RC1 on", "update driver and firmware, or run with --enforce-eager")
         return Check("driver", "warning", f"driver {version} is older than {wanted}, which CANN {cann or '9'} wants",
                      "update driver and firmware to those that CANN's release notes name")
     return Check("driver", "ok", f"driver {version}")
@@ -95,7 +102,7 @@ def check_pair(packages: Packages, cann: str | None = None) -> Check:
         if cann is None:
             return Check(name, "failed", found, "CANN first: without it torch_npu spoils `import torch` for every "
                          f"platform; or {IMAGE}")
-        wheel = wheel_for(_plain(torch), cann) if torch else None
+        wheel = wheel_for(plain(torch), cann) if torch else None
         return Check(name, "failed", found, f"pip install --no-deps torch_npu=={wheel}" if wheel else IMAGE)
     if torch is None:
         return Check(name, "failed", f"torch is not installed (torch_npu {torch_npu})", IMAGE)
@@ -106,10 +113,10 @@ def check_pair(packages: Packages, cann: str | None = None) -> Check:
                      f"{IMAGE}; something has probably replaced the image's torch")
     too_old = old_wheel(torch_npu)
     if too_old is not None:
-        wheel = wheel_for(_plain(torch), cann)
+        wheel = wheel_for(plain(torch), cann)
         return Check(name, "failed", too_old.reason,
                      f"pip install --no-deps torch_npu=={wheel}, with its CANN" if wheel else too_old.remedy)
-    if not any((pair.torch, pair.torch_npu) == (_plain(torch), torch_npu) for pair in PAIRINGS):
+    if not any((pair.torch, pair.torch_npu) == (plain(torch), torch_npu) for pair in PAIRINGS):
         return Check(name, "warning", f"{found}: a pair that is not in the table of known ones",
                      f"known: {', '.join(pair.torch_npu for pair in PAIRINGS)}")
     return Check(name, "ok", found)
@@ -122,9 +129,12 @@ def check_cann_version(host: Host, packages: Packages) -> Check:
         folder = toolkit_folder(host.environment)
         return Check(name, "warning", "no version of CANN is to be found", source_set_env(host) if folder is None else
                      f"a complete toolkit has {folder}/<arch>-linux/ascend_toolkit_install.info; install it again")
-    too_old = old_cann(cann)
+    too_old = old_cann(cann, torch_npu, packages.get("torch"))
     if too_old is not None:
         return Check(name, "failed", *too_old)
+    if is_85(cann):
+        return Check(name, "warning", f"CANN {cann}: {cann85.UNVERIFIED}; {cann85.SCOPE}",
+                     f"install CANN {PAIRINGS[0].cann} if you can; a wheel for 8.5: {recipe_for_85(packages.get('torch'))}")
     if torch_npu is None:
         return Check(name, "skipped", f"CANN {cann}; no torch_npu to compare it with")
     if not wanted:
@@ -170,8 +180,3 @@ def set_env_scripts(installation: Path) -> list[Path]:
     """Where toolkits up to 8.3 and from 8.5 on put it."""
     return [installation / "ascend-toolkit/set_env.sh", installation / "cann/set_env.sh",
             *sorted(installation.glob("cann-*/set_env.sh"), reverse=True)]
-
-
-def _plain(version: str) -> str:
-    """Without what stands behind a plus: 2.10.0+cpu."""
-    return version.partition("+")[0]

@@ -99,12 +99,20 @@ void check_paged(const AttentionCall& call) {
   require_tiling(call.block_table.size(1) >= longest, "blockTable has ", call.block_table.size(1), " columns, a sequence needs ", longest);
 }
 
-// Before CANN 9.0 a paged cache in TND was documented for bfloat16 and head dim 128 alone.
-void check_paged_of_old_versions(const AttentionCall& call) {
+// What CANN 8.5 takes in TND and later ones do not ask. As many query heads as key heads go through a tiling of their own.
+void check_tnd_of_85(const AttentionCall& call, int64_t inner_precise) {
   if (emu::settings().cann_version >= 900 || call.layout != "TND") return;
-  require_tiling(call.query.type() != cpu::kHalf, "float16 in TND with a paged cache wants CANN 9.0 or later");
+  bool is_paged = call.block_table.is_given(), is_half = call.query.type() == cpu::kHalf;
+  require_tiling(!is_paged || call.block_size == 128, "blockSize is ", call.block_size, " in TND, CANN 8.5 documents 128");
+  bool has_equal_heads = call.num_heads == call.num_kv_heads;
   int64_t head_dim = head_dim_of(call.query, call.layout, call.num_heads);
-  require_tiling(head_dim == 128, "head dim ", head_dim, " in TND with a paged cache wants CANN 9.0 or later; 128 does not");
+  require_tiling((!has_equal_heads && call.sparse_mode != 4) || head_dim == 64 || head_dim == 128, "head dim ", head_dim,
+                 " in TND with equal heads or sparseMode 4: must be same equal 192/128/64");
+  if (!has_equal_heads) return;
+  require_tiling(!is_half || (!is_paged && !call.mask.is_given() && inner_precise != 0),
+                 "float16 in TND with equal heads: without pages and mask, and innerPrecise other than 0");
+  // 8.5's code takes this, its document does not say so: a start that tries it must be able to hear no.
+  require_tiling(!is_paged, "equal heads in TND over a paged cache are not documented before CANN 9.0");
 }
 
 // The operator's document names head dims 128 and 192 in TND; that others work over a paged cache is known by report only. So a
@@ -224,8 +232,8 @@ AttentionCall checked_call(const Input& query, const std::vector<Input>& key, co
   } else {
     set_lengths_by_batch(call, q_lengths, kv_lengths);
   }
+  check_tnd_of_85(call, inner_precise);
   if (block_table.is_given()) {
-    check_paged_of_old_versions(call);
     check_paged_head_dim(call);
     check_paged(call);
   }

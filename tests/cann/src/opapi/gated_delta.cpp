@@ -128,7 +128,7 @@ ACLNN(RecurrentGatedDeltaRule, In(query), In(key), In(value), In(beta), Out(stat
 }
 
 // Asks -1 <= g <= 0 of its caller, or it may overflow: here that is a fault, so that nobody relies on it.
-ACLNN(ChunkGatedDeltaRule, In(query), In(key), In(value), In(beta), In(initial_state), In(actual_seq_lengths), Float(scale), Opt(g), Out(out),
+ACLNN_SINCE(900, ChunkGatedDeltaRule, In(query), In(key), In(value), In(beta), In(initial_state), In(actual_seq_lengths), Float(scale), Opt(g), Out(out),
       Out(final_state)) {
   check_types(query, key, value, beta, actual_seq_lengths, g, out);
   Sizes n = checked_sizes(query, key, value, initial_state, {64, 128});

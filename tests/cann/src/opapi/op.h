@@ -230,6 +230,32 @@ cpu::Ints tail_of(const cpu::Ints& sizes, int64_t length);
   }                                                                                                                     \
   static opapi::Run plan_##NAME(EMU_FOR_EACH(EMU_V, __VA_ARGS__))
 
+// The same for a function that CANN has from a version on (900 for 9.0.0). Before it dlsym finds neither symbol: the address of
+// an ifunc is what its resolver returns when it is looked up, and here that is null.
+#define ACLNN_SINCE(VERSION, NAME, ...)                                                                                \
+  static opapi::Run plan_##NAME(EMU_FOR_EACH(EMU_V, __VA_ARGS__));                                                      \
+  static aclnnStatus size_##NAME(EMU_FOR_EACH(EMU_C, __VA_ARGS__), uint64_t* emu_workspace, aclOpExecutor** emu_executor) { \
+    return opapi::prepare("aclnn" #NAME, emu_workspace, emu_executor,                                                   \
+                          [&] { return plan_##NAME(EMU_FOR_EACH(EMU_A, __VA_ARGS__)); });                               \
+  }                                                                                                                     \
+  static aclnnStatus launch_##NAME(void* emu_memory, uint64_t emu_size, aclOpExecutor* emu_executor, aclrtStream emu_stream) { \
+    return opapi::launch("aclnn" #NAME, emu_memory, emu_size, emu_executor, emu_stream);                                \
+  }                                                                                                                     \
+  extern "C" {                                                                                                          \
+  static decltype(&size_##NAME) find_size_##NAME() {                                                                    \
+    return emu::settings().cann_version < VERSION ? nullptr : &size_##NAME;                                             \
+  }                                                                                                                     \
+  static decltype(&launch_##NAME) find_launch_##NAME() {                                                                \
+    return emu::settings().cann_version < VERSION ? nullptr : &launch_##NAME;                                           \
+  }                                                                                                                     \
+  }                                                                                                                     \
+  EMU_EXPORT aclnnStatus aclnn##NAME##GetWorkspaceSize(EMU_FOR_EACH(EMU_C, __VA_ARGS__), uint64_t* emu_workspace,       \
+                                                       aclOpExecutor** emu_executor)                                    \
+      __attribute__((ifunc("find_size_" #NAME)));                                                                       \
+  EMU_EXPORT aclnnStatus aclnn##NAME(void* emu_memory, uint64_t emu_size, aclOpExecutor* emu_executor,                   \
+                                     aclrtStream emu_stream) __attribute__((ifunc("find_launch_" #NAME)));               \
+  static opapi::Run plan_##NAME(EMU_FOR_EACH(EMU_V, __VA_ARGS__))
+
 // Defines aclnn<NAME>GetMaxWorkspaceSize, which only asks for memory and launches nothing.
 #define ACLNN_MAX_WORKSPACE(NAME, ...)                                                                                  \
   static opapi::Run max_##NAME(EMU_FOR_EACH(EMU_V, __VA_ARGS__));                                                       \

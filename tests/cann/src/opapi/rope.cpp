@@ -26,11 +26,22 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool is_inter
 // query and key are updated in place. What the A2 and A3 devices take: layout BSND (1) or TND (4), mode half, head dim 64 or 128.
 namespace {
 constexpr int64_t kBsnd = 1, kTnd = 4;
+constexpr int64_t kUnifiedBufferBytes = 192 << 10;  // of a core of A2 and A3
+
+// Heads of query and key that a core turns at once, by the rule in the operator's document. Written down for CANN 8.5 alone.
+void check_rotary_room(const Tensor& query, int64_t heads) {
+  if (emu::settings().cann_version >= 900) return;
+  opapi::require_code(kInnerTilingError, heads <= 255, heads, " heads of query and key: at most 255");
+  bool is_cast = query.type() == cpu::kBFloat16;
+  int64_t last = query.size(-1), bytes = query.element_size(), wide = is_cast ? 4 : bytes;
+  int64_t needed = heads * last * wide * 5 + last * bytes * 4 + (is_cast ? last * 8 : 0);
+  opapi::require_code(kInnerTilingError, needed <= kUnifiedBufferBytes, heads, " heads of ", last, " need ", needed, " bytes of the ",
+                      kUnifiedBufferBytes, " of a core's buffer");
+}
 
 opapi::Run apply_rotary(const opapi::Output& query, const opapi::Output& key, const opapi::Input& cos, const opapi::Input& sin,
                         int64_t layout, const std::string& mode) {
   require(layout == kBsnd || layout == kTnd, "layout is ", layout, ", not 1 (BSND) or 4 (TND)");
-  require(layout != kTnd || emu::settings().cann_version >= 900, "layout TND wants CANN 9.0 or later");
   require(mode == "half", "rotaryMode is ", mode, ", this device takes half");
   int64_t num_dims = layout == kTnd ? 3 : 4;
   for (const Tensor* tensor : {static_cast<const Tensor*>(&query), static_cast<const Tensor*>(&key),
@@ -47,6 +58,7 @@ opapi::Run apply_rotary(const opapi::Output& query, const opapi::Output& key, co
   require(key.size(-1) == query.size(-1), "query ", query.sizes(), ", key ", key.sizes());
   require(cos.sizes() == sin.sizes() && cos.size(-2) == 1, "cos ", cos.sizes(), ", sin ", sin.sizes(), ": one head each");
   require(cos.size(-1) <= query.size(-1), "cos ", cos.sizes(), ", query ", query.sizes());
+  check_rotary_room(query, query.size(-2) + key.size(-2));
   return [=] {
     int64_t rotary_dim = cos.size(-1);
     for (const opapi::Output* x : {&query, &key}) {
@@ -96,12 +108,12 @@ void check_rotary_mul(const Tensor& x, const Tensor& cos, const Tensor& sin, int
           "interleaved: B * N below 1000, cos (1, 1, S, D)");
 }
 }  // namespace
-// torch_npu calls version 2, but only where version 1 exists too.
+// torch_npu calls version 2 where both exist, and version 1 otherwise.
 ACLNN(RotaryPositionEmbedding, In(x), In(cos), In(sin), Int(mode), Out(out)) {
   check_rotary_mul(x, cos, sin, mode, out);
   return [=] { out.write(opapi::rope(x, cos, sin, mode == 1)); };
 }
-ACLNN(RotaryPositionEmbeddingV2, In(x), In(cos), In(sin), Int(mode), Opt(rotate), Out(out)) {
+ACLNN_SINCE(900, RotaryPositionEmbeddingV2, In(x), In(cos), In(sin), Int(mode), Opt(rotate), Out(out)) {
   check_rotary_mul(x, cos, sin, mode, out);
   require(!rotate.is_given() || rotate.dim() == 2, "rotate has ", rotate.is_given() ? rotate.dim() : 0, " dimensions");
   return [=] {
@@ -170,7 +182,7 @@ opapi::Run rope_with_cache(const opapi::Input& positions, const opapi::Input& qu
   };
 }
 }  // namespace
-ACLNN(RopeWithSinCosCacheV2, In(positions), In(query), In(key), In(cache), OptInts(sections), Int(head_size), Flag(is_neox),
+ACLNN_SINCE(900, RopeWithSinCosCacheV2, In(positions), In(query), In(key), In(cache), OptInts(sections), Int(head_size), Flag(is_neox),
       Int(cache_mode), Out(query_out), Out(key_out)) {
   return rope_with_cache(positions, query, key, cache, sections.value_or(std::vector<int64_t>{}), head_size, is_neox, cache_mode, query_out,
                          key_out);

@@ -1,0 +1,207 @@
+"""Operators that a start on CANN 8.5 computes on the device and on the CPU, which must agree. Knows no model.
+
+T tokens of a step, B sequences, N query heads, K kv heads, H head dim, S block size, P patches, C width of a tower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from npu_runner.errors import ConfigError
+from npu_runner.platforms import reference_platform
+from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.npu.attention import NpuAttention
+from npu_runner.platforms.npu.cann85 import REMEDY
+from npu_runner.platforms.npu.ops import NpuOps
+from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.platform import ModelNeeds
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+
+BOUND = 0.03
+"""How far a row may be from the CPU's, relative to its length. Rounding makes a third of this at most in bfloat16."""
+_SEED = 85
+_NUM_BLOCKS = 8
+_VOCAB = 64
+# A prompt that fills a block and begins the next, the rest of one, and a single token behind a context.
+_DONE_LENS, _NEW_LENS = (0, 40, 8), (150, 30, 1)
+_IMAGES = (60, 8)
+_MOST_POSITIONS = 512
+
+
+class Side:
+    """Operators and attention of one platform with its device and dtype; numbers are drawn for both sides alike."""
+
+    def __init__(self, ops: Ops, attention: AttentionBackend, device: torch.device, dtype: torch.dtype):
+        self.ops, self.attention, self.device, self.dtype = ops, attention, device, dtype
+
+    @classmethod
+    def of_npu(cls, needs: ModelNeeds, *, masks_decode: bool) -> Side:
+        device = torch.device("npu", torch.npu.current_device())
+        attention = NpuAttention(num_heads=needs.num_heads, num_kv_heads=needs.num_kv_heads,
+                                 block_size=needs.block_size, device=device, masks_decode=masks_decode)
+        return cls(NpuOps(), attention, device, getattr(torch, needs.dtype))
+
+    @classmethod
+    def of_cpu(cls, needs: ModelNeeds) -> Side:
+        platform = reference_platform()
+        attention = platform.make_attention(
+            "auto", num_heads=needs.num_heads, num_kv_heads=needs.num_kv_heads, head_dim=needs.head_dim,
+            block_size=needs.block_size, dtype=torch.float32)
+        return cls(platform.make_ops(), attention, torch.device("cpu"), torch.float32)
+
+    def draw(self, *shape: int, seed: int, scale: float = 1.0) -> Tensor:
+        """Normal numbers, rounded to bfloat16 on both sides."""
+        generator = torch.Generator().manual_seed(_SEED + seed)
+        return (torch.randn(shape, generator=generator) * scale).bfloat16().to(self.device, self.dtype)
+
+    def ints(self, values: Sequence[int] | np.ndarray) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(self.device)
+
+    def cache(self, needs: ModelNeeds) -> tuple[Tensor, Tensor]:
+        shape = (_NUM_BLOCKS, needs.block_size, needs.num_kv_heads, needs.head_dim)
+        keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return keys, values
+
+
+class DecodeLayer(nn.Module):
+    """What a decoder layer does with its cache: rotation, cache write, attention. Tokens look their heads up."""
+
+    def __init__(self, side: Side, needs: ModelNeeds):
+        super().__init__()
+        self.side, self.needs = side, needs
+        self.k_cache, self.v_cache = side.cache(needs)
+        heads = needs.num_heads + 2 * needs.num_kv_heads
+        self.table = side.draw(_VOCAB, heads * needs.head_dim, seed=1)
+        self.cos, self.sin = _angles(side, needs.head_dim)
+
+    def forward(self, inputs: StepInputs, plan: object = None, *, is_prefill: bool = False) -> Tensor:
+        """(T, N * H)"""
+        needs, side = self.needs, self.side
+        heads = F.embedding(inputs.tokens, self.table).unflatten(-1, (-1, needs.head_dim))
+        q, k, v = (x.contiguous() for x in heads.split(
+            [needs.num_heads, needs.num_kv_heads, needs.num_kv_heads], dim=1))
+        q, k = side.ops.rotary(q, k, F.embedding(inputs.positions, self.cos), F.embedding(inputs.positions, self.sin))
+        side.attention.write_kv(k, v, self.k_cache, self.v_cache, inputs.slot_mapping)
+        metadata = AttentionMetadata.of(inputs, plan, is_prefill=is_prefill)
+        attend = side.attention.prefill if is_prefill else side.attention.decode
+        return attend(q, self.k_cache, self.v_cache, metadata, needs.head_dim**-0.5).flatten(1)
+
+    def step(self, done_lens: Sequence[int], new_lens: Sequence[int], seed: int = 2) -> Tensor:
+        """An eager step that adds tokens to contexts."""
+        inputs, context_lens, tables = step_inputs(self.side, self.needs, done_lens, new_lens, seed)
+        is_prefill, attention = max(new_lens) > 1, self.side.attention
+        plan = (attention.plan_prefill(list(new_lens), context_lens, tables, self.side.device) if is_prefill
+                else attention.plan_decode(context_lens, tables, self.side.device))
+        return self(inputs, plan, is_prefill=is_prefill)
+
+
+def step_inputs(side: Side, needs: ModelNeeds, done_lens: Sequence[int], new_lens: Sequence[int],
+                seed: int) -> tuple[StepInputs, list[int], np.ndarray]:
+    """Inputs of a step, its context lengths and its block tables; blocks are out of order and never block 0."""
+    size, num_rows = needs.block_size, len(new_lens)
+    tables = np.arange(_NUM_BLOCKS - 1, _NUM_BLOCKS - 1 - 2 * num_rows, -1, dtype=np.int32).reshape(num_rows, 2)
+    context_lens = [done + new for done, new in zip(done_lens, new_lens, strict=True)]
+    places = [np.arange(done, length) for done, length in zip(done_lens, context_lens, strict=True)]
+    slots = np.concatenate([tables[row, place // size] * size + place % size for row, place in enumerate(places)])
+    tokens = np.random.default_rng(_SEED + seed).integers(0, _VOCAB, len(slots))
+    inputs = StepInputs(tokens=side.ints(tokens), positions=side.ints(np.concatenate(places)),
+                        slot_mapping=side.ints(slots), context_lens=side.ints(context_lens),
+                        block_tables=side.ints(tables), state_slots=side.ints(range(num_rows)))
+    return inputs, context_lens, tables
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest distance of a row from what it should be, over the row's length; rows of zeros count as short ones.
+    NaN where some value is."""
+    found, expected = found.cpu().double().flatten(1), expected.double().flatten(1)
+    lengths = expected.norm(dim=-1)
+    return float(((found - expected).norm(dim=-1) / lengths.clamp(min=0.1 * float(lengths.mean()))).max())
+
+
+def prove_operators(needs: ModelNeeds, cann: str, *, masks_decode: bool) -> None:
+    """Raises ConfigError with the name of the first operator that is refused, or differs from the CPU."""
+    npu, cpu = Side.of_npu(needs, masks_decode=masks_decode), Side.of_cpu(needs)
+    heads = f"{needs.num_heads}/{needs.num_kv_heads} heads of {needs.head_dim}"
+    probes: dict[str, Callable[[Side, ModelNeeds], Tensor]] = {
+        f"the rotation of q and k (npu_apply_rotary_pos_emb, {heads})": _rotated,
+        f"the cache write (npu_scatter_pa_kv_cache, {heads})": _written,
+        f"attention over the paged cache (npu_fused_infer_attention_score, {heads})": _attended,
+    }
+    if needs.tower is not None:
+        probes[f"a layer of the vision tower ({needs.tower[0]} heads of {needs.tower[1]})"] = _seen
+    for name, probe in probes.items():
+        try:
+            found = probe(npu, needs).cpu()
+        except RuntimeError as refusal:
+            reason = str(refusal).strip().partition("\n")[0]
+            raise ConfigError(f"CANN {cann} refuses {name}: {reason}; {REMEDY}") from refusal
+        error = difference(found, probe(cpu, needs))
+        if not error <= BOUND:
+            raise ConfigError(f"CANN {cann}: {name} differs from the CPU by {100 * error:.1f} % of a row's length, "
+                              f"{100 * BOUND:.0f} % is allowed; answers would be wrong: {REMEDY}")
+
+
+def _angles(side: Side, head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (positions, H)"""
+    inverse = 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    angles = (torch.arange(_MOST_POSITIONS)[:, None] * inverse).repeat(1, 2)
+    cos, sin = (x.bfloat16().to(side.device, side.dtype) for x in (angles.cos(), angles.sin()))
+    return cos, sin
+
+
+def _rotated(side: Side, needs: ModelNeeds) -> Tensor:
+    """Both, token by token (T, (N + K) * H)."""
+    cos, sin = _angles(side, needs.head_dim)
+    num_tokens = 37
+    q, k = (side.draw(num_tokens, count, needs.head_dim, seed=seed)
+            for seed, count in ((3, needs.num_heads), (4, needs.num_kv_heads)))
+    return torch.cat(side.ops.rotary(q, k, cos[-num_tokens:], sin[-num_tokens:]), dim=1)
+
+
+def _written(side: Side, needs: ModelNeeds) -> Tensor:
+    """The whole of both caches, slot by slot."""
+    slots = np.random.default_rng(_SEED).permutation(np.arange(needs.block_size, _NUM_BLOCKS * needs.block_size))[:150]
+    k, v = (side.draw(len(slots), needs.num_kv_heads, needs.head_dim, seed=seed) for seed in (5, 6))
+    caches = side.cache(needs)
+    side.attention.write_kv(k, v, *caches, side.ints(slots))
+    return torch.cat([cache.flatten(0, 1) for cache in caches], dim=1)
+
+
+def _attended(side: Side, needs: ModelNeeds) -> Tensor:
+    """A step that fills contexts, one in which some prompts go on, and one that decodes."""
+    layer = DecodeLayer(side, needs)
+    contexts = [done + new for done, new in zip(_DONE_LENS, _NEW_LENS, strict=True)]
+    layer.step((0, 0, 0), tuple(max(1, done) for done in _DONE_LENS), seed=7)
+    return torch.cat([layer.step(_DONE_LENS, _NEW_LENS), layer.step(contexts, (1, 1, 1), seed=8)])
+
+
+def _seen(side: Side, needs: ModelNeeds) -> Tensor:
+    """Attention and MLP of a tower over two images, (P, C); heads filled up with zeros behind each half, as weights
+    are."""
+    assert needs.tower is not None, "asked for towers alone"
+    num_heads, head_dim = needs.tower
+    width, num_patches, ops = num_heads * head_dim, sum(_IMAGES), side.ops
+    padding = (side.attention.vision_head_dim(head_dim) - head_dim) // 2
+
+    def padded(x: Tensor) -> Tensor:
+        return F.pad(x.unflatten(-1, (2, head_dim // 2)), (0, padding)).flatten(-2)
+
+    def linear(x: Tensor, width_out: int, seed: int) -> Tensor:
+        return ops.linear(x, side.draw(width_out, x.shape[-1], seed=seed, scale=1 / math.sqrt(x.shape[-1])), None)
+
+    x_PC = side.draw(num_patches, width, seed=9)
+    qkv_P3NH = padded(linear(F.layer_norm(x_PC, (width,)), 3 * width, 10).unflatten(-1, (3, num_heads, head_dim)))
+    angles = torch.arange(num_patches)[:, None] * 100.0 ** -(torch.arange(head_dim // 2) / head_dim)
+    cos_PH, sin_PH = (padded(x.repeat(1, 2)).to(side.device) for x in (angles.cos(), angles.sin()))
+    q_PNH, k_PNH = ops.rotary_in_float32(qkv_P3NH[:, :2].contiguous(), cos_PH, sin_PH)
+    plan = side.attention.plan_vision(_IMAGES, side.device)
+    out_PNH = side.attention.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], plan, head_dim**-0.5)
+    halves = out_PNH.unflatten(-1, (2, -1))[..., : head_dim // 2]
+    x_PC = x_PC + linear(halves.flatten(1), width, 11)
+    return x_PC + linear(ops.gelu(linear(F.layer_norm(x_PC, (width,)), 2 * width, 12), "tanh"), width, 13)

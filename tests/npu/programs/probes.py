@@ -1,0 +1,125 @@
+"""Probes of a start on CANN 8.5, with one operator of the platform computed otherwise, as another kernel might.
+
+    python -m tests.npu.programs.probes MODEL BARE
+
+writes {name: what the start says, or ""} as JSON on the last line. MODEL is started with replays that keep old lengths.
+BARE, a checkpoint without weights, is started with keys that are rotated backwards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+# Class and method, and the method made of the good one.
+OPERATORS: dict[str, tuple[str, str, Change]] = {
+    "nothing": ("NpuOps", "rotary", lambda good: good),
+    "rotated backwards": ("NpuOps", "rotary", lambda good: lambda self, q, k, cos, sin: good(self, q, k, cos, -sin)),
+    "values before keys": ("NpuAttention", "write_kv", lambda good: lambda self, k, v, *rest: good(self, v, k, *rest)),
+    "a slot further": ("NpuAttention", "write_kv", lambda good: lambda self, k, v, keys, values, slots: good(
+        self, k, v, keys, values, slots - 1)),
+    "the last token not seen": ("NpuAttention", "plan_decode", lambda good: lambda self, lens, *rest: good(
+        self, [length - 1 for length in lens], *rest)),
+    "a scale of its own": ("NpuAttention", "prefill", lambda good: lambda self, q, k, v, metadata, scale: good(
+        self, q, k, v, metadata, 2 * scale)),
+    "images see each other": ("NpuAttention", "plan_vision", lambda good: lambda self, lengths, device: good(
+        self, [sum(lengths)], device)),
+    "the other gelu": ("NpuOps", "gelu", lambda good: lambda self, x, approximate: torch.relu(x)),
+    "NaN": ("NpuOps", "rotary_in_float32", lambda good: lambda self, *given: tuple(
+        x * float("nan") for x in good(self, *given))),
+}
+REPLAYS: dict[str, tuple[str, str, Change]] = {
+    "nothing, captured": ("AclGraphCompiler", "before_replay", lambda good: good),
+    "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens, tables: good(
+        self, size, [6, 201], tables)),
+    "a replay that fails": ("_AclGraph", "__call__", lambda good: _fail),
+}
+
+
+def _fail(*given: object) -> None:
+    raise RuntimeError("error code is 207000")
+
+
+@contextmanager
+def changed(owner: str, method: str, change: Change) -> Iterator[None]:
+    from npu_runner.platforms.npu import graphs
+    from npu_runner.platforms.npu.attention import NpuAttention
+    from npu_runner.platforms.npu.ops import NpuOps
+
+    homes: dict[str, Any] = {home.__name__: home for home in (NpuOps, NpuAttention, graphs.AclGraphCompiler,
+                                                              graphs._AclGraph)}
+    good = getattr(homes[owner], method)
+    setattr(homes[owner], method, change(good))
+    try:
+        yield
+    finally:
+        setattr(homes[owner], method, good)
+
+
+def needs(num_heads: int, num_kv_heads: int, tower: tuple[int, int] | None = None) -> Any:
+    from npu_runner.platforms.platform import ModelNeeds
+
+    return ModelNeeds(num_heads=num_heads, num_kv_heads=num_kv_heads, tower=tower, dtype="bfloat16", head_dim=128,
+                      block_size=128, has_experts=False, has_states=False, has_windows=False)
+
+
+def prove(asked: Any) -> str:
+    from npu_runner.errors import ConfigError
+    from npu_runner.platforms.npu.probes import prove_operators
+
+    try:
+        prove_operators(asked, "8.5.0", masks_decode=True)
+    except ConfigError as refusal:
+        return str(refusal)
+    return ""
+
+
+def prove_replay(asked: Any) -> str:
+    from npu_runner.platforms.npu.attention import NpuAttention
+    from npu_runner.platforms.npu.graphs import AclGraphCompiler
+    from npu_runner.platforms.npu.probes import Side
+    from npu_runner.platforms.npu.replay_probe import why_no_replay
+
+    npu = Side.of_npu(asked, masks_decode=True)
+    assert isinstance(npu.attention, NpuAttention)
+    return why_no_replay(AclGraphCompiler(npu.attention), npu, Side.of_cpu(asked), asked) or ""
+
+
+def start(model: str) -> dict[str, Any] | str:
+    """The graphs and tokens of a whole start, or its refusal."""
+    from npu_runner import LLM, SamplingParams
+    from npu_runner.errors import ConfigError
+
+    try:
+        with LLM(model, platform="npu", dtype="bfloat16", graph_mode="reduce-overhead", graph_batch_sizes=[2],
+                 max_model_len=512, max_num_seqs=2, vision_cache_bytes=0) as llm:
+            outputs = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+            return {"graphs": llm.engine.info.graphs, "tokens": outputs[0].token_ids}
+    except ConfigError as refusal:
+        return str(refusal)
+
+
+def main(model: str, bare: str) -> None:
+    torch.npu.set_device(0)
+    said: dict[str, Any] = {}
+    with torch.inference_mode():
+        for changes, run in ((OPERATORS, prove), (REPLAYS, prove_replay)):
+            for name, change in changes.items():
+                with changed(*change):
+                    said[name] = run(needs(4, 2, tower=(2, 72)))
+        said["equal heads"], said["too many heads"] = prove(needs(2, 2)), prove(needs(72, 8))
+    with changed(*REPLAYS["old lengths"]):
+        said["started with old lengths"] = start(model)
+    with changed(*OPERATORS["rotated backwards"]):
+        said["started backwards"] = start(bare)
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,165 @@
+"""CANN 8.5 under a wheel of TorchNPU 26.2.0: what is served gives the tokens of the cpu platform, the rest is refused by
+name before weights load, and an operator that computes otherwise ends the start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cann.environment import has_real_cann, run_python
+from tests.families import FAMILIES
+from tests.npu.layer_kinds import KINDS
+from tests.npu.programs.generate import Case
+from tests.npu.programs.probes import OPERATORS, REPLAYS
+from tests.npu.running import SMALL, assert_graphs_are_whole, on_cpu, on_npu
+from tests.npu.test_decode_cost import launches_of, measured
+from tests.npu.test_doctor import toolkit
+
+pytestmark = [pytest.mark.npu, pytest.mark.skipif(has_real_cann(), reason="a real host has the CANN it has")]
+
+SERVED: dict[str, dict[str, Any]] = {"qwen3": {}, "qwen3_vl": {"rope_parameters": {
+    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20]}}}
+
+
+def cann85(folder: Path) -> dict[str, str]:
+    """The emulation's switch, and a toolkit that says the same."""
+    return {"cann_version": "8.5.0", **toolkit(folder / "cann", "8.5.0")}
+
+
+def cases(checkpoint: Any, mode: str, model_types: Sequence[str] = tuple(SERVED), **settings: Any) -> list[Case]:
+    found = []
+    for name in model_types:
+        model = checkpoint(name, **{**FAMILIES[name].npu[0], **SERVED[name], "head_dim": 128})
+        graphs = {} if mode == "eager" else {"graph_batch_sizes": [4]}
+        prompts, count = ("images", 3) if name == "qwen3_vl" else ("texts", 5)
+        found.append(Case(str(model), {"graph_mode": mode, "dtype": "bfloat16", **SMALL, **graphs, **settings}, prompts,
+                          count, logprobs=8))
+    return found
+
+
+def assert_tokens_equal_cpu(asked: list[Case], folder: Path, **variables: str) -> None:
+    results = on_npu(asked, folder, allow_fp32_attention=False, **cann85(folder), **variables)
+    for case, result in zip(asked, results, strict=True):
+        assert result["tokens"] == on_cpu(case)["tokens"], case.model
+        if case.settings["graph_mode"] != "eager":
+            assert_graphs_are_whole(result, [4])
+        assert result["after"].get("fallbacks", {}) == {}, "nothing leaves the AI core, nor sorts indices"
+        assert "not verified on any 8.5" in result["stderr"]
+
+
+def test_dense_models_eager_and_captured(checkpoint: Any, tmp_path: Path) -> None:
+    """In one process over the emulation, which takes seconds to start."""
+    assert_tokens_equal_cpu([*cases(checkpoint, "eager"), *cases(checkpoint, "reduce-overhead")], tmp_path)
+
+
+@pytest.mark.full("two ranks on two cores; one rank stays")
+@pytest.mark.parametrize("mode", ["eager", "reduce-overhead"])
+def test_two_ranks(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    asked = cases(checkpoint, mode, tensor_parallel_size=2)
+    assert_tokens_equal_cpu(asked, tmp_path)
+
+
+@pytest.mark.full("the other way of capturing; the usual one stays")
+def test_recorded_graphs(checkpoint: Any, tmp_path: Path) -> None:
+    assert_tokens_equal_cpu(cases(checkpoint, "reduce-overhead", ["qwen3"]), tmp_path,
+                            NPU_RUNNER_ASCEND_CAPTURE="recorded")
+
+
+@pytest.mark.full("two processes; the launches on a newer CANN stay (test_decode_cost.py)")
+@pytest.mark.parametrize("mode", ["eager", "reduce-overhead"])
+def test_a_layer_has_as_many_launches_as_on_a_newer_cann(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    cost = measured(KINDS["dense"], mode, checkpoint, tmp_path, **cann85(tmp_path))
+    assert sum(launches_of(cost).values()) == KINDS["dense"].launches[mode] == 13
+
+
+def bare(model: Path, folder: Path) -> str:
+    """The same checkpoint without weights, so that nobody can have read them."""
+    folder.mkdir()
+    for path in model.iterdir():
+        if path.suffix != ".safetensors":
+            (folder / path.name).write_bytes(path.read_bytes())
+    return str(folder)
+
+
+REFUSED = """
+import json, sys
+from npu_runner import LLM
+from npu_runner.errors import ConfigError
+for model, settings in json.loads(sys.argv[1]):
+    try:
+        LLM(model, platform="npu", max_model_len=512, max_num_seqs=2, **settings)
+    except ConfigError as refusal:
+        print("REFUSED", refusal)
+"""
+
+
+def test_what_is_not_served_is_refused_by_name_before_weights(checkpoint: Any, tmp_path: Path) -> None:
+    dense = bare(checkpoint("qwen3", num_hidden_layers=1, head_dim=128), tmp_path / "dense")
+    narrow = bare(checkpoint("qwen3", num_hidden_layers=1, head_dim=64), tmp_path / "narrow")
+    hybrid = bare(checkpoint("qwen3_5_text", **FAMILIES["qwen3_5_text"].ranks), tmp_path / "hybrid")
+    experts = bare(checkpoint("qwen3_moe", head_dim=128), tmp_path / "experts")
+    window = bare(checkpoint("mistral", num_hidden_layers=1, head_dim=128, sliding_window=20), tmp_path / "window")
+    eager, brain = {"graph_mode": "eager"}, {"dtype": "bfloat16"}
+    asked = {
+        "graph_mode max-autotune on CANN 8.5.0": (dense, {**brain, "graph_mode": "max-autotune"}),
+        "dtype float16 on CANN 8.5.0": (dense, {"dtype": "float16", **eager}),
+        "dtype float32 on CANN 8.5.0": (dense, {"dtype": "float32", "attention_backend": "fused", **eager}),
+        "head dim 64 on CANN 8.5.0": (narrow, {**brain, **eager}),
+        "Gated DeltaNet layers, head dim 32 on CANN 8.5.0": (hybrid, {**brain, **eager}),
+        "layers of experts on CANN 8.5.0": (experts, {**brain, **eager}),
+        "sliding windows on CANN 8.5.0": (window, {**brain, **eager}),
+    }
+    done = run_python(["-c", REFUSED, json.dumps(list(asked.values()))], forked=True, allow_fp32_attention=True,
+                      **cann85(tmp_path))
+    said = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    assert len(said) == len(asked), (done.stdout, done.stderr[-3000:])
+    for line, words in zip(said, asked, strict=True):
+        assert line.startswith(f"REFUSED {words}"), line
+        assert "graph_mode to" in line or "install CANN 9.0 or newer, or set platform to cpu" in line
+
+
+@pytest.fixture(scope="module")
+def said(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("probes")
+    model = checkpoint("qwen3", num_hidden_layers=1, head_dim=128)
+    done = run_python(["-m", "tests.npu.programs.probes", str(model), bare(model, folder / "bare")], **cann85(folder))
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {**found, "stderr": done.stderr}
+
+
+NAMES = {
+    "rotated backwards": "the rotation of q and k (npu_apply_rotary_pos_emb, 4/2 heads of 128) differs",
+    "values before keys": "the cache write (npu_scatter_pa_kv_cache, 4/2 heads of 128) differs",
+    "a slot further": "the cache write",
+    "the last token not seen": "attention over the paged cache (npu_fused_infer_attention_score, 4/2 heads of 128)",
+    "a scale of its own": "attention over the paged cache",
+    "images see each other": "a layer of the vision tower (2 heads of 72) differs from the CPU by",
+    "the other gelu": "a layer of the vision tower",
+    "NaN": "a layer of the vision tower (2 heads of 72) differs from the CPU by nan %",
+    "equal heads": "CANN 8.5.0 refuses attention over the paged cache (npu_fused_infer_attention_score, 2/2 heads",
+    "too many heads": "CANN 8.5.0 refuses the rotation of q and k (npu_apply_rotary_pos_emb, 72/8 heads",
+    "old lengths": "a graph that is replayed with other context lengths differs from the CPU by",
+    "a replay that fails": "a captured graph of two rows fails: error code is 207000",
+}
+
+
+def test_every_probe_finds_an_operator_that_computes_otherwise(said: dict[str, Any]) -> None:
+    assert (said["nothing"], said["nothing, captured"]) == ("", "")
+    assert set(NAMES) == {*OPERATORS, *REPLAYS, "equal heads", "too many heads"} - {"nothing", "nothing, captured"}
+    for name, words in NAMES.items():
+        assert words in said[name], name
+
+
+def test_a_start_ends_by_the_operators_name_before_weights_and_stays_eager_where_only_replays_differ(
+    said: dict[str, Any]
+) -> None:
+    assert said["started backwards"].startswith("CANN 8.5.0: the rotation of q and k")
+    eager = said["started with old lengths"]
+    assert (len(eager["tokens"]), any(letter.isdigit() for letter in eager["graphs"].partition(" (")[0])) == (4, False)
+    assert "run eagerly, as all do" in said["stderr"]
+    assert "replayed with other context lengths differs" in said["stderr"]
