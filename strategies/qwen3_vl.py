@@ -15,6 +15,7 @@ from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read
 from npu_runner.checkpoint.files import require_json
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
+from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.decoder import VisionLanguageModel
 from npu_runner.models.mixers.attention import DecoderAttention, HeadNormAttention
@@ -166,7 +167,7 @@ def read_vision(raw: dict[str, Any], deepstack_layers: tuple[int, ...]) -> Visio
         hidden_size=int(raw["hidden_size"]),
         intermediate_size=int(raw["intermediate_size"]),
         num_heads=int(raw["num_heads"]),
-        hidden_act=raw.get("hidden_act", "gelu_pytorch_tanh"),
+        hidden_act=known_activation(raw.get("hidden_act", "gelu_pytorch_tanh"), "vision hidden_act"),
         in_channels=int(raw.get("in_channels", 3)),
         patch_size=single("patch_size", 16),
         temporal_patch_size=single("temporal_patch_size", 2),
