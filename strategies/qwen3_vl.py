@@ -150,6 +150,20 @@ def with_vision(config: RawConfig) -> dict[str, Any]:
 
 def read_vision(raw: dict[str, Any], deepstack_layers: tuple[int, ...]) -> VisionConfig:
     """`vision_config`; `deepstack_layers` where it does not name them."""
+    return VisionConfig(
+        hidden_size=int(raw["hidden_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
+        hidden_act=known_activation(raw.get("hidden_act", "gelu_pytorch_tanh"), "vision hidden_act"),
+        out_hidden_size=int(raw["out_hidden_size"]),
+        num_position_embeddings=int(raw.get("num_position_embeddings", 2304)),
+        deepstack_layers=tuple(int(i) for i in raw.get("deepstack_visual_indexes", deepstack_layers)),
+        **tower_fields(raw, patch_size=16),
+    )
+
+
+def tower_fields(raw: dict[str, Any], *, patch_size: int) -> dict[str, Any]:
+    """The fields of VisionConfig that `vision_config` has by the same names in all of these families. `patch_size`:
+    where it says nothing."""
 
     def single(name: str, default: int) -> int:
         value = raw.get(name, default)
@@ -159,21 +173,15 @@ def read_vision(raw: dict[str, Any], deepstack_layers: tuple[int, ...]) -> Visio
             value = value[0]
         return int(value)
 
+    channels = raw.get("in_channels", raw.get("in_chans", 3))
+    if channels != 3:
+        raise ModelError(f"vision_config.in_channels {channels} is not supported; images have 3 colours here")
     rope = raw.get("rope_parameters") or {}
     if rope.get("rope_type", "axial") not in ("axial", "default"):
         raise ModelError(f"vision rope_type {rope['rope_type']!r} is not supported")
-    return VisionConfig(
-        depth=int(raw["depth"]),
-        hidden_size=int(raw["hidden_size"]),
-        intermediate_size=int(raw["intermediate_size"]),
-        num_heads=int(raw["num_heads"]),
-        hidden_act=known_activation(raw.get("hidden_act", "gelu_pytorch_tanh"), "vision hidden_act"),
-        in_channels=int(raw.get("in_channels", 3)),
-        patch_size=single("patch_size", 16),
-        temporal_patch_size=single("temporal_patch_size", 2),
-        spatial_merge_size=int(raw.get("spatial_merge_size", 2)),
-        out_hidden_size=int(raw["out_hidden_size"]),
-        num_position_embeddings=int(raw.get("num_position_embeddings", 2304)),
-        deepstack_layers=tuple(int(i) for i in raw.get("deepstack_visual_indexes", deepstack_layers)),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-    )
+    return {
+        "depth": int(raw["depth"]), "num_heads": int(raw["num_heads"]), "in_channels": channels,
+        "patch_size": single("patch_size", patch_size), "temporal_patch_size": single("temporal_patch_size", 2),
+        "spatial_merge_size": int(raw.get("spatial_merge_size", 2)),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+    }

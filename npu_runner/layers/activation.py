@@ -16,6 +16,7 @@ from npu_runner.layers.linear import ColumnParallelLinear
 ACTIVATED: dict[str, Callable[[ColumnParallelLinear, Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda linear, x: linear.gelu_forward(x, "tanh"),
     "gelu": lambda linear, x: linear.gelu_forward(x, "none"),
+    "quick_gelu": lambda linear, x: linear.ops.quick_gelu(linear(x)),
     "silu": lambda linear, x: F.silu(linear(x)),
 }
 

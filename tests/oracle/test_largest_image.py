@@ -14,8 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from npu_runner import LLM
 from npu_runner.errors import RequestError
-from npu_runner.models.vision.qwen2_5_vl import WindowedVisionTower
-from npu_runner.models.vision.qwen3_vl import VisionTower
+from npu_runner.models.vision.tower import Tower
 from npu_runner.platforms import pick_platform
 from tests.families import FAMILIES, sees_images
 from tests.oracle import reference
@@ -27,7 +26,7 @@ LONGEST_EDGE = 16_777_216
 MAX_MODEL_LEN = 100
 SETTINGS: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN, "dtype": "float32",
                             "kv_cache_bytes": 1 << 22}
-HAS_VIDEOS = sorted(set(filter(sees_images, FAMILIES)) - {"qwen2_5_vl"})
+HAS_VIDEOS = sorted(set(filter(sees_images, FAMILIES)) - {"qwen2_vl", "qwen2_5_vl"})
 
 
 @pytest.fixture(scope="module", params=sorted(filter(sees_images, FAMILIES)))
@@ -47,7 +46,7 @@ def patches_through_the_tower() -> Iterator[list[int]]:
     seen: list[int] = []
 
     def note(module: Any, arguments: Any) -> None:
-        if isinstance(module, VisionTower | WindowedVisionTower):
+        if isinstance(module, Tower):
             seen.extend(height * width for height, width in arguments[1])
 
     handle = register_module_forward_pre_hook(note)
