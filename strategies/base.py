@@ -16,6 +16,7 @@ from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import ImageInput
 
@@ -73,6 +74,7 @@ class LoadStrategy(ABC):
     is_multimodal: ClassVar[bool] = False
     takes_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
+    video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
 
     def __init__(self, path: Path):
         self.path = path
@@ -99,6 +101,7 @@ class LoadStrategy(ABC):
         settings = ProcessorSettings(
             **flat_values(config.prompts),
             takes_videos=self.takes_videos,
+            video_form=self.video_form,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,
             pooling=self.pooling(config),

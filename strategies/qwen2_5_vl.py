@@ -10,6 +10,7 @@ from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.vision.qwen2_5_vl import WindowedVisionTower
+from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.strategies.qwen2_vl import Qwen2VLStrategy
 from npu_runner.strategies.qwen3_vl import tower_fields
 
@@ -18,6 +19,7 @@ _FULL_ATTENTION_LAYERS = (7, 15, 23, 31)
 
 class Qwen25VLStrategy(Qwen2VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl",)
+    video_form = VideoForm.SECONDS
 
     def vision(self, raw: dict[str, Any]) -> VisionConfig:
         fields = tower_fields(raw, patch_size=14)

@@ -18,6 +18,7 @@ from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.vision.qwen2_vl import PlainVisionTower
+from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.strategies.qwen2 import QWEN2_BIASES, qwen2_layers
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, tower_fields
 
@@ -29,7 +30,7 @@ _PUBLISHED_NAMES = {"model.visual.": "visual.", "model.language_model.": "model.
 
 class Qwen2VLStrategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl",)
-    takes_videos = False  # its videos have positions of their own
+    video_form = VideoForm.STEPS
     attention_class = DecoderAttention
 
     def model_config(self, config: RawConfig) -> ModelConfig:

@@ -52,7 +52,8 @@ class Qwen3VLStrategy(CausalLMStrategy):
     @cached_property
     def frame_settings(self) -> ImageSettings:
         """As `image_settings`, of the frames of videos."""
-        return read_video_settings(self.path, require_json(self.path, "config.json")).frame
+        config = require_json(self.path, "config.json")
+        return read_video_settings(self.path, config, form=self.video_form).frame
 
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
         assert model_config.vision is not None, f"a {model_config.model_type} checkpoint has a vision_config"
