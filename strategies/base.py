@@ -22,7 +22,7 @@ from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.prompts.media.image_settings import read_image_settings
 from npu_runner.prompts.media.largest_image import largest_image
-from npu_runner.prompts.media.video_settings import read_video_settings
+from npu_runner.prompts.media.video_settings import VideoForm, read_video_settings
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import ImageInput
 
@@ -80,6 +80,7 @@ class LoadStrategy(ABC):
     is_multimodal: ClassVar[bool] = False
     takes_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
+    video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
 
     def __init__(self, path: Path):
         self.path = path
@@ -106,6 +107,7 @@ class LoadStrategy(ABC):
         settings = ProcessorSettings(
             **flat_values(config.prompts),
             takes_videos=self.takes_videos,
+            video_form=self.video_form,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,
             pooling=self.pooling(config),
@@ -121,7 +123,7 @@ class LoadStrategy(ABC):
         videos = None
         if self.takes_videos:
             with suppress(ModelError):  # images and text are served all the same
-                videos = read_video_settings(self.path, raw)
+                videos = read_video_settings(self.path, raw, form=self.video_form)
         return partial(largest_image, images, videos)
 
     @abstractmethod

@@ -6,6 +6,7 @@ Knows nothing of caches, schedulers or prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import nn
@@ -14,6 +15,7 @@ from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read
 from npu_runner.checkpoint.files import require_json
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
+from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.decoder import VisionLanguageModel
 from npu_runner.models.mixers.attention import DecoderAttention, HeadNormAttention
@@ -43,12 +45,18 @@ class Qwen3VLStrategy(CausalLMStrategy):
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(config, layers=qwen3_layers(config), head_dim=HEAD_DIM, **with_vision(config))
 
+    @cached_property
+    def image_settings(self) -> ImageSettings:
+        return read_image_settings(self.path, require_json(self.path, "config.json"))
+
+    @cached_property
+    def frame_settings(self) -> ImageSettings:
+        """As `image_settings`, of the frames of videos."""
+        config = require_json(self.path, "config.json")
+        return read_video_settings(self.path, config, form=self.video_form).frame
+
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
         assert model_config.vision is not None, f"a {model_config.model_type} checkpoint has a vision_config"
-        config = require_json(self.path, "config.json")
-        self._image_settings = self._frame_settings = read_image_settings(self.path, config)
-        if self.takes_videos:
-            self._frame_settings = read_video_settings(self.path, config).frame
         tower = self.tower(model_config.vision, context)
         return VisionLanguageModel(model_config, tower, num_positions, context, self.layer)
 
@@ -89,7 +97,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
 
     def _settings_of(self, image: ImageInput) -> ImageSettings:
         """Of an image; of frames of videos, which have the colours of each."""
-        return self._image_settings if image.pixels_HWC.shape[2] == 3 else self._frame_settings
+        return self.image_settings if image.pixels_HWC.shape[2] == 3 else self.frame_settings
 
 
 def _grids(images: Sequence[ImageInput]) -> list[tuple[int, int]]:
@@ -143,6 +151,20 @@ def with_vision(config: RawConfig) -> dict[str, Any]:
 
 def read_vision(raw: dict[str, Any], deepstack_layers: tuple[int, ...]) -> VisionConfig:
     """`vision_config`; `deepstack_layers` where it does not name them."""
+    return VisionConfig(
+        hidden_size=int(raw["hidden_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
+        hidden_act=known_activation(raw.get("hidden_act", "gelu_pytorch_tanh"), "vision hidden_act"),
+        out_hidden_size=int(raw["out_hidden_size"]),
+        num_position_embeddings=int(raw.get("num_position_embeddings", 2304)),
+        deepstack_layers=tuple(int(i) for i in raw.get("deepstack_visual_indexes", deepstack_layers)),
+        **tower_fields(raw, patch_size=16),
+    )
+
+
+def tower_fields(raw: dict[str, Any], *, patch_size: int) -> dict[str, Any]:
+    """The fields of VisionConfig that `vision_config` has by the same names in all of these families. `patch_size`:
+    where it says nothing."""
 
     def single(name: str, default: int) -> int:
         value = raw.get(name, default)
@@ -152,21 +174,15 @@ def read_vision(raw: dict[str, Any], deepstack_layers: tuple[int, ...]) -> Visio
             value = value[0]
         return int(value)
 
+    channels = raw.get("in_channels", raw.get("in_chans", 3))
+    if channels != 3:
+        raise ModelError(f"vision_config.in_channels {channels} is not supported; images have 3 colours here")
     rope = raw.get("rope_parameters") or {}
     if rope.get("rope_type", "axial") not in ("axial", "default"):
         raise ModelError(f"vision rope_type {rope['rope_type']!r} is not supported")
-    return VisionConfig(
-        depth=int(raw["depth"]),
-        hidden_size=int(raw["hidden_size"]),
-        intermediate_size=int(raw["intermediate_size"]),
-        num_heads=int(raw["num_heads"]),
-        hidden_act=raw.get("hidden_act", "gelu_pytorch_tanh"),
-        in_channels=int(raw.get("in_channels", 3)),
-        patch_size=single("patch_size", 16),
-        temporal_patch_size=single("temporal_patch_size", 2),
-        spatial_merge_size=int(raw.get("spatial_merge_size", 2)),
-        out_hidden_size=int(raw["out_hidden_size"]),
-        num_position_embeddings=int(raw.get("num_position_embeddings", 2304)),
-        deepstack_layers=tuple(int(i) for i in raw.get("deepstack_visual_indexes", deepstack_layers)),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-    )
+    return {
+        "depth": int(raw["depth"]), "num_heads": int(raw["num_heads"]), "in_channels": channels,
+        "patch_size": single("patch_size", patch_size), "temporal_patch_size": single("temporal_patch_size", 2),
+        "spatial_merge_size": int(raw.get("spatial_merge_size", 2)),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+    }

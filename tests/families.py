@@ -40,6 +40,8 @@ class Family:
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE: dict[str, Any] = {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}
+_UNLIKE_SECTIONS = {"tie_word_embeddings": True, "num_key_value_heads": 1,
+                    "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 256}
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -94,8 +96,15 @@ FAMILIES: dict[str, Family] = {
         variants={
             "windows of 4 x 4, heads of 24": {"vision": {"window_size": 112, "hidden_size": 48}},
             "no layer sees all": {"vision": {"fullatt_block_indexes": []}},
-            "tied, sections of unlike size": {"tie_word_embeddings": True, "num_key_value_heads": 1,
-                                              "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}},
+            "tied, sections of unlike size": _UNLIKE_SECTIONS,
+        }),
+    "qwen2_vl": Family(
+        text={"head_dim": None, **_MROPE}, fast=(),
+        vision={"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "intermediate_size": None, "out_hidden_size": None,
+                "num_position_embeddings": None, "patch_size": 14},
+        variants={
+            "heads of 24, gelu": {"vision": {"embed_dim": 48, "hidden_act": "gelu", "mlp_ratio": 3}},
+            "tied, sections of unlike size": _UNLIKE_SECTIONS,
         }),
     "qwen3": Family(
         ranks={"vocab_size": 321},  # a vocabulary that does not divide

@@ -91,6 +91,16 @@ class CheckpointReader:
             raise WeightsError(f"{self.path / _INDEX} names tensors that no file holds: {_some(lost)}")
 
 
+def has_tensor(path: Path, name: str) -> bool | None:
+    """Whether the checkpoint in `path` has a tensor of that name; None: it has no weights (there is `load_format`)."""
+    if (path / _INDEX).exists():
+        return name in require_json(path, _INDEX).get("weight_map", {})
+    if not (path / _SINGLE).exists():
+        return None
+    with CheckpointReader(path) as reader:
+        return name in reader.names
+
+
 def _file_names(path: Path) -> list[str]:
     if (path / _INDEX).exists():
         weight_map = require_json(path, _INDEX).get("weight_map")

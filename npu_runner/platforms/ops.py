@@ -104,6 +104,10 @@ class Ops(ABC):
         """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
         return F.gelu(x, approximate=approximate)
 
+    def quick_gelu(self, x: Tensor) -> Tensor:
+        """x * sigmoid(1.702 x), the sigmoid form of GELU (arXiv 1606.08415, section 2)."""
+        return x * torch.sigmoid(1.702 * x)
+
     def linear_gelu(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, approximate: str) -> Tensor:
         """gelu(x W^T + b), (T, O)."""
         return self.gelu(self.linear(x_TD, weight_OD, bias_O), approximate)

@@ -25,6 +25,7 @@ from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
 from npu_runner.prompts.media.largest_image import largest_image
+from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.prompt_forms import plain_ids
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
@@ -56,7 +57,9 @@ class ProcessorSettings(PromptConfig):
     """The user's settings of prompts, and what the family and the rest of the settings add."""
 
     takes_videos: bool = False
-    """The family takes videos."""
+    """The family takes videos, ..."""
+    video_form: VideoForm = VideoForm.TIMESTAMPS
+    """... in this form."""
     max_model_len: int | None = None
     """A prompt that cannot be shorter is refused before it is tokenized. None: the checkpoint's."""
     uses_mrope: bool | None = None
@@ -130,8 +133,8 @@ class ChatProcessor:
         videos, no_videos = None, "its family has none here"
         if settings.takes_videos:
             try:
-                videos = read_video_prompts(folder, config, self.tokenizer, fps=settings.video_fps,
-                                            max_frames=settings.video_max_frames)
+                videos = read_video_prompts(folder, config, self.tokenizer, form=settings.video_form,
+                                            fps=settings.video_fps, max_frames=settings.video_max_frames)
             except ModelError as error:  # images and text are served all the same
                 no_videos = str(error)
         for name, value in settings.of_videos().items():

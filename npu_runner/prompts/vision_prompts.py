@@ -1,8 +1,8 @@
 """Puts a prompt's images and videos in the place of their placeholders. Knows no chat template and no pixels.
 
-A video's place takes its pairs of frames, each behind the time it is shown at: the text of transformers' Qwen3-VL
-processor. Positions are M-RoPE's, three for each token: the Qwen2-VL report, section 2.1 (arXiv 2409.12191), with
-Qwen3-VL's rule that every image is one time step.
+A video's place takes its pairs of frames. In Qwen3-VL's form each stands behind the time it is shown at, the text of
+transformers' processor; in Qwen2-VL's they follow each other. Positions are M-RoPE's, three for each token: the
+Qwen2-VL report, section 2.1 (arXiv 2409.12191), and for seconds the Qwen2.5-VL report (arXiv 2502.13923).
 
 T prompt tokens.
 """
@@ -22,11 +22,12 @@ from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.media import Media
-from npu_runner.prompts.media.video_settings import VideoSettings, read_video_settings
+from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings, read_video_settings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
 from npu_runner.prompts.text.tokenizer import TextLength
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 
+_STEPS_PER_SECOND = 4
 Seen = bytes | Image.Image | Media | Video
 """An image or a video."""
 
@@ -38,6 +39,9 @@ class Shown:
     image: ImageInput
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    later: int | None = None
+    """Positions in time between the start of a video and this pair, which goes on with the positions of the pair before
+    it. None: it has positions of its own."""
 
     @property
     def num_tokens(self) -> int:
@@ -46,28 +50,42 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoPrompts:
-    """`start_id`, `end_id`: the tokens around each pair; `video_token`: id and text of a video's placeholder."""
+    """`start_id`, `end_id`: the tokens around each pair that has a timestamp; `video_token`: id and text of a video's
+    placeholder; `steps_per_second`: positions in time, where the form has them."""
 
     tokenizer: Tokenizer
     settings: VideoSettings
     video_token: tuple[int, str]
     start_id: int
     end_id: int
+    form: VideoForm = VideoForm.TIMESTAMPS
+    steps_per_second: float = 0.0
 
     def show(self, data: bytes, check_tokens: Callable[[int], None]) -> list[Shown]:
         """An encoded video. `check_tokens` hears of its tokens before they are decoded. Raises RequestError."""
         video: VideoInput = prepare_video(data, self.settings, check_tokens=check_tokens)
+        if self.form is not VideoForm.TIMESTAMPS:
+            times = self._times(len(video.pairs), video.seconds_per_pair)
+            return [Shown(pair, later=later) for pair, later in zip(video.pairs, [None, *times[1:]], strict=True)]
         return [
             Shown(pair, (*self._written(f"<{seconds:.1f} seconds>"), self.start_id), (self.end_id,))
             for pair, seconds in zip(video.pairs, video.timestamps, strict=True)
         ]
+
+    def _times(self, num_pairs: int, seconds_per_pair: float) -> list[int]:
+        """Positions in time from the first pair on. In float32, as transformers counts them."""
+        is_timed = self.form is VideoForm.SECONDS
+        step = np.float32(seconds_per_pair) * np.float32(self.steps_per_second) if is_timed else np.float32(1)
+        times: list[int] = (np.arange(num_pairs, dtype=np.float32) * step).astype(np.int64).tolist()
+        return times
 
     def _written(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def read_video_prompts(
-    folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, fps: float | None, max_frames: int | None
+    folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, form: VideoForm, fps: float | None,
+    max_frames: int | None,
 ) -> VideoPrompts:
     """Of a checkpoint whose family sees videos. Raises ModelError where its files do not say how."""
     tokens: dict[str, tuple[int, str]] = {}
@@ -78,9 +96,11 @@ def read_video_prompts(
             raise ModelError(f"config.json's {name} {token_id!r} is no token of tokenizer.json")
         tokens[name] = token_id, token  # type: ignore[assignment]
     return VideoPrompts(
-        tokenizer=tokenizer, settings=read_video_settings(folder, config, fps=fps, max_frames=max_frames),
+        tokenizer=tokenizer,
+        settings=read_video_settings(folder, config, form=form, fps=fps, max_frames=max_frames),
         video_token=tokens["video_token_id"], start_id=tokens["vision_start_token_id"][0],
-        end_id=tokens["vision_end_token_id"][0],
+        end_id=tokens["vision_end_token_id"][0], form=form,
+        steps_per_second=float(config["vision_config"].get("tokens_per_second", _STEPS_PER_SECOND)),
     )  # fmt: skip
 
 
@@ -179,12 +199,16 @@ class VisionPrompts:
 
     def _assemble(self, token_ids: list[int], seen: list[list[Shown]]) -> PromptInputs:
         placeholders = (self.image_token_id, self.video_token_id)
-        token_ids, images, spans = _expand_placeholders(token_ids, placeholders, seen)
+        token_ids, images, spans, laters = _expand_placeholders(token_ids, placeholders, seen)
         if not self._uses_mrope:
             return PromptInputs(token_ids, images, spans)
         merge_size = self.settings.merge_size if self.settings else 1
         grids = [image.grid_thw for image in images]
-        positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size)
+        positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size, laters)
+        if delta > 0:  # the tables of rotary embeddings end at the longest prompt
+            raise RequestError(f"the prompt's videos reach position {len(token_ids) + delta}, behind its "
+                               f"{len(token_ids)} tokens; show more frames of each second "
+                               "(mm_processor_kwargs.fps)", "video_positions")
         return PromptInputs(token_ids, images, spans, positions_3T, delta)
 
 
@@ -227,13 +251,15 @@ def _check_count(token_ids: list[int], token_id: int | None, token: str | None, 
 
 def _expand_placeholders(
     token_ids: list[int], placeholders: Sequence[int | None], seen: list[list[Shown]]
-) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
-    """Repeat each placeholder as often as what it stands for has tokens, with what is written around that."""
+) -> tuple[list[int], list[ImageInput], list[ImageSpan], list[int | None]]:
+    """Repeat each placeholder as often as what it stands for has tokens, with what is written around that. Last comes
+    `Shown.later` of each span."""
     if not seen:
-        return token_ids, [], []
+        return token_ids, [], [], []
     expanded: list[int] = []
     images: list[ImageInput] = []
     spans: list[ImageSpan] = []
+    laters: list[int | None] = []
     waiting = iter(seen)
     for token in token_ids:
         if token not in placeholders:
@@ -243,9 +269,10 @@ def _expand_placeholders(
             expanded.extend(shown.before)
             spans.append(ImageSpan(len(expanded), shown.image.num_tokens, len(images)))
             images.append(shown.image)
+            laters.append(shown.later)
             expanded.extend([token] * shown.image.num_tokens)
             expanded.extend(shown.after)
-    return expanded, images, spans
+    return expanded, images, spans, laters
 
 
 def asks_for_mrope(config: Mapping[str, Any]) -> bool:
@@ -259,28 +286,31 @@ def asks_for_mrope(config: Mapping[str, Any]) -> bool:
 
 
 def mrope_positions(
-    num_tokens: int, spans: Sequence[ImageSpan], grids_thw: Sequence[tuple[int, int, int]], merge_size: int
+    num_tokens: int, spans: Sequence[ImageSpan], grids_thw: Sequence[tuple[int, int, int]], merge_size: int,
+    laters: Sequence[int | None] = (),
 ) -> tuple[np.ndarray, int]:
     """Positions int32 (3, T) and the delta: token i after the prompt has position i + delta in all three rows.
 
-    Text counts up in all rows. An image's tokens share one time. Its rows and columns count from that number. The text
-    after it continues past the image's longer side. `spans` are in prompt order; grids by image_index.
+    Text counts up in all rows. An image's tokens share one time. Its rows and columns count from that number. Pairs of
+    frames that go on with a video (`laters` has a number) have its first pair's rows and columns, and a later time. The
+    text after it continues past the largest position: the models were trained so, although transformers 5.23 continues
+    past the longer side alone. `spans` are in prompt order; `laters` likewise, or empty; grids by image_index.
     """
     positions_3T = np.empty((3, num_tokens), dtype=np.int32)
-    next_position, token = 0, 0
-    for span in spans:
+    next_position, token, first = 0, 0, 0
+    for span, later in zip(spans, laters or [None] * len(spans), strict=True):
         num_text = span.start - token
         positions_3T[:, token : span.start] = np.arange(next_position, next_position + num_text)
-        next_position += num_text
+        if later is None:
+            first = next_position + num_text
         _, grid_height, grid_width = grids_thw[span.image_index]
         height, width = grid_height // merge_size, grid_width // merge_size
         assert height * width == span.num_tokens, f"{span.num_tokens} tokens for {height}x{width} merged patches"
-        end = span.start + span.num_tokens
-        positions_3T[0, span.start : end] = next_position
-        positions_3T[1, span.start : end] = next_position + np.repeat(np.arange(height), width)
-        positions_3T[2, span.start : end] = next_position + np.tile(np.arange(width), height)
-        next_position += max(height, width)
-        token = end
+        token = span.start + span.num_tokens
+        positions_3T[0, span.start : token] = first + (later or 0)
+        positions_3T[1, span.start : token] = first + np.repeat(np.arange(height), width)
+        positions_3T[2, span.start : token] = first + np.tile(np.arange(width), height)
+        next_position = first + max(height, width, 1 + (later or 0))
     positions_3T[:, token:] = np.arange(next_position, next_position + num_tokens - token)
     next_position += num_tokens - token
     return positions_3T, next_position - num_tokens

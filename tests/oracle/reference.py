@@ -12,15 +12,19 @@ import torch
 from PIL import Image
 
 from tests.families import sees_images
+from tests.oracle.positions_reference import ONE_RUN, go_on_behind_the_largest_position
 
 
 @lru_cache(maxsize=8)
 def load_model(path: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    has_vision = sees_images(AutoConfig.from_pretrained(path).model_type)
-    model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-    return model_class.from_pretrained(path, dtype=torch.float32).eval()
+    model_type = AutoConfig.from_pretrained(path).model_type
+    model_class = AutoModelForImageTextToText if sees_images(model_type) else AutoModelForCausalLM
+    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
+    if model_type in ONE_RUN:
+        go_on_behind_the_largest_position(model.model)
+    return model
 
 
 @lru_cache(maxsize=8)
@@ -41,7 +45,7 @@ def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Any] = (
         videos = [image for image in images if isinstance(image, bytes)]
         if videos:  # without any a model of random weights may still have chosen the placeholder
             inputs["mm_token_type_ids"] += 2 * (ids == config.video_token_id).int()
-            from tests.oracle.videos_reference import video_inputs
+            from tests.oracle.videos_reference import video_inputs  # needs PyAV, an extra
 
             inputs.update(video_inputs(path, videos))
         if len(images) > len(videos):

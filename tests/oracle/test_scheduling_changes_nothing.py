@@ -35,7 +35,7 @@ def test_any_block_size(block_size: int, checkpoint: Any, platform_name: str) ->
         assert_equals_reference(path, llm, *make_prompts(llm, LAYOUTS[:6]))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe", "qwen2_vl", "qwen2_5_vl"])
 def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, block_size=4, **SMALL) as llm:
@@ -65,8 +65,8 @@ def test_images_that_differ_never_share_blocks(checkpoint: Any, platform_name: s
 
 
 # Enough for the longest sequence, too few for all of them together.
-LONGEST = {"qwen3": 72, "qwen3_moe": 72, "qwen3_vl": 140, "qwen2_5_vl": 160}
-NUM_BLOCKS = {"qwen3": 24, "qwen3_moe": 24, "qwen3_vl": 40, "qwen2_5_vl": 41}
+LONGEST = {"qwen3": 72, "qwen3_moe": 72, "qwen3_vl": 140, "qwen2_vl": 160, "qwen2_5_vl": 160}
+NUM_BLOCKS = {"qwen3": 24, "qwen3_moe": 24, "qwen3_vl": 40, "qwen2_vl": 41, "qwen2_5_vl": 41}
 
 
 @pytest.mark.parametrize("model_type", LONGEST)

@@ -1,4 +1,5 @@
-"""Videos through qwen3_vl and qwen3_5 against transformers: anywhere, several, with images, cut, cached, preempted."""
+"""Videos in every form that families have against transformers: anywhere, several, with images, cut, cached,
+preempted."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 
 from npu_runner import LLM
 from npu_runner.errors import ConfigError, RequestError
+from tests.core.test_config import spoiled
 from tests.oracle.reference import load_model, model_inputs, random_image
 from tests.oracle.running import SMALL, assert_equals_reference, greedy
 from tests.oracle.tiny_checkpoints import make_checkpoint
@@ -57,7 +59,7 @@ def test_families_with_experts(family: str, videos: list[bytes], checkpoint: Any
     test_greedy_tokens_and_logits_equal_transformers(family, videos, checkpoint, platform_name)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl"])
 def test_greedy_tokens_and_logits_equal_transformers(
     family: str, videos: list[bytes], checkpoint: Any, platform_name: str
 ) -> None:
@@ -95,7 +97,8 @@ def test_prompts_are_the_text_and_the_positions_of_transformers(
 
 
 # Chunks of the second begin at multiples of 64.
-@pytest.mark.parametrize(("family", "num_tokens"), [("qwen3_vl", 7), ("qwen3_vl", 64), ("qwen3_5", 64)])
+@pytest.mark.parametrize(("family", "num_tokens"), [("qwen3_vl", 7), ("qwen3_vl", 64), ("qwen3_5", 64),
+                                                     ("qwen2_5_vl", 37)])
 def test_chunks_may_cut_a_video(
     family: str, num_tokens: int, videos: list[bytes], checkpoint: Any, platform_name: str
 ) -> None:
@@ -181,12 +184,12 @@ def test_raw_prompts_take_videos(videos: list[bytes], checkpoint: Any, platform_
         assert llm.stats().num_images_encoded == num_encoded, "the same pairs, from wherever they come"
 
 
-def test_a_raw_prompt_chooses_its_frames(videos: list[bytes], checkpoint: Any) -> None:
+def test_a_raw_prompt_chooses_its_frames(videos: list[bytes], checkpoint: Any, tmp_path: Path) -> None:
     shape = {"prompt": "<|vision_start|><|video_pad|><|vision_end|>which?", "videos": videos[:1]}
     with LLM(checkpoint("qwen3_vl"), platform="cpu", **SMALL) as llm:
         llm.generate([{**shape, "mm_processor_kwargs": {"num_frames": 2}}], greedy(1))
         assert llm.stats().num_images_encoded == 1
-    with LLM(checkpoint("qwen2_5_vl"), platform="cpu", **SMALL) as llm:
+    with LLM(without_videos(checkpoint, tmp_path), platform="cpu", **SMALL) as llm:
         for item in (shape, {**shape, "videos": [], "mm_processor_kwargs": {"fps": 1}}):
             with pytest.raises(RequestError, match="takes no") as caught:
                 llm.generate([item])
@@ -225,14 +228,20 @@ def test_videos_may_be_prepared_otherwise_than_images(videos: list[bytes], tmp_p
         assert_equals_reference(path, llm, prompts, seen)
 
 
-def test_families_without_videos_say_so(videos: list[bytes], checkpoint: Any) -> None:
+def without_videos(checkpoint: Any, folder: Path) -> Path:
+    """One whose files do not say how a video is shown."""
+    return spoiled(checkpoint, folder, base="qwen2_vl", video_token_id=None)
+
+
+def test_models_without_videos_say_so(videos: list[bytes], checkpoint: Any, tmp_path: Path) -> None:
     messages, _ = conversation("0t", videos)
-    with LLM(checkpoint("qwen2_5_vl"), platform="cpu", **SMALL) as llm:
-        with pytest.raises(RequestError, match="takes no videos") as caught:
+    path = without_videos(checkpoint, tmp_path)
+    with LLM(path, platform="cpu", **SMALL) as llm:
+        with pytest.raises(RequestError, match=r"takes no videos.*video_token_id None is no token") as caught:
             llm.chat(messages)
         assert caught.value.code == "model_has_no_video"
     with pytest.raises(ConfigError, match=r"video_fps 2.0: this model takes no videos"):
-        LLM(checkpoint("qwen2_5_vl"), platform="cpu", video_fps=2.0, **SMALL)
+        LLM(path, platform="cpu", video_fps=2.0, **SMALL)
     with LLM(checkpoint("llama"), platform="cpu", **SMALL) as llm:
         with pytest.raises(RequestError) as caught:
             llm.chat(messages)

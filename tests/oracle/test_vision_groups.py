@@ -18,7 +18,7 @@ from tests.oracle.running import SMALL, runner_of
 SIZES = ((64, 64), (128, 96), (64, 64), (224, 160), (32, 96), (128, 96))
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_vl", "qwen2_5_vl"])
 def runner(request: pytest.FixtureRequest, checkpoint: Any) -> Iterator[ModelRunner]:
     with LLM(checkpoint(request.param), platform="cpu", **SMALL) as llm:
         yield runner_of(llm)

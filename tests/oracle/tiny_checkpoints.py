@@ -77,7 +77,7 @@ def _vision_model(model_type: str, text: dict[str, Any], vision: dict[str, Any],
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tie = text.pop("tie_word_embeddings")
-    tower = {**VISION, **(FAMILIES[model_type].vision or {}), **vision, "out_hidden_size": text["hidden_size"]}
+    tower = {**VISION, "out_hidden_size": text["hidden_size"], **(FAMILIES[model_type].vision or {}), **vision}
     tower = {name: value for name, value in tower.items() if value is not None}
     return AutoModelForImageTextToText.from_config(AutoConfig.for_model(
         model_type, text_config=text, vision_config=tower, tie_word_embeddings=tie, eos_token_id=eos,

@@ -1,13 +1,15 @@
-"""What vision towers share: patch embedding, attention within images, and where patches stand. Knows no tower.
+"""What vision towers are put together from: patch embedding, attention within images, MLPs, a merger, and where patches
+stand. Knows no tower.
 
-P patches of all images, X values of a patch (row, column, frame of a video, channel), C hidden size, N heads, H head
-dim, Q = H / 4 frequencies of an axis.
+P patches of all images, M = P / merge^2 image tokens, X values of a patch (row, column, frame of a video, channel), C
+hidden size, N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden size of the decoder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
+from npu_runner.layers.activation import ACTIVATED
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.norm import LayerNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
@@ -22,6 +25,10 @@ from npu_runner.platforms.attention import AttentionBackend
 
 # What depends on an image's size alone is kept for the last sizes, 40 bytes of the host's memory for each patch.
 cached_by_size = lru_cache(maxsize=64)
+
+Norm: TypeAlias = LayerNorm | RMSNorm
+MakeNorm: TypeAlias = Callable[[int], Norm]
+"""A norm of that size."""
 
 
 class PatchEmbed(nn.Module):
@@ -74,15 +81,32 @@ class VisionAttention(nn.Module):
         return self.proj(self.backend.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], plan, self.scale).flatten(-2))
 
 
+class TwoLinears(nn.Module):
+    """second(activation(first(x))), both with biases; `names` are theirs in the checkpoint."""
+
+    def __init__(self, in_features: int, width: int, out_features: int, activation: str, names: tuple[str, str],
+                 context: LayerContext):
+        super().__init__()
+        self.activated = ACTIVATED[activation]
+        start, length = context.tp.share(width, "width of a vision MLP")
+        self.first = ColumnParallelLinear(in_features, [OutputPart(names[0], width, start, length)], bias=True,
+                                          context=context)
+        self.second = RowParallelLinear(names[1], width, out_features, bias=True, context=context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.activated(self.first, x))
+
+
 class TowerBlock(nn.Module):
-    """Attention and MLP, each behind its norm, each added to what came in. Two norms of one kind: layer or RMS norms.
+    """Attention and MLP, each behind its norm, each added to what came in.
 
     A block leaves its last sum to the norm that follows: the next block, in one operator with its norm.
     """
 
-    def __init__(self, norm1: LayerNorm | RMSNorm, norm2: LayerNorm | RMSNorm, attn: VisionAttention, mlp: nn.Module):
+    def __init__(self, config: VisionConfig, norm: MakeNorm, mlp: nn.Module, context: LayerContext):
         super().__init__()
-        self.norm1, self.norm2, self.attn, self.mlp = norm1, norm2, attn, mlp
+        self.norm1, self.norm2 = norm(config.hidden_size), norm(config.hidden_size)
+        self.attn, self.mlp = VisionAttention(config, context), mlp
 
     def forward(self, x_PC: Tensor, update_PC: Tensor | None, cos_PH: Tensor, sin_PH: Tensor,
                 plan: Any) -> tuple[Tensor, Tensor]:
@@ -93,6 +117,29 @@ class TowerBlock(nn.Module):
             normed_PC, x_PC = self.norm1.add_forward(update_PC, x_PC)
         normed_PC, x_PC = self.norm2.add_forward(self.attn(normed_PC, cos_PH, sin_PH, plan), x_PC)
         return x_PC, self.mlp(normed_PC)
+
+
+class QueryMerger(nn.Module):
+    """merge x merge patches, each normed, to one token of the decoder's size, as in Qwen2-VL and Qwen2.5-VL.
+
+    The checkpoint counts the parts of a sequence: product, activation, product.
+    """
+
+    def __init__(self, config: VisionConfig, norm: MakeNorm, context: LayerContext):
+        merged = config.hidden_size * config.spatial_merge_size**2
+        super().__init__()
+        self.ln_q = norm(config.hidden_size)
+        self.mlp = TwoLinears(merged, merged, config.out_hidden_size, "gelu", ("0", "2"), context)
+        self.merged = merged
+
+    def forward(self, x_PC: Tensor, update_PC: Tensor) -> Tensor:
+        """(M, D) of what the last block leaves, x + update."""
+        normed_PC, _ = self.ln_q.add_forward(update_PC, x_PC)
+        return self.mlp(normed_PC.reshape(-1, self.merged))
+
+
+def layer_norm(context: LayerContext) -> MakeNorm:
+    return lambda size: LayerNorm(size, 1e-6, context)
 
 
 def tower_context(config: VisionConfig, context: LayerContext) -> LayerContext:

@@ -13,57 +13,17 @@ from itertools import chain
 
 import numpy as np
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from npu_runner.checkpoint.model_config import MLPConfig, VisionConfig
-from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.mixers.mlp import DecoderMLP
-from npu_runner.models.vision.parts import (
-    PatchEmbed,
-    TowerBlock,
-    VisionAttention,
-    block_order,
-    both_halves,
-    cached_by_size,
-    tower_context,
-    turns,
-)
-
-_EPS = 1e-6
+from npu_runner.models.vision.parts import MakeNorm, QueryMerger, TowerBlock, block_order, cached_by_size
+from npu_runner.models.vision.tower import Tower
 
 
-class WindowedBlock(TowerBlock):
-    def __init__(self, config: VisionConfig, context: LayerContext):
-        mlp = MLPConfig(intermediate_size=config.intermediate_size, bias=True)
-        super().__init__(
-            RMSNorm(config.hidden_size, _EPS, context), RMSNorm(config.hidden_size, _EPS, context),
-            VisionAttention(config, context), DecoderMLP(config.hidden_size, mlp, context))
-
-
-class WindowedMerger(nn.Module):
-    """merge x merge patches to one token of the decoder's size."""
-
-    def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__()
-        merged = config.hidden_size * config.spatial_merge_size**2
-        start, length = context.tp.share(merged, "width of the vision merger")
-        self.ln_q = RMSNorm(config.hidden_size, _EPS, context)
-        self.merged = merged
-        # The checkpoint counts the parts of a sequence: product, activation, product.
-        self.first = ColumnParallelLinear(merged, [OutputPart("mlp.0", merged, start, length)], bias=True,
-                                          context=context)
-        self.second = RowParallelLinear("mlp.2", merged, config.out_hidden_size, bias=True, context=context)
-
-    def forward(self, x_PC: Tensor, update_PC: Tensor) -> Tensor:
-        """Of what the last block leaves, x + update."""
-        normed_PC, _ = self.ln_q.add_forward(update_PC, x_PC)
-        x_MC = normed_PC.reshape(-1, self.merged)
-        return self.second(self.first.gelu_forward(x_MC, "none"))
-
-
-class WindowedVisionTower(nn.Module):
+class WindowedVisionTower(Tower):
     """Tokens lie window after window while they go through the layers, and image after image again at the end.
 
     A window is then a range of rows, and an image a range of windows. So attention needs only the lengths of the
@@ -71,13 +31,8 @@ class WindowedVisionTower(nn.Module):
     """
 
     def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__()
-        context = tower_context(config, context)
-        self.config = config
-        self.attention = context.attention
-        self.patch_embed = PatchEmbed(config, context, bias=False)
-        self.blocks = nn.ModuleList(WindowedBlock(config, context) for _ in range(config.depth))
-        self.merger = WindowedMerger(config, context)
+        super().__init__(config, context, patch_bias=False, block=_block,
+                         merger=lambda config, context: QueryMerger(config, _rms_norm(context), context))
 
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -90,9 +45,8 @@ class WindowedVisionTower(nn.Module):
         places_P2, order_M, back_M, cos_SQ, sin_SQ = places
         x_PC = self.patch_embed(patches_PX)
         x_PC = F.embedding(order_M, x_PC.reshape(len(order_M), -1)).view(x_PC.shape)
-        cos_PH, sin_PH = (both_halves(F.embedding(places_P2, table).flatten(1), config, self.attention)
-                          for table in (cos_SQ, sin_SQ))
-        whole = self.attention.plan_vision([height * width for height, width in grids], x_PC.device)
+        cos_PH, sin_PH = self.rotation(places_P2, cos_SQ, sin_SQ)
+        whole = self.whole_images(grids, x_PC.device)
         lengths = [count * group for count in chain.from_iterable(self._windows(grid)[1] for grid in grids)]
         windows = self.attention.plan_vision(lengths, x_PC.device)
         update_PC: Tensor | None = None
@@ -119,8 +73,16 @@ class WindowedVisionTower(nn.Module):
             orders.append(order_M + first)
             first += len(order_M)
         order_M = np.concatenate(orders).astype(np.int32)
-        tables = turns(max(map(max, grids)), config.hidden_size // config.num_heads // 2, config.rope_theta)
-        return [np.concatenate(places), order_M, np.argsort(order_M).astype(np.int32), *tables]
+        return [np.concatenate(places), order_M, np.argsort(order_M).astype(np.int32), *self.turns(grids)]
+
+
+def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
+    mlp = MLPConfig(intermediate_size=config.intermediate_size, bias=True)
+    return TowerBlock(config, _rms_norm(context), DecoderMLP(config.hidden_size, mlp, context), context)
+
+
+def _rms_norm(context: LayerContext) -> MakeNorm:
+    return lambda size: RMSNorm(size, 1e-6, context)
 
 
 @cached_by_size

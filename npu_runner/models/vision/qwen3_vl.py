@@ -6,70 +6,36 @@ N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden size of the deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
-from npu_runner.errors import ModelError
-from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
-from npu_runner.layers.norm import LayerNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.vision.parts import (
-    PatchEmbed,
     TowerBlock,
-    VisionAttention,
+    TwoLinears,
     block_order,
-    both_halves,
     cached_by_size,
+    layer_norm,
     tower_context,
-    turns,
 )
+from npu_runner.models.vision.tower import Tower
 
-_ACTIVATED: dict[str, Callable[[ColumnParallelLinear, Tensor], Tensor]] = {
-    "gelu_pytorch_tanh": lambda linear, x: linear.gelu_forward(x, "tanh"),
-    "gelu": lambda linear, x: linear.gelu_forward(x, "none"),
-    "silu": lambda linear, x: F.silu(linear(x)),
-}
-_LAYER_NORM_EPS = 1e-6
+_LINEARS = ("linear_fc1", "linear_fc2")
 
 
-class VisionBlock(TowerBlock):
-    def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__(
-            _layer_norm(config.hidden_size, context), _layer_norm(config.hidden_size, context),
-            VisionAttention(config, context),
-            VisionMLP(config.hidden_size, config.intermediate_size, config.hidden_size, config.hidden_act, context))
-
-
-class VisionMLP(nn.Module):
-    def __init__(self, in_features: int, width: int, out_features: int, activation: str, context: LayerContext):
-        super().__init__()
-        if activation not in _ACTIVATED:
-            raise ModelError(f"vision hidden_act {activation!r} is not supported; known are {', '.join(_ACTIVATED)}")
-        self.activated = _ACTIVATED[activation]
-        start, length = context.tp.share(width, "vision MLP width")
-        self.linear_fc1 = ColumnParallelLinear(
-            in_features, [OutputPart("linear_fc1", width, start, length)], bias=True, context=context
-        )
-        self.linear_fc2 = RowParallelLinear("linear_fc2", width, out_features, bias=True, context=context)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(self.activated(self.linear_fc1, x))
-
-
-class PatchMerger(VisionMLP):
+class PatchMerger(TwoLinears):
     """merge x merge patches to one token of the decoder's size; deepstack mergers norm after merging."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, norm_after_merge: bool):
         merged = config.hidden_size * config.spatial_merge_size**2
-        super().__init__(merged, merged, config.out_hidden_size, "gelu", context)
+        super().__init__(merged, merged, config.out_hidden_size, "gelu", _LINEARS, context)
         self.merged = merged
         self.norm_after_merge = norm_after_merge
-        self.norm = _layer_norm(merged if norm_after_merge else config.hidden_size, context)
+        self.norm = layer_norm(context)(merged if norm_after_merge else config.hidden_size)
 
     def forward(self, x_PC: Tensor) -> Tensor:
         if self.norm_after_merge:
@@ -77,20 +43,14 @@ class PatchMerger(VisionMLP):
         return super().forward(self.norm(x_PC).reshape(-1, self.merged))
 
 
-class VisionTower(nn.Module):
-    """Heads and MLPs are cut over the ranks where they divide; otherwise every rank holds the whole tower."""
-
+class VisionTower(Tower):
     def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__()
         context = tower_context(config, context)
-        self.config = config
-        self.attention = context.attention
-        self.patch_embed = PatchEmbed(config, context)
+        super().__init__(config, context, patch_bias=True, block=_block,
+                         merger=lambda config, context: PatchMerger(config, context, norm_after_merge=False))
         self.pos_embed = nn.Embedding(
             config.num_position_embeddings, config.hidden_size, dtype=context.dtype, device=context.device
         )
-        self.blocks = nn.ModuleList(VisionBlock(config, context) for _ in range(config.depth))
-        self.merger = PatchMerger(config, context, norm_after_merge=False)
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(config, context, norm_after_merge=True) for _ in config.deepstack_layers
         )
@@ -106,9 +66,8 @@ class VisionTower(nn.Module):
         x_PC = self.patch_embed(patches_PX)
         # The learned square grid, resampled bilinearly (corners aligned) to each image's grid.
         x_PC = x_PC + (self.pos_embed(taps_P4) * weights_P4[..., None]).sum(1).to(x_PC.dtype)
-        cos_PH, sin_PH = (both_halves(F.embedding(places_P2, table).flatten(1), self.config, self.attention)
-                          for table in (cos_SQ, sin_SQ))
-        plan = self.attention.plan_vision([height * width for height, width in grids], x_PC.device)
+        cos_PH, sin_PH = self.rotation(places_P2, cos_SQ, sin_SQ)
+        plan = self.whole_images(grids, x_PC.device)
         levels: dict[int, Tensor] = {}
         update_PC: Tensor | None = None
         for index, block in enumerate(self.blocks):
@@ -123,19 +82,18 @@ class VisionTower(nn.Module):
 
     def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Patches' rows and columns (P, 2), places (P, 4) and weights (P, 4) in the learned grid; cos, sin (side, Q).
-
-        Half of the H / 2 frequencies turn with the row, half with the column, Q each. int32 and float32.
-        """
+        int32 and float32."""
         config = self.config
         merge, side = config.spatial_merge_size, int(config.num_position_embeddings**0.5)
         columns = zip(*((block_order(*grid, merge), *_interpolation_taps(*grid, side, merge)) for grid in grids),
                       strict=True)
-        tables = turns(max(map(max, grids)), config.hidden_size // config.num_heads // 2, config.rope_theta)
-        return [*map(np.concatenate, columns), *tables]
+        return [*map(np.concatenate, columns), *self.turns(grids)]
 
 
-def _layer_norm(size: int, context: LayerContext) -> LayerNorm:
-    return LayerNorm(size, _LAYER_NORM_EPS, context)
+def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
+    size = config.hidden_size
+    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, _LINEARS, context)
+    return TowerBlock(config, layer_norm(context), mlp, context)
 
 
 @cached_by_size

@@ -1,7 +1,8 @@
 """A checkpoint's settings for videos: which frames, their sizes, their times in the prompt. Knows nothing of files or
 pixels.
 
-The rules are those of transformers' Qwen3-VL video processor, in whose terms a video is frames x height x width.
+The rules are those of transformers' video processors: Qwen3-VL's, in whose terms a video is frames x height x width,
+and Qwen2-VL's, which bounds each frame.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,20 @@ from npu_runner.prompts.media.image_settings import (
 )
 from npu_runner.request.limits import LIMITS, shown
 
+_IMAGES_FILE = "preprocessor_config.json"
 ASSUMED_FPS = 24.0
 """Of a video that does not say how fast it is."""
-_DEFAULTS = {
-    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
-    "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-}  # fmt: skip
+
+
+class VideoForm(Enum):
+    """How a family is shown a video."""
+
+    TIMESTAMPS = "timestamps"
+    """Each pair of frames behind its time, which is text; a pair has positions of its own (Qwen3-VL)."""
+    STEPS = "steps"
+    """One run of tokens; a position in time for each pair (Qwen2-VL)."""
+    SECONDS = "seconds"
+    """One run of tokens; `tokens_per_second` positions in time for each second (Qwen2.5-VL)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +98,7 @@ class VideoSettings:
             grow = max(side / height, side / width)
             height, width = int(height * grow), int(width * grow)
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-            raise RequestError(
-                f"the video is {width}x{height} pixels, a ratio of more than {MAX_ASPECT_RATIO}; crop it",
-                code="video_aspect_ratio",
-            )
+            raise _too_thin(height, width)
         fitted = round(height / side) * side, round(width / side) * side
         num_pixels = round(num_frames / group) * group * fitted[0] * fitted[1]
         if num_pixels > most:
@@ -119,6 +126,58 @@ class VideoSettings:
         least = min(most, -(-self.frame.min_pixels // group))
         return replace(self.frame, min_pixels=least, max_pixels=most).largest_size(max_tokens)
 
+    def seconds_per_pair(self, num_frames: int, num_source_frames: int, source_fps: float) -> float:
+        """Of a video of which `num_frames` are shown, however far the repeated last one goes."""
+        return self.frame.temporal_patch_size * num_source_frames / (num_frames * source_fps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameVideoSettings(VideoSettings):
+    """Qwen2-VL's rules: the pixels of one frame are bounded, and pairs of frames are whole."""
+
+    max_video_tokens: int = 128_000
+    """With `cap_pixels_per_frame` nine tenths of these are shared out evenly to the pairs of frames."""
+
+    def sample(self, num_source_frames: int, source_fps: float) -> np.ndarray:
+        group = self.frame.temporal_patch_size
+        if self.num_frames is None:
+            wanted = num_source_frames / source_fps * self.fps
+            num_frames = math.floor(min(max(wanted, self.min_frames), self.max_frames) / group) * group
+        else:
+            num_frames = round(self.num_frames / group) * group
+        # A video that is shorter than a group shows its first frame, repeated.
+        num_frames = max(1, min(num_frames, num_source_frames // group * group))
+        # Exact, where transformers rounds: its float32 may choose a neighbour, and which one depends on the processor.
+        return np.arange(num_frames, dtype=np.int64) * num_source_frames // num_frames
+
+    def fit(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        most = self.frame.max_pixels
+        if self.cap_pixels_per_frame:
+            num_pixels = int(self.max_video_tokens * self.frame.side_multiple**2 * 0.9)
+            share = num_pixels * self.frame.temporal_patch_size // num_frames
+            most = max(min(most, share), int(self.frame.min_pixels * 1.05))
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            raise _too_thin(height, width)
+        return replace(self.frame, max_pixels=most).fit(height, width)
+
+    def largest_frame(self, max_tokens: int) -> tuple[int, int]:
+        return self.frame.largest_size(max_tokens)
+
+
+def _too_thin(height: int, width: int) -> RequestError:
+    return RequestError(f"the video is {width}x{height} pixels, a ratio of more than {MAX_ASPECT_RATIO}; crop it",
+                        code="video_aspect_ratio")
+
+
+# What files do not say, by the rules that they are for.
+_DEFAULTS: dict[type[VideoSettings], dict[str, Any]] = {
+    VideoSettings: {
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+        "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    },
+    FrameVideoSettings: {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}},
+}  # fmt: skip
+
 
 def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """`mm_processor_kwargs` without what asks for nothing. Raises RequestError naming what cannot be."""
@@ -142,16 +201,18 @@ def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_video_settings(
-    folder: Path, config: Mapping[str, Any], *, fps: float | None = None, max_frames: int | None = None
+    folder: Path, config: Mapping[str, Any], *, form: VideoForm = VideoForm.TIMESTAMPS, fps: float | None = None,
+    max_frames: int | None = None,
 ) -> VideoSettings:
-    """Settings of the checkpoint in `folder`, with the user's own where given.
+    """Settings of the checkpoint in `folder` for a family of this form, with the user's own where given.
 
     The files are looked at in transformers' order. Raises ModelError for a checkpoint that has none of them, or one
     whose videos we cannot prepare.
     """
     values, source = _read_values(folder)
     try:
-        settings = _from_values(values)
+        rules = VideoSettings if form is VideoForm.TIMESTAMPS else FrameVideoSettings
+        settings = _from_values(values, rules, is_of_images=source == _IMAGES_FILE)
     except (TypeError, ValueError, KeyError) as error:
         raise ModelError(f"{folder / source}: {error}; compare it with the original checkpoint") from error
     check_against_tower(settings.frame, config["vision_config"], source)
@@ -166,27 +227,31 @@ def _read_values(folder: Path) -> tuple[Mapping[str, Any], str]:
     nested = (read_json(folder, "processor_config.json") or {}).get("video_processor")
     if isinstance(nested, Mapping):
         return nested, "processor_config.json"
-    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+    for name in ("video_preprocessor_config.json", _IMAGES_FILE):
         values = read_json(folder, name)
         if isinstance(values, Mapping):
             return values, name
     raise ModelError(f"{folder}: video_preprocessor_config.json is missing, which says how videos are prepared")
 
 
-def _from_values(values: Mapping[str, Any]) -> VideoSettings:
-    if not values.get("do_sample_frames", True):
+def _from_values(values: Mapping[str, Any], rules: type[VideoSettings], *, is_of_images: bool) -> VideoSettings:
+    """`is_of_images`: the file's min_pixels and max_pixels are of images. Qwen3-VL's processor reads `size` alone."""
+    if rules is VideoSettings and not values.get("do_sample_frames", True):
         raise ValueError("do_sample_frames is false, but videos are sampled here")
-    own = {name: value for name, value in values.items() if name not in ("min_pixels", "max_pixels")}
-    size = own.get("size", _DEFAULTS["size"])
+    given = {name: value for name, value in values.items() if value is not None}
+    if rules is VideoSettings or is_of_images:
+        given = {name: value for name, value in given.items() if name not in ("min_pixels", "max_pixels")}
+    own = {**_DEFAULTS[rules], **given}
+    size = own["size"]
     if not isinstance(size, Mapping) or not size.get("shortest_edge") or not size.get("longest_edge"):
         raise ValueError(f"size is {size!r}, shortest_edge and longest_edge are needed")
-    frame = settings_from({**_DEFAULTS, **{name: value for name, value in own.items() if value is not None}})
-    default = VideoSettings(frame=frame)
+    frame = settings_from(own)
+    default = rules(frame=frame)
     fps = float(own.get("fps") or default.fps)
     if not 0 < fps <= MAX_VIDEO_FPS:
         raise ValueError(f"fps is {fps}, not above 0 and up to {MAX_VIDEO_FPS:g}")
     num_frames = own.get("num_frames")
-    return VideoSettings(
+    return rules(
         frame=frame, fps=fps, num_frames=None if num_frames is None else positive_integer(num_frames),
         min_frames=positive_integer(own.get("min_frames"), default.min_frames),
         max_frames=positive_integer(own.get("max_frames"), default.max_frames),

@@ -48,10 +48,11 @@ class Video:
 
 @dataclass(frozen=True)
 class VideoInput:
-    """A video as the tower sees it, and when each pair is shown, in seconds."""
+    """A video as the tower sees it, when each pair is shown and how long, in seconds."""
 
     pairs: list[ImageInput]
     timestamps: list[float]
+    seconds_per_pair: float
 
 
 def prepare_video(data: bytes, settings: VideoSettings, *, check_tokens: Callable[[int], None]) -> VideoInput:
@@ -65,7 +66,8 @@ def prepare_video(data: bytes, settings: VideoSettings, *, check_tokens: Callabl
         timestamps = settings.timestamps(indices, file.fps)
         check_tokens(len(timestamps) * settings.frame.num_tokens(height, width))
         frames = (_resized(frame, len(indices), settings) for frame in file.frames(indices))
-        return VideoInput(list(_pairs(frames, settings)), timestamps)
+        seconds_per_pair = settings.seconds_per_pair(len(indices), file.num_frames, file.fps)
+        return VideoInput(list(_pairs(frames, settings)), timestamps, seconds_per_pair)
 
 
 def _resized(pixels_HWC: np.ndarray, num_frames: int, settings: VideoSettings) -> np.ndarray:

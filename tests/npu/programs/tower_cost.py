@@ -16,7 +16,7 @@ import torch
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.layers.weights_loader import load_weights
+from npu_runner.layers.weights_loader import expected_tensors, load_weights
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.transfers import upload_together
@@ -33,13 +33,9 @@ class Weights:
     def __init__(self, tower: VisionTower):
         self.values: dict[str, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(1)
-        for name, parameter in sorted(tower.named_parameters()):
+        for name, shape in sorted(expected_tensors(tower).items()):
             bias = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            self.values[self.checkpoint_name(name)] = bias + 0.05 * torch.randn(parameter.shape, generator=generator)
-
-    @staticmethod
-    def checkpoint_name(name: str) -> str:
-        return name.replace("patch_embed.", "patch_embed.proj.")
+            self.values[name] = bias + 0.05 * torch.randn(shape, generator=generator)
 
     @property
     def names(self) -> set[str]:
