@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from npu_runner.batch.files.output_file import counts_of, scan_output
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.past_job import PastJob
 from npu_runner.batch.job.summary import Tally
 from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, RequestOutput
 from npu_runner.request.sampling_params import SamplingParams
@@ -106,6 +108,9 @@ def test_all_who_count_agree(has_schema: bool, job: Job) -> None:
         assert {item.replace("&#39;", "'") for item in found} == flaw
         assert f'id="only-{name}"' in page
         assert f"body:has(#only-{name}:checked) article:not(.{name})" in page
+    later = BatchOptions(input=str(job.input), output=str(job.output), report=job.folder / "later.html")
+    PastJob(str(job.output)).report(later)
+    assert (job.folder / "later.html").read_text() == page, "the manifest knows of the job's schema"
 
 
 def test_of_no_flaws_nobody_says_a_word() -> None:

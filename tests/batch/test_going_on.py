@@ -369,6 +369,19 @@ def test_a_job_killed_there_and_gone_on_with_otherwise_mixes_nothing(
     assert num_finished > 3
 
 
+def test_once_an_output_is_gone_that_is_overwritten_nothing_of_its_settings_holds(
+    folder: Path, tmp_path_factory: Any
+) -> None:
+    command, _ = COMMANDS["overwrite"]
+    manifest = manifest_path(folder / "out.jsonl").name
+    gone = [image for image in images_of(folder, command) if not {"out.jsonl", manifest} & image.keys()]
+    assert gone
+    for image in gone:
+        again = restored(image, tmp_path_factory.mktemp("again"))
+        run(again, replace(command, overwrite=False))
+        assert_finished(again, command)
+
+
 def restored(image: Image, folder: Path) -> Path:
     for name, data in image.items():
         (folder / name).write_bytes(data)
