@@ -88,7 +88,7 @@ def check_driver(host: Host, *, is_eager: bool = False) -> Check:
         wanted = ".".join(map(str, oldest))
         if is_85(cann) and not is_eager:
             return Check("driver", "failed", f"driver {version}: on CANN {cann} captured graphs take new context "
-                         f"lengths from driver {wanted}.RC1 on", "update driver and firmware, or run with --enforce-eager")
+                         f"lengths from driver {wanted}.RC1 on", "update driver and firmware, or give --enforce-eager")
         return Check("driver", "warning", f"driver {version} is older than {wanted}, which CANN {cann or '9'} wants",
                      "update driver and firmware to those that CANN's release notes name")
     return Check("driver", "ok", f"driver {version}")
