@@ -175,8 +175,8 @@ def zygote_for(env: Mapping[str, str]) -> Zygote | None:
 
 
 def _kind(env: Mapping[str, str]) -> tuple[bool, str]:
-    """Whether it is over the emulated CANN, and over which other than the usual one if that is CANN 8: torch_npu asks for
-    the version while it is imported, and what it does depends on it."""
+    """Whether it is over the emulated CANN, and the version if that is a CANN 8: torch_npu asks for it while it is
+    imported, and calls other functions there."""
     version = env.get("CANN_EMU_CANN_VERSION", "")
     return "CANN_EMU" in env, version if version.startswith("8.") else ""
 

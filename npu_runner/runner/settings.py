@@ -72,10 +72,10 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
 def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_heads: int) -> ModelNeeds:
     """What the platform is asked for; heads are the rank's."""
     windows = [layer.sliding_window for layer in config.attention_layers]
-    vision = config.vision
+    vision, channels = config.vision, [layer.channel for layer in config.layers]
     return ModelNeeds(
         dtype=settings.dtype, head_dim=config.head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        block_size=settings.block_size, has_experts=any(isinstance(layer.channel, MoEConfig) for layer in config.layers),
+        block_size=settings.block_size, has_experts=any(isinstance(channel, MoEConfig) for channel in channels),
         has_states=bool(config.state_layers),
         has_windows=any(window is not None and window < settings.max_model_len for window in windows),
         tower=None if vision is None else (vision.num_heads, vision.hidden_size // vision.num_heads),

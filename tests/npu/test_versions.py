@@ -7,10 +7,23 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from npu_runner.cli.doctor_layers import cases as layer_cases
+from npu_runner.platforms import find_platform
+from npu_runner.platforms.examination import Findings, examination_of
+from npu_runner.platforms.host import Host
 from npu_runner.platforms.npu.preflight import software
-from npu_runner.platforms.npu.versions import OLD_WHEELS, PAIRINGS, old_cann, old_wheel, release, wheel_for
+from npu_runner.platforms.npu.versions import (
+    OLD_WHEELS,
+    PAIRINGS,
+    WHEELS_FOR_85,
+    old_cann,
+    old_wheel,
+    recipe_for_85,
+    release,
+    wheel_for,
+)
 from tests.cann.environment import ROOT, has_real_cann, run_python
-from tests.npu.test_doctor import toolkit
+from tests.npu.test_doctor import empty_host, toolkit
 from tests.npu.test_operator_table import fact
 
 HEADER = "| CANN | torch_npu, each for the torch of its first three numbers |"
@@ -65,16 +78,75 @@ def test_no_torch_npu_is_advised_where_cann_is_missing() -> None:
 @pytest.mark.npu
 @pytest.mark.skipif(has_real_cann(), reason="a real host has the CANN it has")
 def test_the_platform_refuses_an_old_cann_by_name(tmp_path: Path) -> None:
-    variables = toolkit(tmp_path / "cann", "8.5.0")
+    variables = toolkit(tmp_path / "cann", "8.3.RC2")
     done = run_python(["-m", "npu_runner", "generate", "--platform", "npu", "Hello?"], forked=True, timeout=120,
                       **variables)
     assert done.returncode == 2, done.stderr
-    assert "CANN 8.5.0: its rotary operator takes no TND layout" in done.stderr
+    assert "CANN 8.3.RC2: older than 8.5" in done.stderr
     assert "install CANN 9.2.0" in done.stderr
     assert "Traceback" not in done.stderr
     # Nor does "auto" quietly take the processor of a host with devices.
     done = run_python(["-m", "npu_runner", "generate", "Hello?"], forked=True, timeout=120, **variables)
-    assert (done.returncode, "CANN 8.5.0" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "CANN 8.3.RC2" in done.stderr) == (2, True), done.stderr
+
+
+def test_cann_85_is_taken_for_wheels_of_one_release_and_no_alpha_is() -> None:
+    assert set(WHEELS_FOR_85) == {pair.torch_npu for pair in PAIRINGS if pair.cann == "9.2.0"}
+    for wheel in WHEELS_FOR_85:
+        for cann in ("8.5.0", "8.5.1", "8.5.0-beta.1"):
+            assert old_cann(cann, wheel) is None
+    assert old_cann("8.5.0", "2.13.0+cpu") is None
+    for wheel in {pair.torch_npu for pair in PAIRINGS} - set(WHEELS_FOR_85):
+        found = old_cann("8.5.0", wheel, release_text(wheel))
+        assert found is not None
+        assert wheel in found.reason
+        assert found.remedy == recipe_for_85(release_text(wheel))
+    for cann in ("8.5.0.alpha001", "8.5.0-alpha.2"):
+        found = old_cann(cann, "2.13.0")
+        assert found is not None
+        assert "alpha" in found.reason
+    for cann in ("8.3.RC2", "8.2.RC1", "7.0.0", "8.9.0"):
+        assert old_cann(cann, "2.13.0") is not None, cann
+
+
+def release_text(wheel: str) -> str:
+    return ".".join(map(str, release(wheel)[:3]))
+
+
+def test_the_recipe_for_cann_85_keeps_torch_where_a_wheel_is_made_for_it() -> None:
+    assert "install --no-deps torch_npu==2.9.0.post9 (CANN stays" in recipe_for_85("2.9.0+cpu")
+    assert "install --no-deps torch_npu==2.7.1.post11 (CANN stays" in recipe_for_85("2.7.1")
+    assert "install --no-deps torch==2.9.0 torch_npu==2.9.0.post9 (CANN stays" in recipe_for_85("2.8.0"), "no wheel"
+    for wheel in OLD_WHEELS:  # what an image with CANN 8.5 holds
+        check = software.check_pair({"torch": release_text(wheel), "torch_npu": wheel}, "8.5.1")
+        assert (check.status, check.remedy) == ("failed", recipe_for_85(release_text(wheel)))
+
+
+def test_cann_85_is_a_warning_with_its_recipe_under_a_wheel_that_is_taken(tmp_path: Path) -> None:
+    variables = toolkit(tmp_path / "cann", "8.5.1")
+    packages: dict[str, str | None] = {"torch": "2.9.0", "torch_npu": "2.9.0.post9"}
+    check = software.check_cann_version(empty_host(tmp_path, environment=variables), packages)
+    assert check.status == "warning"
+    assert "not verified on any 8.5" in check.found
+    assert "bfloat16 with head dim 128" in check.found
+    assert "pip install --no-deps torch_npu==2.9.0.post9" in check.remedy
+    examination = examination_of(find_platform("npu"), Findings(Host(environment=variables), packages))
+    assert {dtype: len(names) for dtype, names in layer_cases(examination).items()} == {"bfloat16": 3, "float16": 0}
+    assert "head dim 32" in examination.why_no_embedded()
+    newer = examination_of(find_platform("npu"), Findings(Host(environment={}), packages))
+    assert {dtype: len(names) for dtype, names in layer_cases(newer).items()} == {"bfloat16": 5, "float16": 5}
+    assert newer.why_no_embedded() == ""
+
+
+def test_captured_graphs_on_cann_85_want_a_driver_that_updates_them(tmp_path: Path) -> None:
+    info = tmp_path / "Ascend/driver/version.info"
+    info.parent.mkdir(parents=True)
+    host = empty_host(tmp_path, environment=toolkit(tmp_path / "cann", "8.5.0"))
+    for version, status, eagerly in (("24.1.1", "failed", "warning"), ("25.0.RC1", "ok", "ok")):
+        info.write_text(f"Version={version}\n")
+        check = software.check_driver(host)
+        assert (check.status, software.check_driver(host, is_eager=True).status) == (status, eagerly)
+        assert status == "ok" or ("25.0.RC1" in check.found and "--enforce-eager" in check.remedy)
 
 
 OLD_WHEEL = """

@@ -162,11 +162,13 @@ class NpuPlatform(Platform):
         cann = cann_version() or ""
         if not is_85(cann):
             return None
+        from npu_runner.platforms.npu.attention import NpuAttention
         from npu_runner.platforms.npu.probes import Side
         from npu_runner.platforms.npu.replay_probe import why_no_replay
 
         assert self._needs is not None, "check_model comes before graphs"
         npu = Side.of_npu(self._needs, masks_decode=npu_settings().decode_attention == "masked")
+        assert isinstance(npu.attention, NpuAttention), "of_npu makes one"
         compiler = self._make_graph_compiler(settings, npu.attention)
         refusal = why_no_replay(compiler, npu, Side.of_cpu(self._needs), self._needs)
         return None if refusal is None else f"CANN {cann}: {refusal}"

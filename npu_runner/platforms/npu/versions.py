@@ -74,12 +74,12 @@ def old_cann(cann: str | None, torch_npu: str | None = None, torch: str | None =
     if cann is None or release(cann)[:2] >= _OLDEST_OTHER_CANN:
         return None
     if not is_85(cann):
-        return TooOld(f"CANN {cann}: older than 8.5, or between 8.5 and 9.0, and its operators were never compared with "
-                      "what is called here", _NEWER_CANN)
+        return TooOld(f"CANN {cann}: older than 8.5, or between 8.5 and 9.0; nobody compared its operators with what "
+                      "is called here", _NEWER_CANN)
     if "alpha" in cann.lower():
         return TooOld(f"CANN {cann}: operators of an alpha are not those of the release, its rotary and attention "
                       "operators refuse layouts that are called here", "install CANN 8.5.0 or newer without alpha")
-    if torch_npu is not None and plain(torch_npu) not in WHEELS_FOR_85:
+    if torch_npu is not None and _order(torch_npu) not in map(_order, WHEELS_FOR_85):
         return TooOld(f"torch_npu {torch_npu} on CANN {cann}: only wheels of TorchNPU 26.2.0 are taken there "
                       f"({', '.join(WHEELS_FOR_85)})", recipe_for_85(torch))
     return None
@@ -95,7 +95,8 @@ def recipe_for_85(torch: str | None) -> str:
     wheel = wheel_for(plain(torch), "8.5.0") if torch else None
     # Where no wheel of that release is made for the torch that is here, torch is another one, too.
     what = f"torch_npu=={wheel}" if wheel else f"torch=={_TORCH_FOR_85} torch_npu=={wheel_for(_TORCH_FOR_85, '8.5.0')}"
-    return f"python3 -m venv --system-site-packages VENV && VENV/bin/pip install --no-deps {what} (CANN stays the image's)"
+    install = f"VENV/bin/pip install --no-deps {what}"
+    return f"python3 -m venv --system-site-packages VENV && {install} (CANN stays the image's)"
 
 
 def reads_torchs_alloc_conf(torch_npu: str) -> bool:
@@ -111,7 +112,8 @@ def takes_argument(operator: Any, name: str) -> bool:
 
 def wheel_for(torch: str, cann: str | None) -> str | None:
     """The torch_npu that was published for this torch, and for this CANN where there is one."""
-    fitting = [pair for pair in PAIRINGS if pair.torch == torch and (not is_85(cann) or pair.torch_npu in WHEELS_FOR_85)]
+    fitting = [pair for pair in PAIRINGS
+               if pair.torch == torch and (not is_85(cann) or pair.torch_npu in WHEELS_FOR_85)]
     exact = [pair for pair in fitting if cann is not None and cann.startswith(pair.cann)]
     return next((pair.torch_npu for pair in exact or fitting), None)
 

@@ -73,8 +73,8 @@ class NpuExamination(Examination):
         return not self._is_85 or (is_dense and dtype == cann85.DTYPE)
 
     def why_no_embedded(self) -> str:
-        return ("the embedded models have head dim 32, and on CANN 8.5 head dim 128 is served; ask a model of that with "
-                "npu-runner generate --model") if self._is_85 else ""
+        return ("the embedded models have head dim 32, on CANN 8.5 head dim 128 is served; npu-runner generate --model "
+                "asks another one") if self._is_85 else ""
 
     @property
     def _is_85(self) -> bool:

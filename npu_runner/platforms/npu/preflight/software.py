@@ -87,8 +87,8 @@ def check_driver(host: Host, *, is_eager: bool = False) -> Check:
     if release(version) < oldest:
         wanted = ".".join(map(str, oldest))
         if is_85(cann) and not is_eager:
-            return Check("driver", "failed", f"driver {version}: on CANN {cann} captured graphs take new context lengths "
-                         f"from driver {wanted}.RC1 on", "update driver and firmware, or run with --enforce-eager")
+            return Check("driver", "failed", f"driver {version}: on CANN {cann} captured graphs take new context "
+                         f"lengths from driver {wanted}.RC1 on", "update driver and firmware, or give --enforce-eager")
         return Check("driver", "warning", f"driver {version} is older than {wanted}, which CANN {cann or '9'} wants",
                      "update driver and firmware to those that CANN's release notes name")
     return Check("driver", "ok", f"driver {version}")
@@ -113,6 +113,8 @@ def check_pair(packages: Packages, cann: str | None = None) -> Check:
                      f"{IMAGE}; something has probably replaced the image's torch")
     too_old = old_wheel(torch_npu)
     if too_old is not None:
+        if is_85(cann):
+            return Check(name, "failed", too_old.reason, recipe_for_85(torch))
         wheel = wheel_for(plain(torch), cann)
         return Check(name, "failed", too_old.reason,
                      f"pip install --no-deps torch_npu=={wheel}, with its CANN" if wheel else too_old.remedy)
@@ -133,8 +135,9 @@ def check_cann_version(host: Host, packages: Packages) -> Check:
     if too_old is not None:
         return Check(name, "failed", *too_old)
     if is_85(cann):
+        recipe = recipe_for_85(packages.get("torch"))
         return Check(name, "warning", f"CANN {cann}: {cann85.UNVERIFIED}; {cann85.SCOPE}",
-                     f"install CANN {PAIRINGS[0].cann} if you can; a wheel for 8.5: {recipe_for_85(packages.get('torch'))}")
+                     f"install CANN {PAIRINGS[0].cann} if you can; a wheel for 8.5: {recipe}")
     if torch_npu is None:
         return Check(name, "skipped", f"CANN {cann}; no torch_npu to compare it with")
     if not wanted:
