@@ -238,11 +238,13 @@ def test_rows_of_an_output_without_digests_may_be_added_and_not_changed(folder: 
     assert_finished(folder, corrected)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}\n", b'{"format": 9}\n', b"[" * 100_000, b"more", b"flip"])
+@pytest.mark.parametrize("damage", [b"", b"{}\n", b'{"format": 9}\n', b"[" * 100_000, b"more", b"flip",
+                                    b"later"])
 def test_a_damaged_file_of_digests_is_named_and_the_output_goes_on_without_it(folder: Path, damage: bytes) -> None:
     path = rows_path(folder / "out.jsonl")
     whole = path.read_bytes()
-    path.write_bytes({b"more": whole + damage, b"flip": whole[:-1] + bytes([whole[-1] ^ 1])}.get(damage, damage))
+    path.write_bytes({b"more": whole + damage, b"flip": whole[:-1] + bytes([whole[-1] ^ 1]),
+                      b"later": whole.replace(b'"format": 1', b'"format": 2')}.get(damage, damage))
     refused(folder, AGAIN, r"rows .*out\.jsonl\.rows: cannot be read \(.*\); once it is removed the output goes on")
     path.unlink()
     run(folder, Command(rows=[*ROWS, ("f", "more")]))

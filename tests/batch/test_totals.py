@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import re
@@ -14,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from npu_runner.batch.files.destination import FileDestination
-from npu_runner.batch.files.names import runs_path
+from npu_runner.batch.files.names import manifest_path, runs_path
 from npu_runner.batch.files.output_file import RowCounts, counts_of, job_at_work, scan_output
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job import accounts
+from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.past_job import PastJob
 from npu_runner.batch.job.summary import JobRecord
 from npu_runner.batch.job.totals import Totals, line_of
@@ -261,6 +265,23 @@ assert "torch" not in sys.modules
     assert "engine error 3" not in answers
     assert answers.count("made without the input") == 8
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_page_made_afterwards_shows_no_image_that_the_job_would_have_refused(job: Job) -> None:
+    data = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(data, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what"}]
+    write_rows(job.input, [row("a", messages=[{"role": "user", "content": content}])])
+    job.run()
+    fields, num_shown = json.loads(manifest_path(job.output).read_text()), []
+    for most_pixels in (64, 63):
+        fields["settings"]["prompts.max_source_pixels"] = most_pixels
+        manifest_path(job.output).write_text(json.dumps(fields))
+        page = job.folder / "page.html"
+        PastJob(str(job.output)).report(BatchOptions(input=str(job.input), output=str(job.output), report=page))
+        num_shown.append(page.read_text().count("<img"))
+    assert num_shown == [1, 0]
 
 
 @pytest.mark.parametrize(("wrong", "match"), [
