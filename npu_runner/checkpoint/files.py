@@ -34,8 +34,8 @@ PROMPT_FILES = (
 
 
 def resolve_checkpoint(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
-    """The folder of `model`; a hub id is downloaded (or found in the hub's cache) at `revision`, without weights its JSON
-    files alone.
+    """The folder of `model`; a hub id is downloaded (or found in the hub's cache) at `revision`. `with_weights`
+    False: its JSON files are enough.
 
     A folder that is called like an embedded model goes before it.
     Raises ModelError when there is neither such a folder nor, without network, such a download, and for a folder of
