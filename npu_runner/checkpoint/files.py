@@ -17,7 +17,8 @@ from typing import Any
 from npu_runner.assets import EMBEDDED
 from npu_runner.errors import JobError, ModelError
 
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_SETTINGS = "*.json"
+_PATTERNS = [_SETTINGS, "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 PROMPT_FILES = (
     "config.json",
     "tokenizer.json",
@@ -32,8 +33,9 @@ PROMPT_FILES = (
 """All that a ChatProcessor may read."""
 
 
-def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
-    """The folder of `model`; a hub id is downloaded (or found in the hub's cache) at `revision`.
+def resolve_checkpoint(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
+    """The folder of `model`; a hub id is downloaded (or found in the hub's cache) at `revision`. `with_weights`
+    False: its JSON files are enough.
 
     A folder that is called like an embedded model goes before it.
     Raises ModelError when there is neither such a folder nor, without network, such a download, and for a folder of
@@ -51,7 +53,7 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ModelError(f"model {model!r}: there is no such folder, and it is neither a hub id (owner/name) "
                          f"nor embedded ({', '.join(EMBEDDED)})")
-    return _not_quantised(_download(model, revision))
+    return _not_quantised(_download(model, revision, _PATTERNS if with_weights else [_SETTINGS]))
 
 
 def _not_quantised(folder: Path) -> Path:
@@ -63,13 +65,13 @@ def _not_quantised(folder: Path) -> Path:
     return folder
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     at = f" at revision {revision!r}" if revision else ""
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:
         raise ModelError(f"model {model!r}: neither a folder nor a valid hub id ({error})") from error
     except LocalEntryNotFoundError as error:

@@ -53,7 +53,7 @@ def checkpoint_folder(model: str, revision: str | None) -> Iterator[Path]:
     """The folder of a checkpoint; of a file, which is a config.json, one that has it and, for images, defaults."""
     file = Path(model).expanduser()
     if not file.is_file():
-        yield resolve_checkpoint(model, revision)
+        yield resolve_checkpoint(model, revision, with_weights=False)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -41,19 +41,36 @@ def exact_bytes(path: Path, num_ranks: int) -> dict[str, int]:
 
 
 FAST, OTHERS = split_by(RANKS)
-SLOW = pytest.mark.full("families that go the way of one in the fast set (tests/families.py)")
 
 
-@pytest.mark.parametrize("model_type", [*FAST, *(pytest.param(name, marks=SLOW) for name in OTHERS)])
+@pytest.mark.parametrize("model_type", FAST)
 def test_one_rank_takes_what_a_start_takes(model_type: str, checkpoint: Any) -> None:
+    assert_as_a_start(model_type, checkpoint)
+
+
+@pytest.mark.full("families that go the way of one in the fast set (tests/families.py)")
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_one_rank_of_other_families_takes_what_a_start_takes(model_type: str, checkpoint: Any) -> None:
+    assert_as_a_start(model_type, checkpoint)
+
+
+def assert_as_a_start(model_type: str, checkpoint: Any) -> None:
     path: Path = checkpoint(model_type)
     real = bytes_of_start(path, TensorParallel())
     assert exact_bytes(path, 1) == real
     assert (real["states"] > 0) == FAMILIES[model_type].has_states
 
 
-@pytest.mark.parametrize("model_types", [pytest.param(FAST, id="fast"), pytest.param(OTHERS, id="others", marks=SLOW)])
-def test_each_of_two_ranks_takes_what_a_start_takes(model_types: list[str], checkpoint: Any, tmp_path: Path) -> None:
+def test_each_of_two_ranks_takes_what_a_start_takes(checkpoint: Any, tmp_path: Path) -> None:
+    assert_two_ranks_as_a_start(FAST, checkpoint, tmp_path)
+
+
+@pytest.mark.full("families that go the way of one in the fast set (tests/families.py)")
+def test_each_of_two_ranks_of_other_families_takes_what_a_start_takes(checkpoint: Any, tmp_path: Path) -> None:
+    assert_two_ranks_as_a_start(OTHERS, checkpoint, tmp_path)
+
+
+def assert_two_ranks_as_a_start(model_types: list[str], checkpoint: Any, tmp_path: Path) -> None:
     paths = [checkpoint(model_type, **FAMILIES[model_type].ranks) for model_type in model_types]
     command = [sys.executable, "-m", "tests.runner.rank_bytes"]
     ranks = [zygote.Popen([*command, str(rank), "2", str(tmp_path / "store"), *map(str, paths)], cwd=ROOT,
@@ -100,10 +117,17 @@ def test_the_table_of_sizes_has_a_row_for_each_model(page: str) -> None:
     assert [model for model in MODELS if f"\n| {model} | " in text] == list(MODELS)
 
 
-@pytest.mark.parametrize("model", [
-    pytest.param(model, marks=[] if model == "Qwen3-VL-2B" else pytest.mark.full("one row of the table stays"))
-    for model in MODELS])
+def test_a_row_of_the_table_is_what_the_command_says() -> None:
+    assert_row("Qwen3-VL-2B")
+
+
+@pytest.mark.full("takes half a minute; one row of the table stays")
+@pytest.mark.parametrize("model", MODELS)
 def test_the_table_of_sizes_is_what_the_command_says(model: str) -> None:
+    assert_row(model)
+
+
+def assert_row(model: str) -> None:
     line = row(model, "npu")
     for page in ("running-on-ascend.md", "running-on-ascend.zh.md"):
         assert line in (ROOT / "docs" / page).read_text().splitlines()
@@ -143,6 +167,19 @@ def test_settings_count_as_a_job_takes_them(config_file: str, capsys: pytest.Cap
     assert halved["kv_cache_bytes"] < plain["kv_cache_bytes"]
     _, whole = fits(capsys, *asked, "--dtype", "float16", "--kv-cache-bytes", "1G", "--enforce-eager")
     assert (whole["graphs_bytes"], whole["kv_cache_bytes"]) == (0, (1 << 30) // 18874368 * 18874368)
+
+
+def test_a_hub_id_is_found_in_the_cache_by_its_small_files(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    commit, folder = "0" * 40, tmp_path / "models--owner--name"
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit / "config.json").write_text(json.dumps(config_of("Qwen3-0.6B")))
+    status, found = fits(capsys, "owner/name", "--device-memory", "64G")
+    assert (status, found["fits"]) == (0, True)
 
 
 def test_what_it_prints_is_called_an_estimate(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
