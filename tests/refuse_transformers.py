@@ -1,4 +1,4 @@
-"""`import transformers` is an error: scripts/test_environments.sh puts this file into the environment of the oldest packages.
+"""`import transformers` is an error. scripts/test_environments.sh puts this file among the oldest packages.
 
 A .pth file imports it at every start of that Python, so it holds in child processes, too. Knows nothing of npu_runner.
 """

@@ -35,7 +35,7 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 IMAGE = {"torch": "2.10.0+cpu", "torch_npu": "2.10.0.post4", "numpy": "2.2.6", "llguidance": "1.7.6",
          "pillow": "12.0.0", "vllm": "0.23.0", "huggingface_hub": "1.31.0", "jinja2": "3.1.6", "pydantic": "2.12.0",
          "transformers": "5.5.4", "ray": "2.48.0"}  # fmt: skip
-# The same of another vLLM, before transformers 5: it keeps llguidance below 1.4, and transformers huggingface_hub below 1.
+# The same before transformers 5: that vLLM keeps llguidance below 1.4, and transformers huggingface_hub below 1.
 OLDER = {**IMAGE, "numpy": "1.26.4", "llguidance": "1.3.0", "pillow": "11.1.0", "vllm": "0.13.0",
          "huggingface_hub": "0.36.0", "transformers": "4.57.1", "tokenizers": "0.22.0",
          "safetensors": "0.5.0"}  # fmt: skip
@@ -46,7 +46,7 @@ INDEX = {"attrs": "26.1.0", "decorator": "5.2.1", "numpy": "2.4.6", "packaging":
          "torch": "2.13.0"}  # fmt: skip
 
 
-NEEDS = {"vllm 0.23.0": ["llguidance<1.8,>=1.7", "transformers"], "transformers 5.5.4": ["huggingface_hub<2,>=1.3"],
+NEEDS = {"vllm 0.23.0": ["llguidance<1.8,>=1.7", "transformers"], "transformers 5.5.4": ["huggingface_hub<2"],
          "vllm 0.13.0": ["llguidance<1.4,>=1.3", "transformers<5"],
          "transformers 4.57.1": ["huggingface_hub<1,>=0.34", "tokenizers<=0.23,>=0.22"],
          "greedy 1": ["torch"]}  # fmt: skip
@@ -142,7 +142,7 @@ def test_a_wheelhouse_installs_what_the_image_lacks_and_leaves_the_pair(
     found = {path.name.partition(".dist-info")[0] for path in environment.glob("lib/*/site-packages/*.dist-info")}
     assert {f"npu_runner-{__version__}", "safetensors-0.8.0"} <= found  # the Python below may have some of the others
     names = {name.rpartition("-")[0] for name in found}
-    assert not names & {"torch", "torch_npu", "numpy", "huggingface_hub", "pillow", "llguidance"}, "what fits is the image's"
+    assert not names & {"torch", "torch_npu", "numpy", "huggingface_hub", "pillow", "llguidance"}, "the image's own fit"
     assert (environment / "scripts/run_ascend.sh").is_file()
     ray = subprocess.run([environment / "bin/ray"], env=image, capture_output=True, text=True)
     assert ray.stdout.strip() == str(environment / "bin/python"), "not the image's own Python, which sees no npu-runner"

@@ -59,13 +59,11 @@ def needs_oracle(path: Path, name: str) -> bool:
     waiting: list[Name] = [(path, name)]
     seen = set(waiting)
     while waiting:
-        file, name = waiting.pop()
-        if source(file).needs_oracle or any(map(_imports_oracle, _nodes(file, name))):
+        imports, named = _read(*waiting.pop())
+        if imports:
             return True
-        for found in _named(file, name):
-            if found not in seen:
-                seen.add(found)
-                waiting.append(found)
+        waiting += named - seen
+        seen |= named
     return False
 
 
@@ -88,6 +86,14 @@ def listed(places: Iterable[Path]) -> Iterator[str]:
                 yield from (f"{name}::{test}" for test, needs in tests.items() if not needs)
 
 
+@cache
+def _read(file: Path, name: str) -> tuple[bool, frozenset[Name]]:
+    """Whether a definition imports transformers, and what it names."""
+    if source(file).needs_oracle or any(map(_imports_oracle, _nodes(file, name))):
+        return True, frozenset()
+    return False, frozenset(_named(file, name))
+
+
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
@@ -104,8 +110,8 @@ def _imports_oracle(node: ast.AST) -> bool:
         return any(alias.name.partition(".")[0] == ORACLE for alias in node.names)
     if isinstance(node, ast.ImportFrom):
         return (node.module or "").partition(".")[0] == ORACLE and not node.level
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pytest.importorskip", "importlib.import_module"):
-        return any(isinstance(value, ast.Constant) and value.value == ORACLE for value in node.args)
+    if isinstance(node, ast.Call) and any(isinstance(each, ast.Constant) and each.value == ORACLE for each in node.args):
+        return ast.unparse(node.func) in ("pytest.importorskip", "importlib.import_module")
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_IMPORTED.search(node.value))
 
 

@@ -54,6 +54,13 @@ def _run(parsed: argparse.Namespace) -> int:
     except NpuRunnerError as error:
         print(f"npu-runner: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        from npu_runner.platforms.examination import RUNNER_NEEDS
+
+        if error.name not in _imports_of(RUNNER_NEEDS):
+            raise
+        print(f"npu-runner: {error}; npu-runner doctor lists every package that is missing", file=sys.stderr)
+        return 2
     except RuntimeError as error:
         # What torch says when an accelerator's extension is installed and cannot be loaded; it helps on no platform.
         if "Failed to load the backend extension" not in str(error):
@@ -67,6 +74,10 @@ def _run(parsed: argparse.Namespace) -> int:
         # The reader of our output has gone; Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+
+
+def _imports_of(packages: Sequence[str]) -> set[str]:
+    return {"PIL" if name == "pillow" else name for name in packages}
 
 
 class _Parser(argparse.ArgumentParser):
