@@ -32,7 +32,8 @@ STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="s
 # Ours, after vLLM, and metadata, which OpenAI has for chats alone.
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos", "metadata",
           "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "response_format",
-          "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_logprobs"}
+          "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_logprobs",
+          "repetition_detection", "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"}
 SMALL = ["--platform", "cpu", "--max-model-len", "1024", "--kv-cache-bytes", "64M", "--progress", "off"]
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)

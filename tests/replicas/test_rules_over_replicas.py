@@ -1,4 +1,4 @@
-"""Rows with schemas, thinking budgets, tools and forced calls: two replicas give the bytes of one engine."""
+"""Rows with schemas, thinking budgets, guards, tools and forced calls: two replicas give the bytes of one engine."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def rows() -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {
         "job's schema": {}, "own": {"guided_regex": "[a-f]{4}", "max_thinking_tokens": 2},
         "budget alone": {"response_format": {"type": "text"}, "max_thinking_tokens": 7, "max_tokens": 24},
+        "guarded": {"response_format": {"type": "text"}, "max_tokens": 24, "no_repeat_ngram_size": 2,
+                    "repetition_detection": {"max_pattern_size": 9, "min_count": 2}},
         "tools": {"tools": [TOOL], "max_tokens": 24}, "forced": {"tools": [TOOL], "tool_choice": {
             "type": "function", "function": {"name": "look"}}},
         "wrong": {"guided_json": {"not": {}}},

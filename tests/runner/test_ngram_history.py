@@ -84,6 +84,15 @@ def test_other_rules_of_a_row_hold_beside_it() -> None:
     assert sample_one(params, logits_V, output=[3, 0, 3]) == 2  # 0 would repeat itself, 1 is biased
 
 
+def test_nothing_of_a_slots_last_owner_counts_for_its_next_one() -> None:
+    sampler, logits_BV = make_sampler(VOCAB, 1), torch.tensor([[0.0, 1.0, 2.0, 9.0, 3.0]])
+    params = SamplingParams(temperature=0.0, no_repeat_ngram_size=2, no_repeat_ngram_exempt_ids=[1])
+    sampler.add(0, params, [0], [1] * 60, seed=0)
+    step(sampler, logits_BV.roll(-2), [0])  # 1 once more: long runs everywhere
+    sampler.add(0, params, [0], [3, 4, 2], seed=0)
+    assert step(sampler, logits_BV, [0]).token_ids_B.tolist() == [3]
+
+
 def test_a_table_is_made_when_it_is_asked_for_and_as_wide_as_that() -> None:
     sampler = make_sampler(VOCAB, 3)
     history = sampler._state.ngrams

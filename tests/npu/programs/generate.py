@@ -35,6 +35,8 @@ class Case:
     max_tokens: int = 16
     logprobs: int | None = None
     ignore_eos: bool = True
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """More fields of SamplingParams."""
     is_null_block_poisoned: bool = False
     has_npugraph_ex: bool = True
 
@@ -67,7 +69,8 @@ def run_case(case: Case) -> dict[str, Any]:
 def parameters(case: Case, index: int) -> SamplingParams:
     """Different lengths, so that the batch shrinks through every size."""
     length = case.max_tokens if case.prompts == "shapes" else max(2, case.max_tokens - index % case.max_tokens)
-    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=case.ignore_eos, logprobs=case.logprobs)
+    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=case.ignore_eos, logprobs=case.logprobs,
+                          **case.sampling)
 
 
 def make_prompts(llm: LLM, case: Case) -> list[Any]:

@@ -1,0 +1,39 @@
+"""No n-gram comes twice on the npu platform either: tokens are those of the cpu platform, and no operator of the ban
+leaves the AI core."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.npu.running import assert_graphs_are_whole, on_cpu, on_npu
+from tests.npu.test_families import emulated, tiny
+
+pytestmark = [pytest.mark.npu, pytest.mark.slow]
+RULE: dict[str, Any] = {"no_repeat_ngram_size": 2, "no_repeat_ngram_window": 12, "n": 2,
+                        "no_repeat_ngram_exempt_ids": list(range(0, 128, 2))}  # fmt: skip
+
+
+@emulated
+def test_captured_graphs(checkpoint: Any, tmp_path: Path) -> None:
+    assert_tokens_equal_cpu("reduce-overhead", checkpoint, tmp_path)
+
+
+@emulated
+@pytest.mark.full("the ban runs behind a step, whatever made its logits; captured graphs stay")
+@pytest.mark.parametrize("mode", ["eager", "max-autotune"])
+def test_other_modes(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    assert_tokens_equal_cpu(mode, checkpoint, tmp_path)
+
+
+def assert_tokens_equal_cpu(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    free = dataclasses.replace(tiny("qwen3", checkpoint, mode), max_tokens=24)
+    case = dataclasses.replace(free, sampling=RULE)
+    (result,) = on_npu([case], tmp_path)
+    assert result["tokens"] == on_cpu(case)["tokens"] != on_cpu(free)["tokens"]
+    assert result["after"].get("fallbacks", {}) == {}
+    if mode != "eager":
+        assert_graphs_are_whole(result, [4])
