@@ -352,5 +352,7 @@ class BlockManager:
                 if span.start < end and span.start + span.num_tokens > start:
                     digest.update(seq.prompt.images[span.image_index].content_hash)
                     digest.update((span.start - start).to_bytes(8, "little", signed=True))
+                    if span.later is not None:  # equal frames shown at other times have other keys and values
+                        digest.update(span.later.to_bytes(8, "little"))
             seq.block_hashes.append(digest.digest())
         return seq.block_hashes[index]

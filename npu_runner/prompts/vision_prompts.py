@@ -40,8 +40,7 @@ class Shown:
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     later: int | None = None
-    """Positions in time between the start of a video and this pair, which goes on with the positions of the pair before
-    it. None: it has positions of its own."""
+    """As in ImageSpan."""
 
     @property
     def num_tokens(self) -> int:
@@ -199,12 +198,12 @@ class VisionPrompts:
 
     def _assemble(self, token_ids: list[int], seen: list[list[Shown]]) -> PromptInputs:
         placeholders = (self.image_token_id, self.video_token_id)
-        token_ids, images, spans, laters = _expand_placeholders(token_ids, placeholders, seen)
+        token_ids, images, spans = _expand_placeholders(token_ids, placeholders, seen)
         if not self._uses_mrope:
             return PromptInputs(token_ids, images, spans)
         merge_size = self.settings.merge_size if self.settings else 1
         grids = [image.grid_thw for image in images]
-        positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size, laters)
+        positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size)
         if delta > 0:  # the tables of rotary embeddings end at the longest prompt
             raise RequestError(f"the prompt's videos reach position {len(token_ids) + delta}, behind its "
                                f"{len(token_ids)} tokens; show more frames of each second "
@@ -251,15 +250,13 @@ def _check_count(token_ids: list[int], token_id: int | None, token: str | None, 
 
 def _expand_placeholders(
     token_ids: list[int], placeholders: Sequence[int | None], seen: list[list[Shown]]
-) -> tuple[list[int], list[ImageInput], list[ImageSpan], list[int | None]]:
-    """Repeat each placeholder as often as what it stands for has tokens, with what is written around that. Last comes
-    `Shown.later` of each span."""
+) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
+    """Repeat each placeholder as often as what it stands for has tokens, with what is written around that."""
     if not seen:
-        return token_ids, [], [], []
+        return token_ids, [], []
     expanded: list[int] = []
     images: list[ImageInput] = []
     spans: list[ImageSpan] = []
-    laters: list[int | None] = []
     waiting = iter(seen)
     for token in token_ids:
         if token not in placeholders:
@@ -267,12 +264,11 @@ def _expand_placeholders(
             continue
         for shown in next(waiting):
             expanded.extend(shown.before)
-            spans.append(ImageSpan(len(expanded), shown.image.num_tokens, len(images)))
+            spans.append(ImageSpan(len(expanded), shown.image.num_tokens, len(images), shown.later))
             images.append(shown.image)
-            laters.append(shown.later)
             expanded.extend([token] * shown.image.num_tokens)
             expanded.extend(shown.after)
-    return expanded, images, spans, laters
+    return expanded, images, spans
 
 
 def asks_for_mrope(config: Mapping[str, Any]) -> bool:
@@ -286,31 +282,30 @@ def asks_for_mrope(config: Mapping[str, Any]) -> bool:
 
 
 def mrope_positions(
-    num_tokens: int, spans: Sequence[ImageSpan], grids_thw: Sequence[tuple[int, int, int]], merge_size: int,
-    laters: Sequence[int | None] = (),
+    num_tokens: int, spans: Sequence[ImageSpan], grids_thw: Sequence[tuple[int, int, int]], merge_size: int
 ) -> tuple[np.ndarray, int]:
     """Positions int32 (3, T) and the delta: token i after the prompt has position i + delta in all three rows.
 
     Text counts up in all rows. An image's tokens share one time. Its rows and columns count from that number. Pairs of
-    frames that go on with a video (`laters` has a number) have its first pair's rows and columns, and a later time. The
-    text after it continues past the largest position: the models were trained so, although transformers 5.23 continues
-    past the longer side alone. `spans` are in prompt order; `laters` likewise, or empty; grids by image_index.
+    frames that go on with a video have its first pair's rows and columns, and a later time. The text after it continues
+    past the largest position: the models were trained so, although transformers 5.23 continues past the longer side
+    alone. `spans` are in prompt order; grids by image_index.
     """
     positions_3T = np.empty((3, num_tokens), dtype=np.int32)
     next_position, token, first = 0, 0, 0
-    for span, later in zip(spans, laters or [None] * len(spans), strict=True):
+    for span in spans:
         num_text = span.start - token
         positions_3T[:, token : span.start] = np.arange(next_position, next_position + num_text)
-        if later is None:
+        if span.later is None:
             first = next_position + num_text
         _, grid_height, grid_width = grids_thw[span.image_index]
         height, width = grid_height // merge_size, grid_width // merge_size
         assert height * width == span.num_tokens, f"{span.num_tokens} tokens for {height}x{width} merged patches"
         token = span.start + span.num_tokens
-        positions_3T[0, span.start : token] = first + (later or 0)
+        positions_3T[0, span.start : token] = first + (span.later or 0)
         positions_3T[1, span.start : token] = first + np.repeat(np.arange(height), width)
         positions_3T[2, span.start : token] = first + np.tile(np.arange(width), height)
-        next_position = first + max(height, width, 1 + (later or 0))
+        next_position = first + max(height, width, 1 + (span.later or 0))
     positions_3T[:, token:] = np.arange(next_position, next_position + num_tokens - token)
     next_position += num_tokens - token
     return positions_3T, next_position - num_tokens

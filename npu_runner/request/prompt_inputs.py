@@ -50,6 +50,9 @@ class ImageSpan:
     start: int
     num_tokens: int
     image_index: int
+    later: int | None = None
+    """Positions in time between the start of a video and this pair of frames, which goes on with the positions of the
+    pair before it. None: it has positions of its own."""
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,23 @@ def test_videos_may_be_prepared_otherwise_than_images(videos: list[bytes], tmp_p
         assert_equals_reference(path, llm, prompts, seen)
 
 
+def test_equal_frames_at_other_times_share_no_blocks(checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint("qwen2_5_vl")
+    # Without loss, so that the pace changes no pixel.
+    shown = [video_of(moving_frames(4, seed=5), times=[pace * index for index in range(4)],
+                      options={"qp": "0"}) for pace in (1, 9)]
+    with LLM(path, platform=platform_name, block_size=4, **SMALL) as llm:
+        prompts, seen = make_prompts(llm, ["0t", "1t"], shown)
+        assert prompts[0].token_ids == prompts[1].token_ids
+        assert [image.content_hash for image in prompts[0].images] == [
+            image.content_hash for image in prompts[1].images], "the pixels are equal: only the times differ"
+        for prompt, item in zip(prompts, seen, strict=True):
+            assert_equals_reference(path, llm, [prompt], [item])
+            (again,) = llm.generate([prompt], greedy(1))
+            assert again.num_cached_tokens > prompt.spans[1].start, "what is equal is shared"
+        assert llm.stats().num_images_encoded == 2, "the tower saw each pair once"
+
+
 def without_videos(checkpoint: Any, folder: Path) -> Path:
     """One whose files do not say how a video is shown."""
     return spoiled(checkpoint, folder, base="qwen2_vl", video_token_id=None)
