@@ -47,7 +47,9 @@ def assert_equal_cpu(asked: list[Case], folder: Path, **variables: str) -> None:
     results = on_npu(asked, folder, allow_fp32_attention=False, **cann85(folder), **variables)
     for case, result in zip(asked, results, strict=True):
         assert_close_at_the_first_divergence(result, on_cpu(case))
-        if case.settings["graph_mode"] != "eager":
+        if case.settings.get("tensor_parallel_size", 1) > 1:  # graphs are made in the ranks' processes
+            assert case.settings["graph_mode"] == "eager" or result["graphs"] == "4"
+        elif case.settings["graph_mode"] != "eager":
             assert_graphs_are_whole(result, [4])
         assert result["after"].get("fallbacks", {}) == {}, "nothing leaves the AI core, nor sorts indices"
         assert "not verified on any 8.5" in result["stderr"]

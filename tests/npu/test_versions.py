@@ -129,7 +129,10 @@ def test_cann_85_is_a_warning_with_its_recipe_under_a_wheel_that_is_taken(tmp_pa
     assert check.status == "warning"
     assert "not verified on any 8.5" in check.found
     assert "bfloat16 with head dim 128" in check.found
-    assert "pip install --no-deps torch_npu==2.9.0.post9" in check.remedy
+    host = empty_host(tmp_path, environment=variables)
+    for wheel, is_told in ((None, True), ("2.9.0", True), ("2.9.0.post9", False)):
+        remedy = software.check_cann_version(host, {"torch": "2.9.0", "torch_npu": wheel}).remedy
+        assert ("pip install --no-deps torch_npu==2.9.0.post9" in remedy) == is_told
     examination = examination_of(find_platform("npu"), Findings(Host(environment=variables), packages))
     assert {dtype: len(names) for dtype, names in layer_cases(examination).items()} == {"bfloat16": 3, "float16": 0}
     assert "head dim 32" in examination.why_no_embedded()

@@ -132,9 +132,10 @@ class NpuAttention(AttentionBackend):
         # It refuses more tokens than the cache has slots. Only made-up steps over one block have more, and what they
         # write is not read.
         num_slots = k_cache.shape[0] * k_cache.shape[1]
+        if len(slot_mapping_T) > num_slots:
+            k_TKH, v_TKH, slot_mapping_T = (x[:num_slots] for x in (k_TKH, v_TKH, slot_mapping_T))
         torch_npu.npu_scatter_pa_kv_cache(
-            k_TKH[:num_slots].contiguous(), v_TKH[:num_slots].contiguous(), k_cache, v_cache,
-            slot_mapping_T[:num_slots], cache_mode="Norm"
+            k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T, cache_mode="Norm"
         )
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,

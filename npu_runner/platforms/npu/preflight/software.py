@@ -135,9 +135,9 @@ def check_cann_version(host: Host, packages: Packages) -> Check:
     if too_old is not None:
         return Check(name, "failed", *too_old)
     if is_85(cann):
-        recipe = recipe_for_85(packages.get("torch"))
+        recipe = "" if torch_npu else f"; a wheel for 8.5: {recipe_for_85(packages.get('torch'))}"
         return Check(name, "warning", f"CANN {cann}: {cann85.UNVERIFIED}; {cann85.SCOPE}",
-                     f"install CANN {PAIRINGS[0].cann} if you can; a wheel for 8.5: {recipe}")
+                     f"install CANN {PAIRINGS[0].cann} if you can{recipe}")
     if torch_npu is None:
         return Check(name, "skipped", f"CANN {cann}; no torch_npu to compare it with")
     if not wanted:
