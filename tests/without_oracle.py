@@ -110,7 +110,7 @@ def _imports_oracle(node: ast.AST) -> bool:
         return any(alias.name.partition(".")[0] == ORACLE for alias in node.names)
     if isinstance(node, ast.ImportFrom):
         return (node.module or "").partition(".")[0] == ORACLE and not node.level
-    if isinstance(node, ast.Call) and any(isinstance(each, ast.Constant) and each.value == ORACLE for each in node.args):
+    if isinstance(node, ast.Call) and any(getattr(each, "value", None) == ORACLE for each in node.args):
         return ast.unparse(node.func) in ("pytest.importorskip", "importlib.import_module")
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_IMPORTED.search(node.value))
 
