@@ -103,8 +103,8 @@ FAMILIES: dict[str, Family] = {
         vision={"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "intermediate_size": None, "out_hidden_size": None,
                 "num_position_embeddings": None, "patch_size": 14},
         variants={
-            "heads of 24, gelu": {"vision": {"embed_dim": 48, "hidden_act": "gelu", "mlp_ratio": 3}},
-            "tied, sections of unlike size": _UNLIKE_SECTIONS,
+            "tied, sections of unlike size, heads of 24, gelu": {
+                **_UNLIKE_SECTIONS, "vision": {"embed_dim": 48, "hidden_act": "gelu", "mlp_ratio": 3}},
         }),
     "qwen3": Family(
         ranks={"vocab_size": 321},  # a vocabulary that does not divide

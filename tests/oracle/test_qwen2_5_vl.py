@@ -1,4 +1,4 @@
-"""Qwen2.5-VL against transformers: chunks through images, published names, towers that are refused."""
+"""Qwen2.5-VL against transformers: chunks through images (Qwen2-VL too), published names, towers that are refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.oracle.running import SMALL, assert_equals_reference
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 
 
-@pytest.mark.parametrize("num_tokens", [16, 37])
-def test_chunks_may_cut_an_image(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
-    path: Path = checkpoint("qwen2_5_vl")
+@pytest.mark.parametrize(("model_type", "num_tokens"), [("qwen2_vl", 16), ("qwen2_5_vl", 16), ("qwen2_5_vl", 37)])
+def test_chunks_may_cut_an_image(model_type: str, num_tokens: int, checkpoint: Any, platform_name: str) -> None:
+    path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
         prompts, images = make_prompts(llm, LAYOUTS)
         assert_equals_reference(path, llm, prompts, images)
