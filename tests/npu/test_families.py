@@ -45,7 +45,7 @@ def captured(request: pytest.FixtureRequest, checkpoint: Any,
              tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Case, dict[str, Any]]]]:
     """Of each family that this run was asked for, in one process over the emulation, which takes seconds to start."""
     asked = [item.callspec.params["model_type"] for item in request.session.items  # type: ignore[attr-defined]
-             if getattr(item, "originalname", None) == test_captured_graphs.__name__]
+             if getattr(item, "function", None) is test_captured_graphs]
     cases = {name: cases_of(name, checkpoint, "reduce-overhead") for name in asked}
     results = iter(on_npu([case for of_family in cases.values() for case in of_family],
                           tmp_path_factory.mktemp("captured")))
