@@ -91,7 +91,10 @@ class RunRecord:
         self._path = None if output is None else runs_path(output)
         self.earlier = [] if output is None or overwrite else [run for run in read_runs(output) if counts(run)]
         """Of the runs before this one, as far as their answers stay."""
-        self._was_there = self._path is not None and self._path.exists()
+        self._before: bytes | None = None
+        if self._path is not None and self._path.exists():
+            with clear_file_errors(f"record of runs {self._path}"):
+                self._before = self._path.read_bytes()
 
     def clear(self) -> None:
         """Before an output is overwritten: killed in between, its answers are of no known run, and never of another
@@ -107,14 +110,15 @@ class RunRecord:
                 file.writelines(map(_encoded, self.earlier))
 
     def withdraw(self) -> None:
-        """Take back what this run has appended. Raises JobError."""
+        """Leave the file as it was before this run. Raises JobError."""
         if self._path is None:
             return
         with late_file_errors(f"record of runs {self._path}"):
-            if self._was_there:
-                self.begin()
-            else:
+            if self._before is None:
                 self._path.unlink(missing_ok=True)
+                return
+            with replacing(self._path) as file:
+                file.write(self._before)
 
     def append(self, line: Line, *, is_last: bool = False) -> None:
         """`is_last`: it is on disk when this returns. Raises JobError."""
