@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from npu_runner.cli.main import main
-from npu_runner.config import GIB, RunnerConfig
+from npu_runner.config import RunnerConfig
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms import find_platform
+from npu_runner.request.limits import GIB
 from npu_runner.runner.estimate import Estimate, estimate_memory
 from npu_runner.strategies import pick_strategy
 from tests import zygote
