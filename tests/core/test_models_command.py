@@ -16,6 +16,7 @@ from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.strategies import open_checkpoint, pick_strategy
+from tests.hub_cache import make_hub_cache
 
 STRATEGY = "npu_runner.strategies.qwen3_vl.Qwen3VLStrategy"
 
@@ -50,6 +51,17 @@ def test_a_folder_a_config_alone_and_an_embedded_model_are_served(
     for model in (str(folder), str(alone), "shapes-vl"):
         assert ask(capsys, model) == (
             0, f"{model}: served as qwen3_vl, by {STRATEGY}: text, images and videos in, text out")
+
+
+def test_of_a_hub_id_the_small_files_in_the_cache_are_enough(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    files = make_hub_cache(tmp_path, monkeypatch)
+    for file in SHAPES_VL.glob("*.json"):
+        (files / file.name).symlink_to(file)
+    status, line = ask(capsys, "owner/name")
+    assert (status, line.startswith(f"owner/name: served as qwen3_vl, by {STRATEGY}: ")) == (0, True), line
+    status, line = ask(capsys, "owner/name", "--revision", "older")
+    assert (status, line.startswith("owner/name: not served: model 'owner/name' at revision 'older': ")) == (1, True)
 
 
 def test_vectors_are_said_by_the_checkpoint_or_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
