@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from npu_runner.cli.doctor_fits import checkpoint_folder
+from npu_runner.cli.checkpoint_folder import checkpoint_folder
 from npu_runner.config import RunnerConfig
 from npu_runner.platforms import find_platform
 from npu_runner.request.limits import GIB

@@ -80,6 +80,12 @@ class LoadStrategy(ABC):
     is_multimodal: ClassVar[bool] = False
     takes_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
+    takes_ranks: ClassVar[bool] = True
+    """Served with tensor_parallel_size above 1."""
+    takes_graphs: ClassVar[bool] = True
+    """Its decode steps may be graphs, on platforms that have them."""
+    has_states: ClassVar[bool] = False
+    """Some of its layers keep a state instead of keys and values, so the prefix cache holds snapshots."""
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
 
     def __init__(self, path: Path):

@@ -36,6 +36,7 @@ _ROTARY_SHARE = 0.25
 # Layers that predict the token after next; nothing here speculates.
 _MTP_PREFIXES = ("mtp.",)
 
+
 class Qwen35Layer(DecoderLayer):
     norm_class = ZeroCentredRMSNorm
 
@@ -44,6 +45,7 @@ class Qwen35TextStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
     layer_class = Qwen35Layer
     attention_class = GatedAttention
+    has_states = True
     left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
     has_experts: ClassVar[bool] = False
 
@@ -61,6 +63,7 @@ class Qwen35Strategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5",)
     layer_class = Qwen35Layer
     attention_class = GatedAttention
+    has_states = True
     left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
     has_experts: ClassVar[bool] = False
 

@@ -1,7 +1,7 @@
 """One entry a family: the tiny checkpoint that stands for it, and what comparisons change of it.
 
 What goes through all families is derived from FAMILIES: transformers as the oracle (tests/oracle/test_families.py), two
-ranks (tests/oracle/test_tensor_parallel.py), the npu platform (tests/npu/test_families.py), README's table of models
+ranks (tests/oracle/test_tensor_parallel.py), the npu platform (tests/npu/test_families.py), the table of docs/models.md
 (tests/core/test_models_table.py). Knows no engine and no platform.
 """
 

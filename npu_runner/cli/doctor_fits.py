@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npu_runner.checkpoint.files import require_json, resolve_checkpoint
+from npu_runner.cli.checkpoint_folder import checkpoint_folder
 from npu_runner.cli.options import given
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError
@@ -23,9 +19,6 @@ from npu_runner.platforms import AUTO, find_platform, platforms
 if TYPE_CHECKING:
     from npu_runner.platforms.platform import Platform
     from npu_runner.runner.estimate import Estimate
-
-# What Qwen3-VL is published with: where the file is not there, images may be as large.
-_LARGEST_IMAGE = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,24 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _with_devices() -> Platform:
     """Of those with devices, the one that auto tries first; this host may have none."""
     return next(platform for platform in platforms() if platform.visible_devices is not None)
-
-
-@contextmanager
-def checkpoint_folder(model: str, revision: str | None) -> Iterator[Path]:
-    """The folder of a checkpoint; of a file, which is a config.json, one that has it and, for images, defaults."""
-    file = Path(model).expanduser()
-    if not file.is_file():
-        yield resolve_checkpoint(model, revision, with_weights=False)
-        return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        shutil.copy(file, folder / "config.json")
-        vision = require_json(folder, "config.json").get("vision_config")
-        if isinstance(vision, dict):
-            sizes = {"patch_size": vision.get("patch_size", 16), "merge_size": vision.get("spatial_merge_size", 2),
-                     "temporal_patch_size": vision.get("temporal_patch_size", 2), "size": _LARGEST_IMAGE}
-            (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
-        yield folder
 
 
 def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int, *, as_json: bool) -> int:

@@ -20,7 +20,7 @@ from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.doctor_options import add_doctor_arguments, refuse_without_fits
 from npu_runner.cli.generate import answer_question
-from npu_runner.cli.options import add_options, given
+from npu_runner.cli.options import add_options, add_some_options, given
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_summary(commands)
     _add_report(commands)
+    _add_models(commands)
     _add_doctor(commands)
     return parser
 
@@ -183,6 +184,21 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(run=_report)
 
 
+def _add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "models",
+        help="which models are served, and whether a checkpoint is",
+        description="Prints what is served, by model_type. Of a model it says in one line how it would be served, or "
+        "why not. Loads no weights and needs no device. Exit status 0: served, 1: not.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id or a bare config.json "
+                        "(default: the table of all model types)")
+    parser.add_argument("--json", action="store_true", help="print what is known as JSON")
+    add_some_options(parser, RunnerConfig, "settings of MODEL", ("revision", "runner"))
+    parser.set_defaults(run=_models)
+
+
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
@@ -233,6 +249,12 @@ def _report(arguments: argparse.Namespace) -> int:
     ))  # fmt: skip
     print(f"report    {arguments.page}: {job.totals(None).to_lines()[0]}", file=sys.stderr)
     return 0
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from npu_runner.cli.models import run
+
+    return run(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -113,6 +114,7 @@ def given(arguments: argparse.Namespace, *settings: type) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
+@functools.cache
 def field_docstrings(settings: type) -> dict[str, str]:
     """The string literal that stands under each field in the class's source."""
     definition = ast.parse(inspect.getsource(settings)).body[0]

@@ -147,6 +147,11 @@ class ChatProcessor:
             text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope,
         )  # fmt: skip
 
+    @property
+    def why_no_videos(self) -> str | None:
+        """None: the checkpoint takes videos."""
+        return self._vision.why_no_videos
+
     def __reduce__(self) -> tuple[Callable[..., ChatProcessor], tuple[Any, ...]]:
         return _read_again, (type(self), self.model_path, self.settings, self._file_digests, self._package_versions)
 

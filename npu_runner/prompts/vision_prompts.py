@@ -124,6 +124,11 @@ class VisionPrompts:
         self._max_source_pixels = max_source_pixels
         self._uses_mrope = uses_mrope
 
+    @property
+    def why_no_videos(self) -> str | None:
+        """None: there are videos."""
+        return self._no_videos if self.videos is None else None
+
     def in_order(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]]) -> list[tuple[Seen, str]]:
         """Images and videos, each with where it stood, in the order of their placeholders.
 

@@ -1,9 +1,11 @@
-"""A family is one file in strategies/ and one entry in tests/families.py: README's table of models says what both are.
-CONTRIBUTING names what exists."""
+"""A family is one file in strategies/ and one entry in tests/families.py. docs/models.md, README's short table and what
+`npu-runner models` prints say what both are. CONTRIBUTING names what exists."""
 
 from __future__ import annotations
 
 import ast
+import itertools
+import json
 import pydoc
 import re
 from pathlib import Path
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 
 from npu_runner import strategies
-from npu_runner.checkpoint.model_config import GatedDeltaNetConfig
+from npu_runner.cli.main import main
+from npu_runner.cli.models import OTHERS, as_line, explain
 from npu_runner.prompts.text import tool_parsers
-from npu_runner.strategies import pick_strategy, strategies_by_model_type, strategy_of
+from npu_runner.strategies import strategies_by_model_type, strategy_of
 from tests.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -23,25 +26,76 @@ GENERIC = set(re.findall(r"`([\w.-]+)`", re.search(r"Equal are these (\d+):(.*?)
     ROOT / "docs" / "generic.md").read_text(), re.DOTALL)[2]))  # type: ignore[index]
 
 
-def table() -> list[tuple[list[str], dict[str, str]]]:
-    """(model types, cell by column) of each row."""
-    lines = (ROOT / "README.md").read_text().splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("| model_type "))
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _block(lines[start:])]
-    return [(re.findall(r"`([a-z0-9_]+)`", cells[0]), dict(zip(head, cells, strict=True))) for cells in rows]
+PAGE, README = ROOT / "docs" / "models.md", ROOT / "README.md"
+FACTS = ("images", "videos", "ranks", "prefix cache", "decode graphs")
 
 
-def _block(lines: list[str]) -> list[str]:
-    return lines[: next(number for number, line in enumerate(lines) if not line.startswith("|"))]
+def table(page: Path, column: str) -> list[tuple[list[str], dict[str, str]]]:
+    """(model types, cell by column) of each row of the table of models that has this column."""
+    lines = page.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines)
+                 if line.startswith("|") and {"model_type", column} <= set(_cells(line)))
+    head, _, *rows = [_cells(line) for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start:])]
+    return [(re.findall(r"`([a-z0-9_]+)`", row[head.index("model_type")]), dict(zip(head, row, strict=True)))
+            for row in rows]
 
 
-CELLS = {name: cells for names, cells in table() for name in names}
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+ROWS = table(PAGE, "decode graphs")
+CELLS = {name: cells for names, cells in ROWS for name in names}
+NOT_SERVED = table(PAGE, "why")
+SHORT = {name: cells for names, cells in table(README, "videos") for name in names}
 
 
 def test_every_family_is_in_the_table_once_and_no_other() -> None:
-    found = [name for names, _ in table() for name in names]
-    assert sorted(set(OWN) - set(found)) == [], "not in README's table of models"
+    found = [name for names, _ in ROWS for name in names]
+    assert sorted(set(OWN) - set(found)) == [], "not in the table of docs/models.md"
     assert sorted(found) == sorted(OWN)
+
+
+def test_readmes_short_table_says_the_same_and_names_all_that_see_images() -> None:
+    assert {name: (cells["images"], cells["videos"]) for name, cells in SHORT.items()} == {
+        name: (CELLS[name]["images"], CELLS[name]["videos"]) for name in SHORT}
+    assert {name for name, family in FAMILIES.items() if family.vision is not None} <= set(SHORT)
+
+
+def test_the_page_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    head, *rows, _ = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    printed = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    others = next(cells for names, cells in ROWS if not names)
+    page = CELLS | {OTHERS: others}
+    assert {name: [cells[fact] for fact in FACTS] for name, cells in printed.items()} == {
+        name: [cells[fact] for fact in FACTS] for name, cells in page.items()}
+
+
+def test_the_command_prints_the_same_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--json"]) == 0
+    rows = {row["model_type"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(rows) == {*FAMILIES, OTHERS}
+    for name, family in FAMILIES.items():
+        assert rows[name]["images"] == (family.vision is not None)
+        assert rows[name]["prefix_cache"] == ("snapshots" if family.has_states else "blocks")
+        assert rows[name]["strategy"] == f"{OWN[name].__module__}.{OWN[name].__qualname__}"
+
+
+def test_names_that_are_not_served_have_no_strategy() -> None:
+    found = {name: cells["why"].startswith("ranking") for names, cells in NOT_SERVED for name in names}
+    assert len(found) > 10
+    assert {name for name in found if strategy_of(name)} == {name for name, is_of_ours in found.items() if is_of_ours}
+
+
+@pytest.mark.full("imports transformers' classes of each")
+def test_names_that_are_not_served_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for name in {name for names, _ in NOT_SERVED for name in names} - set(OWN):
+        file.write_text(json.dumps({"model_type": name}))
+        refused = explain({"model": str(file)})
+        assert not refused["served"]
+        assert re.search("no AutoModelForCausalLM|more than a text model|is not supported", refused["reason"])
 
 
 def test_every_family_has_an_entry_from_which_its_tests_are_derived() -> None:
@@ -62,16 +116,18 @@ def test_no_family_is_imported_before_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("model_type", CELLS)
 def test_the_table_says_what_the_strategy_is_and_what_the_tests_run(model_type: str, checkpoint: Any) -> None:
-    cells = CELLS[model_type]
+    cells, family = CELLS[model_type], FAMILIES[model_type]
     path: Path = checkpoint(model_type)
-    strategy = pick_strategy(path)
-    has_state = any(isinstance(layer.mixer, GatedDeltaNetConfig) for layer in strategy.read_config().layers)
-    assert cells["images"] == _yes(strategy.is_multimodal)
-    assert cells["prefix cache"] == ("snapshots" if has_state else "blocks")
+    assert cells["images"] == _yes(family.vision is not None)
+    assert cells["prefix cache"] == ("snapshots" if family.has_states else "blocks")
     # Both are run with every entry of tests/families.py.
     assert cells["ranks"] == "yes"
     assert "npu" in cells["decode graphs"].split(", ")
-    assert set(cells["decode graphs"].split(", ")) <= {"npu", "cuda", "cpu"}
+    found = explain({"model": str(path)})
+    assert found["prefix_cache"] == cells["prefix cache"], "as the layers that are read from its config.json"
+    kinds = {"no": "text", "yes": "text, images and videos"}[cells["videos"]]
+    name = f"{OWN[model_type].__module__}.{OWN[model_type].__qualname__}"
+    assert as_line(found) == f"{path}: served as {model_type}, by {name}: {kinds} in, text out"
 
 
 def _yes(is_so: bool) -> str:

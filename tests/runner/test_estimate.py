@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from npu_runner.cli.main import main
-from npu_runner.config import GIB, RunnerConfig
+from npu_runner.config import RunnerConfig
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms import find_platform
+from npu_runner.request.limits import GIB
 from npu_runner.runner.estimate import Estimate, estimate_memory
 from npu_runner.strategies import pick_strategy
 from tests import zygote
 from tests.families import FAMILIES, RANKS, split_by
+from tests.hub_cache import make_hub_cache
 from tests.runner.rank_bytes import bytes_of_start, settings_for
 
 ROOT = Path(__file__).parents[2]
@@ -171,13 +173,8 @@ def test_settings_count_as_a_job_takes_them(config_file: str, capsys: pytest.Cap
 
 def test_a_hub_id_is_found_in_the_cache_by_its_small_files(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    commit, folder = "0" * 40, tmp_path / "models--owner--name"
-    (folder / "snapshots" / commit).mkdir(parents=True)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(commit)
-    (folder / "snapshots" / commit / "config.json").write_text(json.dumps(config_of("Qwen3-0.6B")))
+    files = make_hub_cache(tmp_path, monkeypatch)
+    (files / "config.json").write_text(json.dumps(config_of("Qwen3-0.6B")))
     status, found = fits(capsys, "owner/name", "--device-memory", "64G")
     assert (status, found["fits"]) == (0, True)
 

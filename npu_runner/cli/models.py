@@ -1,0 +1,125 @@
+"""`npu-runner models`: which model types are served, and how one checkpoint would be served, or why not.
+
+Asks the strategies, as a start does; has no list of its own. Loads no weights and touches no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npu_runner.cli.checkpoint_folder import checkpoint_folder, is_bare_config
+from npu_runner.cli.options import given
+from npu_runner.config import RunnerConfig, from_keywords
+from npu_runner.errors import ConfigError
+from npu_runner.platforms import platforms
+
+if TYPE_CHECKING:
+    from npu_runner.strategies import LoadStrategy
+
+_COLUMNS = ("model_type", "images", "videos", "ranks", "prefix_cache", "decode_graphs", "strategy")
+OTHERS = "others"
+"""What stands for all model types that only transformers knows."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table, or one line about one model. Returns 1 if that one is not served."""
+    settings = given(arguments, RunnerConfig)
+    if arguments.model is not None:
+        found = explain(settings)
+        print(json.dumps(found, indent=2) if arguments.json else as_line(found))
+        return 0 if found["served"] else 1
+    for name in settings.keys() - {"model"}:
+        raise ConfigError(f"--{name} is a setting of a model; name one, or leave it out")
+    rows = table()
+    print(json.dumps(rows, indent=2) if arguments.json else "\n".join(as_lines(rows)))
+    return 0
+
+
+def table() -> list[dict[str, Any]]:
+    """What each family says of itself, by model_type; last, what is served through transformers."""
+    from npu_runner.strategies import strategies_by_model_type
+    from npu_runner.strategies.transformers_model import TransformersStrategy
+
+    known = dict(sorted(strategies_by_model_type().items())) | {OTHERS: TransformersStrategy}
+    return [{"model_type": model_type, **_facts(strategy)} for model_type, strategy in known.items()]
+
+
+def _facts(strategy: type[LoadStrategy]) -> dict[str, Any]:
+    with_graphs = [platform.name for platform in platforms() if set(platform.graph_modes) - {"eager"}]
+    return {
+        "images": strategy.is_multimodal, "videos": strategy.takes_videos, "ranks": strategy.takes_ranks,
+        "prefix_cache": _prefix_cache(has_states=strategy.has_states),
+        "decode_graphs": with_graphs if strategy.takes_graphs else [],
+        "strategy": f"{strategy.__module__}.{strategy.__qualname__}",
+    }  # fmt: skip
+
+
+def _prefix_cache(*, has_states: bool) -> str:
+    return "snapshots" if has_states else "blocks"
+
+
+def explain(settings: dict[str, Any]) -> dict[str, Any]:
+    """How `settings["model"]` would be served with these settings; or the reason why not, in the words of a start."""
+    (config,) = from_keywords(settings, RunnerConfig)
+    model = config.model
+    try:
+        with checkpoint_folder(model, config.revision) as folder:
+            return {"model": model, "served": True, **_explain(folder, config)}
+    except ConfigError as error:
+        return {"model": model, "served": False, "reason": str(error)}
+
+
+def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
+    # Imported here: these import torch, and what is no checkpoint is said without it.
+    from npu_runner.checkpoint.weights_reader import CheckpointReader
+    from npu_runner.strategies import pick_strategy
+    from npu_runner.strategies.transformers_model import TransformersStrategy
+
+    strategy = pick_strategy(folder)
+    config = strategy.resolve_config(named.replace(model=str(folder)))
+    model_config = strategy.model_config_for(config)
+    facts = _facts(type(strategy)) | {"prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
+    if not is_bare_config(named.model):
+        no_videos = strategy.processor(config).why_no_videos
+        if facts["videos"] and no_videos is not None:
+            facts |= {"videos": False, "why_no_videos": no_videos}
+    if Path(named.model).expanduser().is_dir():  # of a hub id only small files need be there
+        with CheckpointReader(folder):
+            pass
+    return {"model_type": model_config.model_type, "task": "generate" if model_config.pooling is None else "embed",
+            "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
+
+
+def as_line(found: dict[str, Any]) -> str:
+    """What `explain` found, in one line."""
+    if not found["served"]:
+        reason = " ".join(found["reason"].split()).removeprefix(f"{found['model']}: ")
+        return f"{found['model']}: not served: {reason}"
+    way = "through transformers, eagerly on one device, by" if found["through_transformers"] else "by"
+    takes = ["text", *(kind for kind in ("images", "videos") if found[kind])]
+    taken = " and ".join(filter(None, (", ".join(takes[:-1]), takes[-1])))
+    makes = "text" if found["task"] == "generate" else "vectors (/v1/embeddings)"
+    why_no_videos = f"; no videos: {found['why_no_videos']}" if "why_no_videos" in found else ""
+    return (f"{found['model']}: served as {found['model_type']}, {way} {found['strategy']}: {taken} in, {makes} out"
+            f"{why_no_videos}")
+
+
+def as_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """The table with its head, in columns, and what the last row stands for."""
+    from npu_runner.strategies.transformers_model import REQUIRED, installed_version
+
+    cells = [[name.replace("_", " ") if name != "model_type" else name for name in _COLUMNS],
+             *([_cell(row[name]) for name in _COLUMNS] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return [*lines, f"{OTHERS}: text models that only transformers knows; they need {REQUIRED}; installed: "
+            f"{installed_version() or 'none'}"]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(value) or "no"
+    return {True: "yes", False: "no"}.get(value, str(value))
