@@ -4,6 +4,7 @@ by name before weights load, and an operator that computes otherwise ends the st
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ def cases(checkpoint: Any, mode: str, model_types: Sequence[str] = tuple(SERVED)
     return found
 
 
-def assert_equal_cpu(asked: list[Case], folder: Path, **variables: str) -> None:
-    """Tokens are the cpu's, but where two are as good as equal: bfloat16 rounds elsewhere on the cpu."""
+def assert_equal_cpu(asked: list[Case], folder: Path, **variables: str) -> str:
+    """Tokens are the cpu's, but where two are as good as equal: bfloat16 rounds elsewhere on the cpu. What was said."""
     results = on_npu(asked, folder, allow_fp32_attention=False, **cann85(folder), **variables)
     for case, result in zip(asked, results, strict=True):
         assert_close_at_the_first_divergence(result, on_cpu(case))
@@ -53,6 +54,7 @@ def assert_equal_cpu(asked: list[Case], folder: Path, **variables: str) -> None:
             assert_graphs_are_whole(result, [4])
         assert result["after"].get("fallbacks", {}) == {}, "nothing leaves the AI core, nor sorts indices"
         assert "not verified on any 8.5" in result["stderr"]
+    return str(results[0]["stderr"])
 
 
 def test_one_dense_model_eager_and_one_captured(checkpoint: Any, tmp_path: Path) -> None:
@@ -85,6 +87,29 @@ def test_recorded_graphs(checkpoint: Any, tmp_path: Path) -> None:
 def test_a_layer_has_as_many_launches_as_on_a_newer_cann(mode: str, checkpoint: Any, tmp_path: Path) -> None:
     cost = measured(KINDS["dense"], mode, checkpoint, tmp_path, **cann85(tmp_path))
     assert sum(launches_of(cost).values()) == KINDS["dense"].launches[mode] == 13
+
+
+# Of the cache write and the tower's attention, the emulation refuses the first choice.
+REFUSES_FIRST = {"fail": "aclnnScatterPaKvCache:1+:561002", "plain_tnd": "0"}
+
+
+def assert_fallbacks(stderr: str) -> None:
+    for said in (r"the cache write \(npu_scatter_pa_kv_cache, 4/2 heads of 128\) is refused: .*; "
+                 r"_npu_reshape_and_cache agrees and is used",
+                 r"a layer of the vision tower \(npu_fused_infer_attention_score, 2 heads of \d+\) is refused: .*; "
+                 r"npu_fusion_attention agrees and is used"):
+        assert re.search(said, stderr), stderr[-4000:]
+
+
+def test_tokens_stay_where_a_first_choice_is_refused(checkpoint: Any, tmp_path: Path) -> None:
+    assert_fallbacks(assert_equal_cpu(cases(checkpoint, "eager", ["qwen3_vl"]), tmp_path, **REFUSES_FIRST))
+
+
+@pytest.mark.full("captured, in both ways; an eager run stays")
+@pytest.mark.parametrize("capture", ["compiled", "recorded"])
+def test_captured_graphs_hold_the_fallbacks(capture: str, checkpoint: Any, tmp_path: Path) -> None:
+    assert_fallbacks(assert_equal_cpu(cases(checkpoint, "reduce-overhead", ["qwen3_vl"]), tmp_path, **REFUSES_FIRST,
+                                      NPU_RUNNER_ASCEND_CAPTURE=capture))
 
 
 def bare(model: Path, folder: Path) -> str:
