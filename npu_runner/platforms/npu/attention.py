@@ -26,7 +26,7 @@ from torch import Tensor
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.npu.kernels import CACHE_WRITES, VISION_ATTENTIONS, Kernels
+from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS, Kernels
 from npu_runner.platforms.npu.settings import VISION_HEAD_DIMS
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
@@ -66,7 +66,7 @@ class NpuAttention(AttentionBackend):
     name = "fused"
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device,
-                 masks_decode: bool = True, kernels: Kernels = Kernels()):
+                 masks_decode: bool = True, kernels: Kernels = FIRST_CHOICES):
         """`masks_decode` False: decode goes without a mask, as the kernel's own paths for one query a row ask for."""
         self._write_cache = CACHE_WRITES[kernels.cache_write]
         self._attend_images = VISION_ATTENTIONS[kernels.vision]
@@ -132,8 +132,8 @@ class NpuAttention(AttentionBackend):
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         # The kernels take no strided input: v is a slice of the qkv product and costs a copy. The caches go in as they
         # are: torchair leaves a write in place only when it is into an input of the graph, not into a view of one.
-        # The first refuses more tokens than the cache has slots. Only made-up steps over one block have more, and what they
-        # write is not read.
+        # npu_scatter_pa_kv_cache refuses more tokens than the cache has slots. Only made-up steps over one block have
+        # more, and what they write is not read.
         num_slots = k_cache.shape[0] * k_cache.shape[1]
         if len(slot_mapping_T) > num_slots:
             k_TKH, v_TKH, slot_mapping_T = (x[:num_slots] for x in (k_TKH, v_TKH, slot_mapping_T))

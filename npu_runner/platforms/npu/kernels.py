@@ -61,3 +61,6 @@ class Kernels:
 
     cache_write: str = "npu_scatter_pa_kv_cache"
     vision: str = "npu_fused_infer_attention_score"
+
+
+FIRST_CHOICES = Kernels()

@@ -117,12 +117,12 @@ class NpuPlatform(Platform):
         import torch
 
         from npu_runner.platforms.npu.attention import NpuAttention
-        from npu_runner.platforms.npu.kernels import Kernels
+        from npu_runner.platforms.npu.kernels import FIRST_CHOICES
 
         attention = NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
                                  device=torch.device("npu", torch.npu.current_device()),
                                  masks_decode=npu_settings().decode_attention == "masked",
-                                 kernels=Kernels() if self._proven is None else self._proven[1])
+                                 kernels=FIRST_CHOICES if self._proven is None else self._proven[1])
         # Asked for by name, the kernel has the word: the emulation's, which the tests compare with, can do it.
         if dtype == torch.float32 and (name == "auto" or not attention.takes(dtype, head_dim)):
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "

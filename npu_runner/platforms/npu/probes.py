@@ -22,7 +22,7 @@ from npu_runner.platforms import reference_platform
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.npu.attention import NpuAttention
 from npu_runner.platforms.npu.cann85 import REMEDY
-from npu_runner.platforms.npu.kernels import CACHE_WRITES, VISION_ATTENTIONS, Kernels
+from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS, Kernels
 from npu_runner.platforms.npu.ops import NpuOps
 from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.platform import ModelNeeds
@@ -146,7 +146,7 @@ def prove_operators(needs: ModelNeeds, cann: str, *, masks_decode: bool) -> Kern
 
     Raises ConfigError with the name of the first operator for which no kernel does: each is refused, or differs.
     """
-    cpu, kernels = Side.of_cpu(needs), Kernels()
+    cpu, kernels = Side.of_cpu(needs), FIRST_CHOICES
     for probe in _probes(needs):
         findings: list[str] = []
         for name in probe.kernels:
