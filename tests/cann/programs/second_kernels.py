@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ import torch_npu
 from torch import Tensor
 
 from .attention_operators import attend, running_totals
-from .emulation import calls, close, refused
+from .emulation import calls, close, library, refused
 from .fused_operators import TYPES, draw
 from .refusals import KERNEL, PARAMETER, TILING
 
@@ -91,20 +94,33 @@ def check_reshape_and_cache_takes_three_types() -> None:
         assert caches.cpu().float().sum() == 2 * rows.numel()
 
 
+@contextmanager
+def refused_by_atb(code: int, words: str) -> Iterator[None]:
+    """The wheel says that the operation failed, and CANN's last message why."""
+    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    text = ""
+    try:
+        yield
+    except RuntimeError as error:
+        text = f"{error} {library.aclGetRecentErrMsg().decode()}"
+    for said in ("ReshapeAndCacheOperation setup failed", f"error {code}: ", words):
+        assert said in text, f"wanted '{said}' in: {text}"
+
+
 def check_reshape_and_cache_refusals() -> None:
     """With ATB's own codes: a data type, a number of dimensions, a dimension."""
-    with refused(6, "data types"):
+    with refused_by_atb(6, "data types"):
         write(key=draw(3, 2, 32).npu())
-    with refused(6, "key and value differ"):
+    with refused_by_atb(6, "key and value differ"):
         rows, cache = draw(3, 2, 32, dtype=torch.float16).npu(), torch.zeros(2, 16, 2, 32, dtype=torch.float16).npu()
         write(value=rows, value_cache=cache)
-    with refused(6, "slotMapping is int32"):
+    with refused_by_atb(6, "slotMapping is int32"):
         write(slot_indices=torch.tensor([5, 31, 16]).npu())
-    with refused(8, "tokens, slots or blocks"):
+    with refused_by_atb(8, "tokens, slots or blocks"):
         write(slot_indices=torch.tensor([5, 31], dtype=torch.int32).npu())
-    with refused(8, "heads of the tokens"):
+    with refused_by_atb(8, "heads of the tokens"):
         write(key=draw(3, 4, 32, dtype=BF16).npu())
-    with refused(16, "a cache of 4"):
+    with refused_by_atb(16, "a cache of 4"):
         write(key_cache=torch.zeros(32, 2, 32, dtype=BF16).npu())
     with refused(KERNEL, "slotMapping holds 32, the cache has 32 slots"):
         write(slot_indices=torch.tensor([5, 32, 16], dtype=torch.int32).npu())
