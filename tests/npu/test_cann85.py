@@ -219,6 +219,11 @@ def test_where_no_kernel_does_it_right_both_findings_are_said(name: str, kernels
                      "install CANN 9.0", said[name]), said[name]
 
 
+def test_what_atb_lacks_is_the_second_finding(said: dict[str, Any]) -> None:
+    assert re.search(r"\(npu_scatter_pa_kv_cache, .*\) differs from .*; .* \(_npu_reshape_and_cache, .*\) is refused: "
+                     "Please check that the nnal package is installed", said["no NNAL"]), said["no NNAL"]
+
+
 def test_a_start_ends_by_the_operators_name_before_weights_and_stays_eager_where_only_replays_differ(
     said: dict[str, Any]
 ) -> None:

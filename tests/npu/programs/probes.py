@@ -51,6 +51,10 @@ REPLAYS: dict[str, tuple[str, str, Change]] = {
 }
 
 
+def _lacks_nnal(*given: object) -> None:
+    raise OSError("Please check that the nnal package is installed.")  # torch_npu's words, and its type
+
+
 def _fail(*given: object) -> None:
     raise RuntimeError("error code is 207000")
 
@@ -142,6 +146,9 @@ def main(model: str, bare: str) -> None:
         for name, kernel in FIRST_KERNELS.items():
             with changed_kernel(*kernel):
                 said[name] = prove(needs(4, 2, tower=(2, 72)))
+        with (changed_kernel(*FIRST_KERNELS["values before keys, first choice"]),
+              changed_kernel("CACHE_WRITES", "_npu_reshape_and_cache", lambda good: _lacks_nnal)):
+            said["no NNAL"] = prove(needs(4, 2))
         said["equal heads"], said["too many heads"] = prove(needs(2, 2)), prove(needs(72, 8))
     with changed(*REPLAYS["old lengths"]):
         said["started with old lengths"] = start(model)
