@@ -1,5 +1,5 @@
 """CANN 8.5 under a wheel of TorchNPU 26.2.0: what is served gives the tokens of the cpu platform, the rest is refused
-by name before weights load, and an operator that computes otherwise ends the start."""
+by name before weights load. An operator that computes otherwise ends the start, unless another kernel does its job."""
 
 from __future__ import annotations
 

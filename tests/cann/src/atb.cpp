@@ -1,6 +1,6 @@
 // The Ascend Transformer Boost (ATB), as far as torch_npu's libop_plugin_atb.so binds it: contexts, and one operation,
 // ReshapeAndCache, which writes keys and values into a paged cache. Knows no tensor library: its kernel copies rows.
-// Structures and virtual functions stand in the order of ATB's binary interface; what is never called here has no better name.
+// Structures and virtual functions stand in the order of ATB's binary interface, as far as that library reads and calls them.
 #include <cstring>
 #include <set>
 
