@@ -1,9 +1,10 @@
 """CANN 8.5 under a wheel of TorchNPU 26.2.0: what is served gives the tokens of the cpu platform, the rest is refused
-by name before weights load, and an operator that computes otherwise ends the start."""
+by name before weights load. An operator that computes otherwise ends the start, unless another kernel does its job."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.npu.layer_kinds import KINDS
 from tests.npu.programs.generate import Case
 from tests.npu.programs.probes import OPERATORS, REPLAYS
 from tests.npu.running import SMALL, assert_graphs_are_whole, on_cpu, on_npu
-from tests.npu.test_decode_cost import launches_of, measured
+from tests.npu.test_decode_cost import assert_no_cache_is_copied, launches_of, measured
 from tests.npu.test_doctor import toolkit
 from tests.npu.test_families import assert_close_at_the_first_divergence
 
@@ -42,8 +43,8 @@ def cases(checkpoint: Any, mode: str, model_types: Sequence[str] = tuple(SERVED)
     return found
 
 
-def assert_equal_cpu(asked: list[Case], folder: Path, **variables: str) -> None:
-    """Tokens are the cpu's, but where two are as good as equal: bfloat16 rounds elsewhere on the cpu."""
+def assert_equal_cpu(asked: list[Case], folder: Path, **variables: str) -> str:
+    """Tokens are the cpu's, but where two are as good as equal: bfloat16 rounds elsewhere on the cpu. What was said."""
     results = on_npu(asked, folder, allow_fp32_attention=False, **cann85(folder), **variables)
     for case, result in zip(asked, results, strict=True):
         assert_close_at_the_first_divergence(result, on_cpu(case))
@@ -53,6 +54,7 @@ def assert_equal_cpu(asked: list[Case], folder: Path, **variables: str) -> None:
             assert_graphs_are_whole(result, [4])
         assert result["after"].get("fallbacks", {}) == {}, "nothing leaves the AI core, nor sorts indices"
         assert "not verified on any 8.5" in result["stderr"]
+    return str(results[0]["stderr"])
 
 
 def test_one_dense_model_eager_and_one_captured(checkpoint: Any, tmp_path: Path) -> None:
@@ -82,9 +84,35 @@ def test_recorded_graphs(checkpoint: Any, tmp_path: Path) -> None:
 
 @pytest.mark.full("two processes; the launches on a newer CANN stay (test_decode_cost.py)")
 @pytest.mark.parametrize("mode", ["eager", "reduce-overhead"])
-def test_a_layer_has_as_many_launches_as_on_a_newer_cann(mode: str, checkpoint: Any, tmp_path: Path) -> None:
-    cost = measured(KINDS["dense"], mode, checkpoint, tmp_path, **cann85(tmp_path))
+@pytest.mark.parametrize("refusals", [{}, {"fail": "aclnnScatterPaKvCache:1+:561002"}], ids=["usual", "fallback"])
+def test_a_layer_has_as_many_launches_as_on_a_newer_cann(refusals: dict[str, str], mode: str, checkpoint: Any,
+                                                         tmp_path: Path) -> None:
+    cost = measured(KINDS["dense"], mode, checkpoint, tmp_path, **cann85(tmp_path), **refusals)
     assert sum(launches_of(cost).values()) == KINDS["dense"].launches[mode] == 13
+    assert_no_cache_is_copied(cost)
+
+
+# Of the cache write and the tower's attention, the emulation refuses the first choice.
+REFUSES_FIRST = {"fail": "aclnnScatterPaKvCache:1+:561002", "plain_tnd": "0"}
+
+
+def assert_fallbacks(stderr: str) -> None:
+    for said in (r"the cache write \(npu_scatter_pa_kv_cache, 4/2 heads of 128\) is refused: .*; "
+                 r"_npu_reshape_and_cache agrees and is used",
+                 r"a layer of the vision tower \(npu_fused_infer_attention_score, 2 heads of \d+\) is refused: .*; "
+                 r"npu_fusion_attention agrees and is used"):
+        assert re.search(said, stderr), stderr[-4000:]
+
+
+def test_tokens_stay_where_a_first_choice_is_refused(checkpoint: Any, tmp_path: Path) -> None:
+    assert_fallbacks(assert_equal_cpu(cases(checkpoint, "eager", ["qwen3_vl"]), tmp_path, **REFUSES_FIRST))
+
+
+@pytest.mark.full("captured, in both ways; an eager run stays")
+@pytest.mark.parametrize("capture", ["compiled", "recorded"])
+def test_captured_graphs_hold_the_fallbacks(capture: str, checkpoint: Any, tmp_path: Path) -> None:
+    assert_fallbacks(assert_equal_cpu(cases(checkpoint, "reduce-overhead", ["qwen3_vl"]), tmp_path, **REFUSES_FIRST,
+                                      NPU_RUNNER_ASCEND_CAPTURE=capture))
 
 
 def bare(model: Path, folder: Path) -> str:
@@ -149,11 +177,13 @@ NAMES = {
     "a slot further": "the cache write",
     "the last token not seen": "attention over the paged cache (npu_fused_infer_attention_score, 4/2 heads of 128)",
     "a scale of its own": "attention over the paged cache",
-    "images see each other": "a layer of the vision tower (2 heads of 72) differs from the CPU by",
+    "images see each other":
+        "a layer of the vision tower (npu_fused_infer_attention_score, 2 heads of 72) differs from the CPU by",
     "the other gelu": "a layer of the vision tower",
-    "NaN": "a layer of the vision tower (2 heads of 72) differs from the CPU by nan %",
-    "equal heads": "CANN 8.5.0 refuses attention over the paged cache (npu_fused_infer_attention_score, 2/2 heads",
-    "too many heads": "CANN 8.5.0 refuses the rotation of q and k (npu_apply_rotary_pos_emb, 72/8 heads",
+    "NaN": "a layer of the vision tower (npu_fused_infer_attention_score, 2 heads of 72) differs from the CPU by nan %",
+    "equal heads":
+        "8.5.0: attention over the paged cache (npu_fused_infer_attention_score, 2/2 heads of 128) is refused: ",
+    "too many heads": "8.5.0: the rotation of q and k (npu_apply_rotary_pos_emb, 72/8 heads of 128) is refused: ",
     "old lengths": "a graph that is replayed with other context lengths differs from the CPU by",
     "a replay that fails": "a captured graph of two rows fails: error code is 207000",
 }
@@ -164,6 +194,34 @@ def test_every_probe_finds_an_operator_that_computes_otherwise(said: dict[str, A
     assert set(NAMES) == {*OPERATORS, *REPLAYS, "equal heads", "too many heads"} - {"nothing", "nothing, captured"}
     for name, words in NAMES.items():
         assert words in said[name], name
+
+
+def test_a_job_that_another_kernel_does_right_goes_to_that_one_with_a_warning(said: dict[str, Any]) -> None:
+    assert said["values before keys, first choice"] == "_npu_reshape_and_cache"
+    assert said["images see each other, first choice"] == "npu_fusion_attention"
+    for warned in (r"the cache write \(npu_scatter_pa_kv_cache, 4/2 heads of 128\) differs from the CPU by [\d.]+ % .*;"
+                   r" _npu_reshape_and_cache agrees and is used",
+                   r"a layer of the vision tower \(npu_fused_infer_attention_score, 2 heads of 72\) differs from .*; "
+                   r"npu_fusion_attention agrees and is used"):
+        assert re.search(warned, said["stderr"]), said["stderr"][-4000:]
+    assert said["started with a second choice"]["cache_write"] == "_npu_reshape_and_cache"
+    assert said["started with old lengths"]["cache_write"] == "npu_scatter_pa_kv_cache"
+
+
+@pytest.mark.parametrize(("name", "kernels"), [
+    ("values before keys", ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache")),
+    ("images see each other", ("npu_fused_infer_attention_score", "npu_fusion_attention")),
+])
+def test_where_no_kernel_does_it_right_both_findings_are_said(name: str, kernels: tuple[str, str],
+                                                              said: dict[str, Any]) -> None:
+    first, second = (re.escape(kernel) for kernel in kernels)
+    assert re.search(rf"\({first}, .*\) differs from the CPU by .*; .* \({second}, .*\) differs from the CPU by .*; "
+                     "install CANN 9.0", said[name]), said[name]
+
+
+def test_what_atb_lacks_is_the_second_finding(said: dict[str, Any]) -> None:
+    assert re.search(r"\(npu_scatter_pa_kv_cache, .*\) differs from .*; .* \(_npu_reshape_and_cache, .*\) is refused: "
+                     "Please check that the nnal package is installed", said["no NNAL"]), said["no NNAL"]
 
 
 def test_a_start_ends_by_the_operators_name_before_weights_and_stays_eager_where_only_replays_differ(

@@ -76,8 +76,7 @@ def assert_cost(kind: LayerKind, mode: str, checkpoint: Any, tmp_path: Path) -> 
     assert cost["copies_in"] == {"grows": 1, "leaves": 1}, "what is new in block tables comes with the step"
     assert cost["more"] == {"grows": 1, "leaves": 1}, cost["more"]
     assert sum(entry["calls"] for entry in cost["syncs"].values()) == 1, "the sampled tokens are waited for, once"
-    on_device = sum(entry["bytes"] for name, entry in cost["copies"].items() if name.startswith("d2d"))
-    assert on_device < cost["cache_bytes"] / 100, "neither the KV cache nor the states are copied"
+    assert_no_cache_is_copied(cost)
     assert mode == "eager" or "graphs" in cost["groups"], "the step went through a graph"
     assert cost["fallbacks"] == {}, "nothing leaves the AI core"
     assert sum(cost["draw"].values()) <= MOST_OF_A_DRAW, cost["draw"]
@@ -87,6 +86,11 @@ def assert_cost(kind: LayerKind, mode: str, checkpoint: Any, tmp_path: Path) -> 
         assert beside + sum(cost["draw"].values()) <= MOST_OUTSIDE, (cost["forward"], cost["draw"])
     # A layer without attention needs nothing of the host.
     assert cost["host_per_layer"] == (OF_THE_HOST[mode] if kind.has_attention else {})
+
+
+def assert_no_cache_is_copied(cost: dict[str, Any]) -> None:
+    on_device = sum(entry["bytes"] for name, entry in cost["copies"].items() if name.startswith("d2d"))
+    assert on_device < cost["cache_bytes"] / 100, "neither the KV cache nor the states are copied"
 
 
 @pytest.mark.full("two processes for each setting; the counts with the settings as they are stay")

@@ -146,7 +146,11 @@ def test_what_is_optional_is_missing_somewhere_and_used() -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "reported"),
     [
-        ("attention.py", 'cache_mode="Norm"', 'cache_modus="Norm"', f"torch_npu.{_SCATTER}: no cache_modus"),
+        ("kernels.py", 'cache_mode="Norm"', 'cache_modus="Norm"', f"torch_npu.{_SCATTER}: no cache_modus"),
+        ("kernels.py", "torch_npu._npu_reshape_and_cache(", "torch_npu._npu_reshape_cache(",
+         "torch_npu._npu_reshape_cache is not in the table"),
+        ("kernels.py", "actual_seq_qlen=totals", "actual_seq_lengths=totals",
+         "torch_npu.npu_fusion_attention: no actual_seq_lengths"),
         ("attention.py", "block_table=metadata", "page_table=metadata",
          "torch.ops.air.npu_fused_infer_attention_score: no page_table"),
         ("attention.py", '{"pre_tokens": window', '{"tokens_before": window',

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS, Kernels
 from npu_runner.platforms.npu.settings import VISION_HEAD_DIMS
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
@@ -65,8 +66,10 @@ class NpuAttention(AttentionBackend):
     name = "fused"
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device,
-                 masks_decode: bool = True):
+                 masks_decode: bool = True, kernels: Kernels = FIRST_CHOICES):
         """`masks_decode` False: decode goes without a mask, as the kernel's own paths for one query a row ask for."""
+        self._write_cache = CACHE_WRITES[kernels.cache_write]
+        self._attend_images = VISION_ATTENTIONS[kernels.vision]
         self.masks_decode = masks_decode
         self.pads_with_real_rows = not masks_decode
         self.num_heads = num_heads
@@ -127,16 +130,14 @@ class NpuAttention(AttentionBackend):
         return HostLengths(totals, by_window.get(None, []), seen, calls)
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
-        # The kernel takes no strided input: v is a slice of the qkv product and costs a copy. The caches go in as they
+        # The kernels take no strided input: v is a slice of the qkv product and costs a copy. The caches go in as they
         # are: torchair leaves a write in place only when it is into an input of the graph, not into a view of one.
-        # It refuses more tokens than the cache has slots. Only made-up steps over one block have more, and what they
-        # write is not read.
+        # npu_scatter_pa_kv_cache refuses more tokens than the cache has slots. Only made-up steps over one block have
+        # more, and what they write is not read.
         num_slots = k_cache.shape[0] * k_cache.shape[1]
         if len(slot_mapping_T) > num_slots:
             k_TKH, v_TKH, slot_mapping_T = (x[:num_slots] for x in (k_TKH, v_TKH, slot_mapping_T))
-        torch_npu.npu_scatter_pa_kv_cache(
-            k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T, cache_mode="Norm"
-        )
+        self._write_cache(k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T)
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
@@ -167,11 +168,7 @@ class NpuAttention(AttentionBackend):
                           "at most; use another platform for this model")
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
-        return torch_npu.npu_fused_infer_attention_score(
-            q_TNH.contiguous(), k_TNH.contiguous(), v_TNH.contiguous(), input_layout="TND", actual_seq_lengths=plan,
-            actual_seq_lengths_kv=plan, num_heads=q_TNH.shape[1], num_key_value_heads=k_TNH.shape[1], scale=scale,
-            sparse_mode=_FULL,
-        )[0]
+        return self._attend_images(q_TNH.contiguous(), k_TNH.contiguous(), v_TNH.contiguous(), plan, scale)
 
     def _attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 is_masked: bool, window: int | None = None) -> Tensor:

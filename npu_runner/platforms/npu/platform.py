@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.npu.attention import NpuAttention
+    from npu_runner.platforms.npu.kernels import Kernels
     from npu_runner.platforms.ops import Ops
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class NpuPlatform(Platform):
     device_files = "/dev/davinci[0-9]*"
     examination = "npu_runner.platforms.npu.preflight.checks:NpuExamination"
     _attention: weakref.ref[NpuAttention] | None = None
-    _needs: ModelNeeds | None = None
+    _proven: tuple[ModelNeeds, Kernels] | None = None
+    """What was probed, and the kernels that agreed; None: a CANN on which nothing is probed."""
 
     def why_unavailable(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
@@ -85,14 +87,20 @@ class NpuPlatform(Platform):
         cann85.check_scope(needs, cann)
         logger.warning("CANN %s: %s. Some operators are compared with the CPU now; %s", cann, cann85.UNVERIFIED,
                        cann85.SCOPE)
-        prove_operators(needs, cann, masks_decode=npu_settings().decode_attention == "masked")
-        self._needs = needs
+        kernels = prove_operators(needs, cann, masks_decode=npu_settings().decode_attention == "masked")
+        self._proven = needs, kernels
 
     def describe(self) -> dict[str, str]:
         import torch_npu
 
-        return {**super().describe(), "torch_npu": torch_npu.__version__, "cann": cann_version() or "unknown",
-                "device": soc_name()}
+        described = {**super().describe(), "torch_npu": torch_npu.__version__, "cann": cann_version() or "unknown",
+                     "device": soc_name()}
+        if self._proven is not None:
+            needs, kernels = self._proven
+            described["cache_write"] = kernels.cache_write
+            if needs.tower is not None:
+                described["tower_attention"] = kernels.vision
+        return described
 
     def make_roles(self) -> Roles:
         from npu_runner.platforms.npu.devices import roles
@@ -109,10 +117,12 @@ class NpuPlatform(Platform):
         import torch
 
         from npu_runner.platforms.npu.attention import NpuAttention
+        from npu_runner.platforms.npu.kernels import FIRST_CHOICES
 
         attention = NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
                                  device=torch.device("npu", torch.npu.current_device()),
-                                 masks_decode=npu_settings().decode_attention == "masked")
+                                 masks_decode=npu_settings().decode_attention == "masked",
+                                 kernels=FIRST_CHOICES if self._proven is None else self._proven[1])
         # Asked for by name, the kernel has the word: the emulation's, which the tests compare with, can do it.
         if dtype == torch.float32 and (name == "auto" or not attention.takes(dtype, head_dim)):
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "
@@ -166,11 +176,12 @@ class NpuPlatform(Platform):
         from npu_runner.platforms.npu.probes import Side
         from npu_runner.platforms.npu.replay_probe import why_no_replay
 
-        assert self._needs is not None, "check_model comes before graphs"
-        npu = Side.of_npu(self._needs, masks_decode=npu_settings().decode_attention == "masked")
+        assert self._proven is not None, "check_model comes before graphs"
+        needs, kernels = self._proven
+        npu = Side.of_npu(needs, masks_decode=npu_settings().decode_attention == "masked", kernels=kernels)
         assert isinstance(npu.attention, NpuAttention), "of_npu makes one"
         compiler = self._make_graph_compiler(settings, npu.attention)
-        refusal = why_no_replay(compiler, npu, Side.of_cpu(self._needs), self._needs)
+        refusal = why_no_replay(compiler, npu, Side.of_cpu(needs), needs)
         return None if refusal is None else f"CANN {cann}: {refusal}"
 
     def _latest_attention(self) -> NpuAttention:

@@ -1,12 +1,16 @@
-"""Operators that a start on CANN 8.5 computes on the device and on the CPU, which must agree. Knows no model.
+"""Operators that a start on CANN 8.5 computes on the device and on the CPU, which must agree. Where another kernel can
+do the job of one that does not, it is tried, too. Knows no model.
 
 T tokens of a step, B sequences, N query heads, K kv heads, H head dim, S block size, P patches, C width of a tower.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +22,13 @@ from npu_runner.platforms import reference_platform
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.npu.attention import NpuAttention
 from npu_runner.platforms.npu.cann85 import REMEDY
+from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS, Kernels
 from npu_runner.platforms.npu.ops import NpuOps
 from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.platform import ModelNeeds
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+
+logger = logging.getLogger(__name__)
 
 BOUND = 0.03
 """How far a row may be from the CPU's, relative to its length. Rounding makes a third of this at most in bfloat16."""
@@ -41,10 +48,10 @@ class Side:
         self.ops, self.attention, self.device, self.dtype = ops, attention, device, dtype
 
     @classmethod
-    def of_npu(cls, needs: ModelNeeds, *, masks_decode: bool) -> Side:
+    def of_npu(cls, needs: ModelNeeds, *, masks_decode: bool, kernels: Kernels) -> Side:
         device = torch.device("npu", torch.npu.current_device())
         attention = NpuAttention(num_heads=needs.num_heads, num_kv_heads=needs.num_kv_heads,
-                                 block_size=needs.block_size, device=device, masks_decode=masks_decode)
+                                 block_size=needs.block_size, device=device, masks_decode=masks_decode, kernels=kernels)
         return cls(NpuOps(), attention, device, getattr(torch, needs.dtype))
 
     @classmethod
@@ -124,27 +131,60 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=-1) / lengths.clamp(min=0.1 * float(lengths.mean()))).max())
 
 
-def prove_operators(needs: ModelNeeds, cann: str, *, masks_decode: bool) -> None:
-    """Raises ConfigError with the name of the first operator that is refused, or differs from the CPU."""
-    npu, cpu = Side.of_npu(needs, masks_decode=masks_decode), Side.of_cpu(needs)
+class _Probe(NamedTuple):
+    """`kernels`: what can do it, the first choice first. `job`: the field of Kernels that says which does."""
+
+    what: str
+    heads: str
+    compute: Callable[[Side, ModelNeeds], Tensor]
+    kernels: tuple[str, ...]
+    job: str | None = None
+
+
+def prove_operators(needs: ModelNeeds, cann: str, *, masks_decode: bool) -> Kernels:
+    """The kernels that agree with the CPU, the first choices where they do.
+
+    Raises ConfigError with the name of the first operator for which no kernel does: each is refused, or differs.
+    """
+    cpu, kernels = Side.of_cpu(needs), FIRST_CHOICES
+    for probe in _probes(needs):
+        findings: list[str] = []
+        for name in probe.kernels:
+            tried = kernels if probe.job is None else replace(kernels, **{probe.job: name})
+            npu = Side.of_npu(needs, masks_decode=masks_decode, kernels=tried)
+            finding = _finding(probe, npu, cpu, needs)
+            if finding is None:
+                break
+            findings.append(f"{probe.what} ({name}, {probe.heads}) {finding}")
+        else:
+            raise ConfigError(f"CANN {cann}: {'; '.join(findings)}; {REMEDY}")
+        kernels = tried
+        if findings:
+            logger.warning("CANN %s: %s; %s agrees and is used", cann, "; ".join(findings), name)
+    return kernels
+
+
+def _probes(needs: ModelNeeds) -> Iterator[_Probe]:
     heads = f"{needs.num_heads}/{needs.num_kv_heads} heads of {needs.head_dim}"
-    probes: dict[str, Callable[[Side, ModelNeeds], Tensor]] = {
-        f"the rotation of q and k (npu_apply_rotary_pos_emb, {heads})": _rotated,
-        f"the cache write (npu_scatter_pa_kv_cache, {heads})": _written,
-        f"attention over the paged cache (npu_fused_infer_attention_score, {heads})": _attended,
-    }
+    yield _Probe("the rotation of q and k", heads, _rotated, ("npu_apply_rotary_pos_emb",))
+    yield _Probe("the cache write", heads, _written, tuple(CACHE_WRITES), "cache_write")
+    yield _Probe("attention over the paged cache", heads, _attended, ("npu_fused_infer_attention_score",))
     if needs.tower is not None:
-        probes[f"a layer of the vision tower ({needs.tower[0]} heads of {needs.tower[1]})"] = _seen
-    for name, probe in probes.items():
-        try:
-            found = probe(npu, needs).cpu()
-        except RuntimeError as refusal:
-            reason = str(refusal).strip().partition("\n")[0]
-            raise ConfigError(f"CANN {cann} refuses {name}: {reason}; {REMEDY}") from refusal
-        error = difference(found, probe(cpu, needs))
-        if not error <= BOUND:
-            raise ConfigError(f"CANN {cann}: {name} differs from the CPU by {100 * error:.1f} % of a row's length, "
-                              f"{100 * BOUND:.0f} % is allowed; answers would be wrong: {REMEDY}")
+        num_heads, head_dim = needs.tower
+        yield _Probe("a layer of the vision tower", f"{num_heads} heads of {head_dim}", _seen,
+                     tuple(VISION_ATTENTIONS), "vision")
+
+
+def _finding(probe: _Probe, npu: Side, cpu: Side, needs: ModelNeeds) -> str | None:
+    """What is wrong with the device's answer, if anything is."""
+    try:
+        found = probe.compute(npu, needs).cpu()
+    except (RuntimeError, OSError) as refusal:  # OSError: libraries that torch_npu loads for ATB are missing
+        return f"is refused: {str(refusal).strip().partition(chr(10))[0]}"
+    error = difference(found, probe.compute(cpu, needs))
+    if error <= BOUND:
+        return None
+    return f"differs from the CPU by {100 * error:.1f} % of a row's length, {100 * BOUND:.0f} % is allowed"
 
 
 def _angles(side: Side, head_dim: int) -> tuple[Tensor, Tensor]:

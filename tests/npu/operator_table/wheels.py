@@ -32,6 +32,8 @@ class Wheel:
                 return self._schemas[path.removeprefix(prefix)]
         if path.startswith("torch.ops."):
             return None
+        if path.removeprefix("torch_npu.") in self._atb_names:
+            return "operator of ATB, named in the wheel's Python"
         if path.startswith(_CONVERTER):
             return self._converters.get(path.removeprefix(_CONVERTER))
         if path.startswith(_OPTIONS):
@@ -53,6 +55,14 @@ class Wheel:
             for name, arguments, result in re.findall(r"func: ([\w.]+)\((.*?)\) -> ([^\n]+)", text):
                 found.setdefault(name, f"({_plain(arguments)}) -> {result.strip()}")
         return found
+
+    @functools.cached_property
+    def _atb_names(self) -> set[str]:
+        """Operators that the wheel's own library for ATB registers; their schemas are in that library only."""
+        path = self._package / "op_plugin/atb/_atb_ops.py"
+        text = path.read_text() if path.is_file() else ""
+        return {name for listed in re.findall(r"^API_LIST = \[(.*?)\]", text, re.DOTALL | re.MULTILINE)
+                for name in re.findall(r"'(\w+)'", listed)}
 
     @functools.cached_property
     def _air_schemas(self) -> dict[str, str]:

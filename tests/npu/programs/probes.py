@@ -2,8 +2,9 @@
 
     python -m tests.npu.programs.probes MODEL BARE
 
-writes {name: what the start says, or ""} as JSON on the last line. MODEL is started with replays that keep old lengths.
-BARE, a checkpoint without weights, is started with keys that are rotated backwards.
+writes {name: what the start says, or the second choices it takes} as JSON on the last line. MODEL is started with
+replays that keep old lengths, and with a cache write that computes otherwise. BARE, a checkpoint without weights, is
+started with keys that are rotated backwards.
 """
 
 from __future__ import annotations
@@ -34,12 +35,24 @@ OPERATORS: dict[str, tuple[str, str, Change]] = {
     "NaN": ("NpuOps", "rotary_in_float32", lambda good: lambda self, *given: tuple(
         x * float("nan") for x in good(self, *given))),
 }
+# Of a job that two kernels can do, the first: the table, the kernel, and what is made of it.
+FIRST_KERNELS: dict[str, tuple[str, str, Change]] = {
+    "values before keys, first choice": ("CACHE_WRITES", "npu_scatter_pa_kv_cache",
+                                         lambda good: lambda k, v, *rest: good(v, k, *rest)),
+    "images see each other, first choice": (
+        "VISION_ATTENTIONS", "npu_fused_infer_attention_score",
+        lambda good: lambda q, k, v, totals, scale: good(q, k, v, totals[-1:], scale)),
+}
 REPLAYS: dict[str, tuple[str, str, Change]] = {
     "nothing, captured": ("AclGraphCompiler", "before_replay", lambda good: good),
     "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens, tables: good(
         self, size, [6, 201], tables)),
     "a replay that fails": ("_AclGraph", "__call__", lambda good: _fail),
 }
+
+
+def _lacks_nnal(*given: object) -> None:
+    raise OSError("Please check that the nnal package is installed.")  # torch_npu's words, and its type
 
 
 def _fail(*given: object) -> None:
@@ -62,6 +75,19 @@ def changed(owner: str, method: str, change: Change) -> Iterator[None]:
         setattr(homes[owner], method, good)
 
 
+@contextmanager
+def changed_kernel(table: str, name: str, change: Change) -> Iterator[None]:
+    from npu_runner.platforms.npu import kernels
+
+    functions = getattr(kernels, table)
+    good = functions[name]
+    functions[name] = change(good)
+    try:
+        yield
+    finally:
+        functions[name] = good
+
+
 def needs(num_heads: int, num_kv_heads: int, tower: tuple[int, int] | None = None) -> Any:
     from npu_runner.platforms.platform import ModelNeeds
 
@@ -71,36 +97,40 @@ def needs(num_heads: int, num_kv_heads: int, tower: tuple[int, int] | None = Non
 
 def prove(asked: Any) -> str:
     from npu_runner.errors import ConfigError
+    from npu_runner.platforms.npu.kernels import FIRST_CHOICES
     from npu_runner.platforms.npu.probes import prove_operators
 
     try:
-        prove_operators(asked, "8.5.0", masks_decode=True)
+        taken = prove_operators(asked, "8.5.0", masks_decode=True)
     except ConfigError as refusal:
         return str(refusal)
-    return ""
+    usual = vars(FIRST_CHOICES)
+    return ", ".join(name for job, name in vars(taken).items() if name != usual[job])
 
 
 def prove_replay(asked: Any) -> str:
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.npu.graphs import AclGraphCompiler
+    from npu_runner.platforms.npu.kernels import FIRST_CHOICES
     from npu_runner.platforms.npu.probes import Side
     from npu_runner.platforms.npu.replay_probe import why_no_replay
 
-    npu = Side.of_npu(asked, masks_decode=True)
+    npu = Side.of_npu(asked, masks_decode=True, kernels=FIRST_CHOICES)
     assert isinstance(npu.attention, NpuAttention)
     return why_no_replay(AclGraphCompiler(npu.attention), npu, Side.of_cpu(asked), asked) or ""
 
 
-def start(model: str) -> dict[str, Any] | str:
-    """The graphs and tokens of a whole start, or its refusal."""
+def start(model: str, graph_mode: str = "reduce-overhead") -> dict[str, Any] | str:
+    """What a whole start says of itself, and its tokens, or its refusal."""
     from npu_runner import LLM, SamplingParams
     from npu_runner.errors import ConfigError
 
+    graphs: dict[str, Any] = {} if graph_mode == "eager" else {"graph_batch_sizes": [2]}
     try:
-        with LLM(model, platform="npu", dtype="bfloat16", graph_mode="reduce-overhead", graph_batch_sizes=[2],
-                 max_model_len=512, max_num_seqs=2, vision_cache_bytes=0) as llm:
+        with LLM(model, platform="npu", dtype="bfloat16", graph_mode=graph_mode, max_model_len=512, max_num_seqs=2,
+                 vision_cache_bytes=0, **graphs) as llm:
             outputs = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-            return {"graphs": llm.engine.info.graphs, "tokens": outputs[0].token_ids}
+            return {**llm.engine.describe(), "graphs": llm.engine.info.graphs, "tokens": outputs[0].token_ids}
     except ConfigError as refusal:
         return str(refusal)
 
@@ -113,9 +143,17 @@ def main(model: str, bare: str) -> None:
             for name, change in changes.items():
                 with changed(*change):
                     said[name] = run(needs(4, 2, tower=(2, 72)))
+        for name, kernel in FIRST_KERNELS.items():
+            with changed_kernel(*kernel):
+                said[name] = prove(needs(4, 2, tower=(2, 72)))
+        with (changed_kernel(*FIRST_KERNELS["values before keys, first choice"]),
+              changed_kernel("CACHE_WRITES", "_npu_reshape_and_cache", lambda good: _lacks_nnal)):
+            said["no NNAL"] = prove(needs(4, 2))
         said["equal heads"], said["too many heads"] = prove(needs(2, 2)), prove(needs(72, 8))
     with changed(*REPLAYS["old lengths"]):
         said["started with old lengths"] = start(model)
+    with changed_kernel(*FIRST_KERNELS["values before keys, first choice"]):
+        said["started with a second choice"] = start(model, "eager")
     with changed(*OPERATORS["rotated backwards"]):
         said["started backwards"] = start(bare)
     print(json.dumps(said))

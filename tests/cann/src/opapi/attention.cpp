@@ -1,4 +1,5 @@
 // aclnnFusedInferAttentionScore, versions 3 and 4 (torch_npu's v1 and v2): prefill and decode, plain and paged, on layouts TND, BSND, BNSD and BSH.
+// aclnnFlashAttentionVarLenScore (npu_fusion_attention in TND) computes the same without pages.
 // What the documents ask of the arguments is checked in attention_checks.cpp; here is the mathematics, in float32.
 #include "attention.h"
 
@@ -79,8 +80,15 @@ Tensor hidden(const AttentionCall& call, const Sequence& s) {
   return mask.narrow(0, 0, rows).narrow(1, 0, columns);
 }
 
-// Returns (S, N, D) and the logarithm of the sum of exponents (S, N).
-std::pair<Tensor, Tensor> attend(const AttentionCall& call, const Sequence& s) {
+// (S, N, D) and (N, S, keys): the result, and what its softmax is of.
+struct Attended {
+  Tensor result, scores;
+  Tensor lse() const { return cpu::op("logsumexp", scores, cpu::Ints{-1}).transpose(0, 1); }
+  Tensor row_max() const { return cpu::op("amax", scores, cpu::Ints{-1}, true); }
+  Tensor row_sum() const { return cpu::op("sum.dim_IntList", cpu::op("exp", scores - row_max()), cpu::Ints{-1}, true); }
+};
+
+Attended attend(const AttentionCall& call, const Sequence& s) {
   int64_t group = call.num_heads / call.num_kv_heads;
   Tensor query = s.query.to(cpu::kFloat).transpose(0, 1);
   Tensor key = s.key.to(cpu::kFloat).transpose(0, 1).repeat_interleave(group, 0);
@@ -89,7 +97,7 @@ std::pair<Tensor, Tensor> attend(const AttentionCall& call, const Sequence& s) {
   Tensor mask = hidden(call, s);
   if (mask.defined()) scores = scores.masked_fill(mask, -std::numeric_limits<float>::infinity());
   Tensor weights = cpu::op("softmax.int", scores, -1);
-  return {cpu::op("bmm", weights, value).transpose(0, 1), cpu::op("logsumexp", scores, cpu::Ints{-1}).transpose(0, 1)};
+  return {cpu::op("bmm", weights, value).transpose(0, 1), scores};
 }
 
 void store(const AttentionCall& call, const Sequence& s, const Tensor& result, const Tensor& lse) {
@@ -107,6 +115,13 @@ void store(const AttentionCall& call, const Sequence& s, const Tensor& result, c
   if (call.wants_lse) call.lse[s.index].narrow(1, 0, rows).copy_(lse.transpose(0, 1).unsqueeze(-1));
 }
 
+void store_for_backward(const AttentionCall& call, const Sequence& s, const Attended& attended) {
+  if (!call.row_max.is_given()) return;
+  cpu::Ints eight = {s.query.size(0), call.num_heads, 8};
+  call.row_max.narrow(0, s.first_row, eight[0]).copy_(attended.row_max().transpose(0, 1).expand(eight));
+  call.row_sum.narrow(0, s.first_row, eight[0]).copy_(attended.row_sum().transpose(0, 1).expand(eight));
+}
+
 }  // namespace
 
 void run_attention(const AttentionCall& call) {
@@ -117,8 +132,9 @@ void run_attention(const AttentionCall& call) {
       store(call, s, cpu::op("zeros_like", s.query), cpu::full({s.query.size(0), call.num_heads}, 0, cpu::kFloat));
       continue;
     }
-    auto [result, lse] = attend(call, s);
-    store(call, s, result, lse);
+    Attended attended = attend(call, s);
+    store(call, s, attended.result, call.wants_lse ? attended.lse() : Tensor());
+    store_for_backward(call, s, attended);
   }
 }
 
@@ -167,4 +183,17 @@ ACLNN_MAX_WORKSPACE(FusedInferAttentionScoreV3, ATTENTION_HEAD, Opt(query_rope),
 ACLNN_MAX_WORKSPACE(FusedInferAttentionScoreV4, ATTENTION_HEAD, Opt(query_rope), Opt(key_rope), Opt(key_rope_scale),
                     Opt(query_scale), Opt(learnable_sink), ATTENTION_TAIL, Int(query_quant_mode), Out(out), Out(lse)) {
   return no_launch();
+}
+
+// The form for training, with sequences one behind the other. Dropout, shifts, masks and prefixes are not emulated.
+ACLNN(FlashAttentionVarLenScore, In(query), In(key), In(value), Opt(shift), Opt(drop_mask), Opt(padding_mask), Opt(mask),
+      OptInts(prefix), OptInts(q_totals), OptInts(kv_totals), Double(scale), Double(keep_prob), Int(pre_tokens), Int(next_tokens),
+      Int(num_heads), Text(layout), Int(inner_precise), Int(sparse_mode), Out(row_max), Out(row_sum), Out(reserved), Out(out)) {
+  opapi::refuse_given({shift, drop_mask, padding_mask, mask});
+  opapi::require(keep_prob == 1 && (!prefix.has_value() || prefix->empty()), "dropout and prefixes are not emulated");
+  AttentionCall call = opapi::checked_varlen_call(query, key, value, q_totals, kv_totals, num_heads, scale, layout, out);
+  call.row_max = row_max;
+  call.row_sum = row_sum;
+  opapi::request_workspace(opapi::kAttentionWorkspaceBytes);
+  return [call] { opapi::run_attention(call); };
 }

@@ -128,6 +128,13 @@ void check_paged_head_dim(const AttentionCall& call) {
                  " in TND with a paged cache; CANN_EMU_PAGED_HEAD_DIMS names what is taken");
 }
 
+// The same without pages: CANN_EMU_PLAIN_TND=0 says that this version takes none in TND, as nobody has shown that 8.5 does.
+void check_plain_tnd(const AttentionCall& call) {
+  static const char* const value = std::getenv("CANN_EMU_PLAIN_TND");
+  bool is_taken = value == nullptr || std::string(value) != "0";
+  require_tiling(is_taken || call.layout != "TND", "TND without a paged cache; CANN_EMU_PLAIN_TND says whether it is taken");
+}
+
 // A band: from pre_tokens before a query's own place to next_tokens behind it.
 void check_band(const AttentionCall& call) {
   int64_t longest = 0;
@@ -213,7 +220,7 @@ AttentionCall checked_call(const Input& query, const std::vector<Input>& key, co
   require(layout == "TND" || layout == "BSND" || layout == "BNSD" || layout == "BSH", "inputLayout ", layout, " is not emulated");
   require_dim(query, layout == "TND" || layout == "BSH" ? 3 : 4, "query");
   require(inner_precise >= 0 && inner_precise <= 3, "innerPrecise is ", inner_precise);
-  AttentionCall call{query, key.front(), value.front(), mask, block_table, out, lse, layout};
+  AttentionCall call{query, key.front(), value.front(), mask, block_table, out, lse, {}, {}, layout};
   call.num_heads = num_heads;
   call.num_kv_heads = num_kv_heads == 0 ? num_heads : num_kv_heads;
   call.sparse_mode = sparse_mode;
@@ -236,8 +243,45 @@ AttentionCall checked_call(const Input& query, const std::vector<Input>& key, co
   if (block_table.is_given()) {
     check_paged_head_dim(call);
     check_paged(call);
+  } else {
+    check_plain_tnd(call);
   }
   check_mask(call);
+  return call;
+}
+
+// By its document of v8.5.0, which later ones repeat.
+AttentionCall checked_varlen_call(const Input& query, const Input& key, const Input& value,
+                                  const std::optional<std::vector<int64_t>>& q_totals,
+                                  const std::optional<std::vector<int64_t>>& kv_totals, int64_t num_heads, double scale,
+                                  const std::string& layout, const Output& out) {
+  constexpr size_t kMostSequences = 2048;
+  constexpr int64_t kMostRows = 1 << 20, kMostHeadDim = 768;
+  require(layout == "TND", "inputLayout is ", layout, ", not TND");
+  require_dtype(query, {cpu::kHalf, cpu::kBFloat16, cpu::kFloat}, "query");
+  for (const Input* tensor : {&key, &value}) {
+    require_same_dtype(query, *tensor, "query, key and value");
+    require_dim(*tensor, 3, "key or value");
+  }
+  require_dim(query, 3, "query");
+  AttentionCall call{query, key, value, {}, {}, out, {}, {}, {}, layout};
+  call.num_heads = num_heads;
+  call.num_kv_heads = key.size(1);
+  call.scale = scale;
+  check_heads(call);
+  int64_t head_dim = query.size(2);
+  require_tiling(head_dim == key.size(2) && head_dim >= value.size(2) && head_dim <= kMostHeadDim, "head dims ", head_dim, ", ", key.size(2),
+                 " and ", value.size(2), ": query's and key's equal, value's no larger, at most ", kMostHeadDim);
+  require_tiling(query.size(0) <= kMostRows && key.size(0) <= kMostRows, query.size(0), " queries, ", key.size(0), " keys: at most 1M");
+  require_tiling(key.size(0) == value.size(0) && key.size(1) == value.size(1), "key ", key.sizes(), ", value ", value.sizes());
+  require(q_totals.has_value() && kv_totals.has_value(), "TND needs actualSeqQLen and actualSeqKvLen");
+  require_tiling(q_totals->size() == kv_totals->size() && q_totals->size() <= kMostSequences, "actualSeqQLen holds ", q_totals->size(),
+                 " numbers, actualSeqKvLen ", kv_totals->size(), ": as many, at most ", kMostSequences);
+  check_running_totals(*q_totals, query.size(0), "actualSeqQLen");
+  check_running_totals(*kv_totals, key.size(0), "actualSeqKvLen");
+  call.num_sequences = static_cast<int64_t>(q_totals->size());
+  call.q_lengths = *q_totals;
+  call.kv_lengths = *kv_totals;
   return call;
 }
 
