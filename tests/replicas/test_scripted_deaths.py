@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import ConfigError
 from tests.batch.scripted import read_rows, row, write_rows
@@ -188,9 +189,12 @@ def test_what_is_wrong_is_named_before_rows_move(tmp_path: Path) -> None:
         status, said = run(tmp_path, stage=stage)
         assert (status, message in said) == (2, True), said
         assert "replica " in said
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model"}
     status, said = run(tmp_path, stage="dies", max_replica_restarts=0)
     assert (status, "no replica is left" in said) == (1, True), said
-    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model"}
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model", "out.jsonl.runs.jsonl"}
+    (line,) = read_runs(tmp_path / "out.jsonl")
+    assert "no replica is left" in line["end"], "a run that loaded and died has taken devices"
 
 
 @pytest.mark.parametrize(("options", "message"), [
