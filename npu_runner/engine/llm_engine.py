@@ -31,7 +31,6 @@ from npu_runner.engine.generation import End, Generation, PlainRows, PromptLogpr
 from npu_runner.engine.rule_room import RuleRoom
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.prompts.text.reasoning import SplitAnswer, split_answer
-from npu_runner.prompts.text.tokenizer import check_sampling_ids
 from npu_runner.request.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -341,13 +340,7 @@ class LLMEngine:
     def check_request(self, prompt: PromptInputs,
                       params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
         """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
-        params = self.processor.resolve_params(params)
-        self.processor.check_length(prompt, params)
-        bounds.check_prompt(prompt, self.model_config, self.max_model_len)
-        if isinstance(params, SamplingParams):
-            self.processor.check_thinking(prompt, params)
-            check_sampling_ids(params, self.model_config.vocab_size)
-        return params
+        return bounds.check_request(prompt, params, self.processor, self.model_config, self.max_model_len)
 
     def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:
         if params.seed is not None:

@@ -57,20 +57,20 @@ class CheckpointSide:
         # torch comes with it: not before everything else is checked
         from npu_runner.strategies import open_checkpoint
 
-        self._checkpoint = open_checkpoint(config)
-        self.processor, self.generation_defaults = self._checkpoint.processor, self._checkpoint.generation_defaults
+        self.checkpoint = open_checkpoint(config)
+        self.processor, self.generation_defaults = self.checkpoint.processor, self.checkpoint.generation_defaults
 
     def describe(self) -> Mapping[str, Any]:
         """See ModelSide."""
         from npu_runner.engine.bounds import settings_before_loading
 
-        return settings_before_loading(self._checkpoint)
+        return settings_before_loading(self.checkpoint)
 
     def load(self, wants_grammars: Callable[[], bool], progress: Callable[[str], None]) -> AbstractContextManager[Any]:
         """See ModelSide."""
         from npu_runner.engine.llm_engine import LLMEngine
 
-        return LLMEngine(self._checkpoint, wants_grammars=wants_grammars, progress=progress)
+        return LLMEngine(self.checkpoint, wants_grammars=wants_grammars, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
