@@ -208,7 +208,7 @@ class LLM:
         Prompts are those of `generate`, instructions and template included; everything else is as in `chat`.
         """
         items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        self.processor.check_runner("pooling")
+        self.processor.check_task("embed")
         given = PoolingParams() if pooling_params is None else pooling_params
         results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
         if isinstance(results, list):
