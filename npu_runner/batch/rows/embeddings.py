@@ -98,7 +98,9 @@ class EmbeddingBody(RowBody):
     def prepare(
         self, processor: ChatProcessor, media: MediaRules, params: PoolingParams
     ) -> tuple[Prompts, AnswerForm]:
-        form = EmbeddingForm(model=self.model, is_base64=self.encoding_format == "base64")
+        count = len(self.input) if isinstance(self.input, list) and not isinstance(self.input[0], int) else 0
+        form = EmbeddingForm(model=self.model, is_base64=self.encoding_format == "base64",
+                             places=tuple(f"input[{number}]" for number in range(count if count > 1 else 0)))
         most = processor.most_prompt_tokens(params)
         if self.messages is not None:
             conversation = resolve_media([message.model_dump(exclude_none=True) for message in self.messages], media)
@@ -132,6 +134,7 @@ class EmbeddingForm(AnswerForm):
 
     object: ClassVar[str] = "list"
     list_name: ClassVar[str] = "data"
+    has_created: ClassVar[bool] = False
     has_text: ClassVar[bool] = False
 
     is_base64: bool = False
