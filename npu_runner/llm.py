@@ -6,6 +6,7 @@ Knows nothing of files or rows; the batch job has those.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from itertools import islice, repeat
 from math import inf
 from pathlib import Path
@@ -18,12 +19,13 @@ from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import plain_number, raw_prompt
 from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import plain_template_kwargs, shown
-from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
+from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
@@ -32,7 +34,7 @@ from npu_runner.serving.calls.prompt_service import make_service
 from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.calls.unsaid_limit import UnsaidLimit
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
-from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, text_task
+from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, pair_task, text_task
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids (a list, an array or a tensor), {"prompt": text or ids, "images": [PIL image or bytes, ...],
@@ -41,12 +43,15 @@ optionally with "mm_processor_kwargs", or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; image parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; video
 parts {"type": "video", "video": bytes} or vLLM's video_url."""
+Sided = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
+"""A query or a document, or several: text, or vLLM's {"content": parts} with parts as in a conversation."""
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI's functions: {"type": "function", "function": {"name", "description", "parameters"}}."""
 Params = SamplingParams | Iterable[SamplingParams] | None
 PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
 EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
+ScoringResults = Iterator[tuple[int, ScoringRequestOutput]]
 _AnyParams = SamplingParams | PoolingParams
 _Parse = Callable[[Any], PromptTask | PromptInputs]
 _NO_MORE = object()
@@ -208,12 +213,52 @@ class LLM:
         Prompts are those of `generate`, instructions and template included; everything else is as in `chat`.
         """
         items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        self.processor.check_runner("pooling")
+        self.processor.check_task("embed")
         given = PoolingParams() if pooling_params is None else pooling_params
         results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
         if isinstance(results, list):
             return [EmbeddingRequestOutput.of(output) for output in results]
         return ((index, EmbeddingRequestOutput.of(output)) for index, output in results)
+
+    @overload
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: bool = False,
+              pooling_params: PoolingParams | None = None, instruction: str | None = None,
+              chat_template_kwargs: Mapping[str, Any] | None = None,
+              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
+              stream_results: Literal[False] = False, return_errors: bool = False) -> list[ScoringRequestOutput]: ...
+    @overload
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: bool = False,
+              pooling_params: PoolingParams | None = None, instruction: str | None = None,
+              chat_template_kwargs: Mapping[str, Any] | None = None,
+              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
+              stream_results: Literal[True], return_errors: bool = False) -> ScoringResults: ...
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: bool = False,
+              pooling_params: PoolingParams | None = None, instruction: str | None = None,
+              chat_template_kwargs: Mapping[str, Any] | None = None,
+              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
+              stream_results: bool = False, return_errors: bool = False
+              ) -> list[ScoringRequestOutput] | ScoringResults:
+        """How well each document of `data_2` answers its query in `data_1`, of a model that was loaded for that
+        (setting `task`). One query serves all documents.
+
+        `instruction` says what is looked for; without one the checkpoint's own counts. `pooling_params`:
+        `use_activation` False gives differences of logits instead of their sigmoids, `truncate_prompt_tokens` leaves
+        out the end of a longer document. Everything else is as in `chat`.
+        """
+        self.processor.check_task("score")
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise RequestError(f"pooling_params: one PoolingParams is needed, not {type(params).__name__}",
+                               "invalid_type", "pooling_params")
+        rules, has_vision = self._media_rules(allowed_media_dir), self.processor.has_vision
+        options = {"instruction": instruction, "mm_processor_kwargs": mm_processor_kwargs,
+                   "truncate_prompt_tokens": self.processor.most_prompt_tokens(params),
+                   "chat_template_kwargs": plain_template_kwargs(dict(chat_template_kwargs or {}))}
+        results = self._run(pairs_of(data_1, data_2), params,
+                            lambda pair: pair_task(pair, rules, has_vision=has_vision, options=options),
+                            use_tqdm, stream_results, return_errors)
+        of = partial(ScoringRequestOutput.of, is_raw=params.use_activation is False)
+        return list(map(of, results)) if isinstance(results, list) else ((index, of(one)) for index, one in results)
 
     def stats(self) -> EngineStats:
         """Counters and gauges; of several replicas their sums, as they told last."""
