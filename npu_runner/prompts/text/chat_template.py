@@ -93,12 +93,14 @@ class ChatTemplate:
         return pieces + [value for value in constants if isinstance(value, str)]
 
 
-def read_chat_template(folder: Path, *, has_vision: bool) -> ChatTemplate | None:
-    """The checkpoint's template, None when it has none.
+def read_chat_template(folder: Path, *, has_vision: bool, given: str | None = None) -> ChatTemplate | None:
+    """The checkpoint's template, None when it has none; or the one with the `given` text.
 
     Order as in transformers: processor_config.json and chat_template.json (models with a processor), then
     chat_template.jinja, then tokenizer_config.json. Of several named templates `default` counts.
     """
+    if given is not None:
+        return ChatTemplate(given, read_special_tokens(folder))
     tokenizer_config = read_json(folder, "tokenizer_config.json") or {}
     source: Any = None
     for name in ("processor_config.json", "chat_template.json") if has_vision else ():

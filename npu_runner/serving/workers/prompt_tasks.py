@@ -53,8 +53,8 @@ class ChatTask(PromptTask):
     messages: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, mm_processor_kwargs, as far as they ask
-    for anything."""
+    """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, mm_processor_kwargs, chat_template, as
+    far as they ask for anything."""
 
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
         images = (image for image, _ in self.images)
@@ -85,12 +85,14 @@ def chat_task(
     messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
     tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
     continue_final_message: bool = False, mm_processor_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None, needs_text: bool = True,
 ) -> ChatTask:  # fmt: skip
     """Raises RequestError for what can be seen without reading an address or decoding an image."""
-    conversation = checked_conversation(messages, rules, has_vision=has_vision)
+    conversation = checked_conversation(messages, rules, has_vision=has_vision, needs_text=needs_text)
     check_ending(conversation, add_generation_prompt, continue_final_message)
     asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
-             "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs}
+             "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs,
+             "chat_template": chat_template}
     return ChatTask(
         messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, images=conversation.seen,
         options={name: value for name, value in asked.items() if value is not None},
