@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from itertools import islice, repeat
 from math import inf
 from pathlib import Path
@@ -315,6 +316,9 @@ class LLM:
                 if one is not last or resolved is None:
                     last, resolved = one, self.processor.resolve_params(limit.bounded(one))
                 prompt: PromptTask | PromptInputs | RequestError = parse(item)
+                most = self.processor.most_prompt_tokens(resolved)
+                if most is not None and isinstance(prompt, PromptTask):
+                    prompt = replace(prompt, truncate_prompt_tokens=most)
             except RequestError as error:
                 prompt = error
             yield Request(resolved or SamplingParams(), prompt)

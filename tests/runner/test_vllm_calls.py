@@ -152,6 +152,17 @@ def test_without_text_the_tokens_are_the_same(llm: LLM) -> None:
     assert (unsaid.text, unsaid.token_ids) == ("", said.token_ids)
 
 
+def test_a_prompt_is_cut_to_its_last_tokens(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode("what colour is it?")
+    chat = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
+    cut = greedy(2).replace(truncate_prompt_tokens=3)
+    outputs = [*llm.generate(["what colour is it?", ids], cut), *llm.chat([ASKED], cut)]
+    assert [output.prompt_token_ids for output in outputs] == [ids[-3:], ids[-3:], chat[-3:]]
+    (whole,) = llm.generate(["what colour is it?"], greedy(2).replace(truncate_prompt_tokens=-1))
+    assert whole.prompt_token_ids == ids
+
+
 def test_a_template_of_a_call_or_of_a_file_is_transformers_prompt(llm: LLM, path: Path, tmp_path: Path) -> None:
     expected = llm.get_tokenizer().apply_chat_template(ASKED, chat_template=TEMPLATE, tokenize=False,
                                                        add_generation_prompt=True)

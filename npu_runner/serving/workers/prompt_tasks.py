@@ -31,6 +31,8 @@ class PromptTask(ABC):
     num_chars: int = 0
     is_plain: bool = True
     """All of it but the images is of Python's own types, so any process can unpickle it."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens."""
 
     @property
     def is_worth_a_worker(self) -> bool:
@@ -65,7 +67,8 @@ class ChatTask(PromptTask):
             ]} if isinstance(message["content"], list) else message
             for message in self.messages
         ]  # fmt: skip
-        return processor(messages, self.chat_template_kwargs, **self.options)
+        return processor(messages, self.chat_template_kwargs, truncate_prompt_tokens=self.truncate_prompt_tokens,
+                         **self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,8 @@ class TextTask(PromptTask):
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
         seen = [each for each, _ in self.images]
         images, videos = ([each for each in seen if isinstance(each, Video) is is_video] for is_video in (False, True))
-        return processor.from_text(self.prompt, images, videos, mm_processor_kwargs=self.mm_processor_kwargs)
+        return processor.from_text(self.prompt, images, videos, truncate_prompt_tokens=self.truncate_prompt_tokens,
+                                   mm_processor_kwargs=self.mm_processor_kwargs)
 
 
 def chat_task(
