@@ -247,6 +247,8 @@ def test_no_row_sees_more_pixels_than_memory_was_measured_for(seeing: ChatProces
     for name in ("min_pixels", "max_pixels"):
         with pytest.raises(RequestError, match=rf"{name}: {most + 1} is more than the {most} that the model was"):
             seeing(asks(PICTURE), mm_processor_kwargs={name: most + 1})
+    with pytest.raises(RequestError, match=rf"min_pixels: {most} makes images of up to \d+ tokens, and the model was"):
+        seeing(asks(PICTURE), mm_processor_kwargs={"min_pixels": most})
     with pytest.raises(RequestError, match="min_pixels 99 is more than max_pixels 98"):
         seeing(asks(PICTURE), mm_processor_kwargs={"min_pixels": 99, "max_pixels": 98})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from npu_runner.config import MAX_VIDEO_FPS
@@ -16,6 +17,7 @@ from npu_runner.request.limits import LIMITS, shown
 
 FIELD = "mm_processor_kwargs"
 OF_IMAGES = ("min_pixels", "max_pixels")
+_ALL_TOKENS = 1 << 40
 _MOST = {
     "fps": MAX_VIDEO_FPS, "num_frames": LIMITS.max_video_frames, "max_frames": LIMITS.max_video_frames,
     "min_pixels": LIMITS.max_source_pixels, "max_pixels": LIMITS.max_source_pixels,
@@ -59,4 +61,16 @@ def bounded(settings: ImageSettings, given: Mapping[str, Any]) -> ImageSettings:
     if wanted.min_pixels > wanted.max_pixels:
         message = f"{FIELD}: min_pixels {wanted.min_pixels} is more than max_pixels {wanted.max_pixels}"
         raise RequestError(message, "invalid_value", FIELD)
+    if (num_tokens := _most_tokens(wanted)) > (most := _most_tokens(settings)):
+        # Growing rounds both sides up: an image can then be larger than max_pixels.
+        raise RequestError(
+            f"{FIELD}.min_pixels: {wanted.min_pixels} makes images of up to {num_tokens} tokens, and the model was "
+            f"loaded for {most}; lower it, or load the model with image_min_pixels", "invalid_value",
+            f"{FIELD}.min_pixels")
     return wanted
+
+
+@lru_cache(maxsize=64)
+def _most_tokens(settings: ImageSettings) -> int:
+    """Of any image."""
+    return settings.num_tokens(*settings.largest_size(_ALL_TOKENS))
