@@ -104,7 +104,7 @@ class RequestOutput:
     or could not be served, or had several prompts."""
     prompt_token_ids: list[int] | None = None
     """What the model read, an image as often as it has tokens. None: it could not be served, or had several prompts."""
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)
     """None: it never reached the engine."""
 
     @property
@@ -179,7 +179,7 @@ class EmbeddingRequestOutput:
     prompt: str | None = None
     """As in RequestOutput, and so are the next two."""
     prompt_token_ids: list[int] | None = None
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)
 
     @property
     def finished(self) -> bool:
