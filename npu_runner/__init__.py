@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
 
     wait_briefly()  # torch comes with it
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
 # Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
 DEFAULT_MAX_MODEL_LEN = 32768
 MAX_VIDEO_FPS = 1000.0
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}
+_SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def one_of(*choices: str) -> Any:
@@ -109,14 +112,22 @@ class PromptConfig:
     """Frames sampled from each second of a video; None: the checkpoint's setting (Qwen3-VL: 2)."""
     video_max_frames: int | None = None
     """Most frames sampled from a video, at equal distances; None: the checkpoint's setting."""
+    video_num_frames: int | None = None
+    """Frames sampled from a video, whatever its length; None: as video_fps says."""
     max_source_pixels: int = LIMITS.max_source_pixels
     """An image whose file declares more pixels is refused before it is decoded. Decoding takes 4 to 10 bytes a pixel
     (WebP: 16, JPEG 2000: 20)."""
     max_images_per_prompt: int = LIMITS.max_images_per_prompt
     """A prompt with more images and videos is refused."""
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    """A prompt with more of one kind is refused, as a JSON object like {"image": 2, "video": 1}; vLLM's name. Where it
+    allows more than max_images_per_prompt does by default, that is raised. None: images and videos count together."""
     max_logprobs_per_request: int = LIMITS.max_logprobs_per_request
     """A request for more log probabilities is refused. Counted are n x max_tokens x (top_logprobs + 1), and prompt
     tokens x (prompt_logprobs + 1)."""
+    chat_template: str | None = dataclasses.field(default=None, metadata={"values": "FILE"})
+    """File of the chat template, in the place of the checkpoint's; in Python also the template's text. None: the
+    checkpoint's."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Variables of the chat template, as a JSON object like {"enable_thinking": false}. A request's own
     chat_template_kwargs win, name by name."""
@@ -129,15 +140,38 @@ class PromptConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        _check_positive(self, "image_min_pixels", "image_max_pixels", "video_max_frames", "max_source_pixels",
-                        "max_images_per_prompt", "max_logprobs_per_request")
+        _check_positive(self, "image_min_pixels", "image_max_pixels", "video_max_frames", "video_num_frames",
+                        "max_source_pixels", "max_images_per_prompt", "max_logprobs_per_request")
+        self._keep_kinds()
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", template_text(self.chat_template))
         if not isinstance(self.chat_template_kwargs, (dict, type(None))):
             raise ConfigError(f"chat_template_kwargs: {self.chat_template_kwargs!r} is no object of names and values")
         if self.video_fps is not None and not 0 < self.video_fps <= MAX_VIDEO_FPS:
             raise ConfigError(f"video_fps: {self.video_fps} is not above 0 and up to {MAX_VIDEO_FPS:g}")
+        if self.video_fps is not None and self.video_num_frames is not None:
+            raise ConfigError("video_num_frames: contradicts video_fps; set one of them")
         low, high = self.image_min_pixels, self.image_max_pixels
         if low is not None and high is not None and low > high:
             raise ConfigError(f"image_min_pixels {low} is more than image_max_pixels {high}")
+
+    def _keep_kinds(self) -> None:
+        name, limits = "limit_mm_per_prompt", self.limit_mm_per_prompt
+        if limits is None:
+            return
+        if not isinstance(limits, Mapping):
+            raise ConfigError(f'{name}: {limits!r} is no object like {{"image": 2, "video": 1}}')
+        for kind, most in limits.items():
+            if kind not in ("image", "video") and most != 0:
+                raise ConfigError(f"{name}: {kind!r} is not served, image and video are; leave it out, or allow 0")
+            if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+                raise ConfigError(f"{name}: {most!r} is no number of {kind}s; 0 allows none")
+        total, most_of_all = sum(limits.values()), self.max_images_per_prompt
+        if total > most_of_all != LIMITS.max_images_per_prompt:
+            raise ConfigError(f"{name}: {total} images and videos are more than max_images_per_prompt {most_of_all}; "
+                              "raise that, or leave it out")
+        object.__setattr__(self, name, dict(limits))
+        object.__setattr__(self, "max_images_per_prompt", max(total, most_of_all))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +224,7 @@ class RunnerConfig:
     """npu, cuda, cpu, or the name of an installed package's; auto takes the usable one of highest priority (ours: in
     that order), and is an error where devices are there and cannot be used."""
     dtype: str = one_of("auto", "float32", "bfloat16", "float16")
-    """auto: the checkpoint's own, except on the cpu platform, which computes in float32."""
+    """auto: the checkpoint's own, except on the cpu platform, which computes in float32. half is float16."""
     attention_backend: str = "auto"
     """Attention kernels, where there are several (cuda: triton, flashinfer); auto: our own (cuda: triton)."""
     load_format: str = one_of("safetensors", "dummy")
@@ -214,6 +248,8 @@ class RunnerConfig:
         if not self.model:
             raise ConfigError("model: a checkpoint folder or a hub id is needed")
         check_name(self.platform)
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", _DTYPE_NAMES.get(dtype, dtype))
         check_choices(self)
         if self.runner == "generate" and self.task != "auto":
             raise ConfigError(f"task {self.task}: runner generate answers with text; leave runner at auto, or task")
@@ -262,9 +298,43 @@ def from_keywords(given: Mapping[str, Any], *kinds: type) -> tuple[Any, ...]:
     known = [name for kind in kinds for name in flat_fields(kind)]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-            raise ConfigError(f"unknown setting {name!r}; did you mean {', '.join(near)}?")
-    return tuple(_from_known(given, kind) for kind in kinds)
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else "docs/options.md lists all, docs/from-vllm.md vLLM's"
+            raise ConfigError(f"unknown setting {name!r}; {hint}")
+    values = {name: _in_bytes(name, value) for name, value in given.items()}
+    return tuple(_from_known(values, kind) for kind in kinds)
+
+
+def _in_bytes(name: str, value: Any) -> Any:
+    """A size may be written as on the command line."""
+    if not isinstance(value, str) or not name.endswith("_bytes"):
+        return value
+    try:
+        return read_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def read_size(text: str) -> int:
+    """A number of bytes; K, M, G and T (also KiB, KB, ...) multiply by powers of 1024. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write 1073741824, 1024M or 1G")
+    return int(match[1]) * _SIZES[match[2]]
+
+
+def template_text(given: str | Path) -> str:
+    """The text of a chat template, of itself or of its file. Raises ConfigError for a file that cannot be read."""
+    if isinstance(given, str) and any(character in given for character in "{}\n"):
+        return given
+    try:
+        text = Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, TypeError) as error:
+        message = f"chat_template: {str(given)!r} cannot be read ({error}); name the template's file"
+        raise ConfigError(message) from error
+    if not any(character in text for character in "{}\n"):
+        raise ConfigError(f"chat_template: {str(given)!r} holds no template: there is no {{ in it")
+    return text
 
 
 def _from_known(given: Mapping[str, Any], settings: type) -> Any:

@@ -5,13 +5,15 @@ Knows nothing of files or rows; the batch job has those.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from functools import partial
 from itertools import islice, repeat
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tqdm import tqdm
 
@@ -21,47 +23,59 @@ from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.prompt_forms import plain_number, raw_prompt
-from npu_runner.prompts.text.chat_template import kwargs_with_effort
-from npu_runner.prompts.text.tools import parse_tools
+from npu_runner.prompts.prompt_forms import plain_number
+from npu_runner.prompts.text.tokenizer import transformers_tokenizer
 from npu_runner.request.limits import plain_template_kwargs, shown
 from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from npu_runner.serving.calls.call_options import (
+    ChatOptions,
+    Parse,
+    PromptOptions,
+    chat_parser,
+    checked_options,
+    is_conversation,
+    parse_prompt,
+    prompt_or_chat_parser,
+)
 from npu_runner.serving.calls.prompt_server import Request
 from npu_runner.serving.calls.prompt_service import make_service
 from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.calls.unsaid_limit import UnsaidLimit
+from npu_runner.serving.calls.vllm_settings import own_settings
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
-from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, pair_task, text_task
+from npu_runner.serving.workers.prompt_tasks import PromptTask, pair_task
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
-"""Text, token ids (a list, an array or a tensor), {"prompt": text or ids, "images": [PIL image or bytes, ...],
+"""Text, token ids (a list, an array or a tensor), {"prompt": text or ids, "images": [PIL image, array or bytes, ...],
 "videos": [bytes, ...]}, vLLM's {"prompt" or "prompt_token_ids", "multi_modal_data": {"image": ..., "video": ...}}, each
 optionally with "mm_processor_kwargs", or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
-"""OpenAI-style messages; image parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; video
-parts {"type": "video", "video": bytes} or vLLM's video_url."""
+"""OpenAI-style messages; image parts are {"type": "image", "image": PIL image, array, bytes or address}, or OpenAI's
+image_url; video parts {"type": "video", "video": bytes or address} or vLLM's video_url."""
+Embedded = Prompt | Conversation
 Sided = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 """A query or a document, or several: text, or vLLM's {"content": parts} with parts as in a conversation."""
-Tools = Sequence[Mapping[str, Any]]
-"""OpenAI's functions: {"type": "function", "function": {"name", "description", "parameters"}}."""
+Bar = bool | Callable[..., Any] | None
 Params = SamplingParams | Iterable[SamplingParams] | None
 PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
 EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
 ScoringResults = Iterator[tuple[int, ScoringRequestOutput]]
 _AnyParams = SamplingParams | PoolingParams
-_Parse = Callable[[Any], PromptTask | PromptInputs]
 _NO_MORE = object()
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
 _READ_SECONDS = 0.05
 
 
 class LLM:
-    """A loaded model. `settings` are the fields of RunnerConfig, of PreprocessingOptions and of ReplicaOptions; an
-    unknown one is a ConfigError.
+    """A loaded model. `settings` are the fields of RunnerConfig, of PreprocessingOptions and of ReplicaOptions, or
+    vLLM's (docs/from-vllm.md); an unknown one is a ConfigError.
 
         with LLM("path/to/checkpoint") as llm:
             for result in llm.chat(conversations, SamplingParams(temperature=0)):
@@ -79,9 +93,10 @@ class LLM:
     """How often the engine of this process is loaded again when it has died, and its requests are tried again."""
 
     def __init__(self, model: str | Path, **settings: Any):
-        config, self.options, several = from_keywords(
-            {"model": str(model), **settings}, RunnerConfig, PreprocessingOptions, ReplicaOptions)
+        given = {"model": str(model), **own_settings(str(model), settings)}
+        config, self.options, several = from_keywords(given, RunnerConfig, PreprocessingOptions, ReplicaOptions)
         self._turns = Turns()
+        self._tokenizer: Any = None
         self._is_torn = False
         """A call was interrupted, or is under way: what the service holds has to be aborted."""
         # The last line: nothing that comes behind it may leave replicas running.
@@ -121,118 +136,122 @@ class LLM:
                               "`config` and `processor` are those of all")
         return engine
 
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer as transformers makes it, which is imported for that; the same object each time.
+
+        Raises ConfigError where transformers is not installed.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = transformers_tokenizer(self.processor.model_path, self.config.prompts.chat_template)
+        return self._tokenizer
+
     @overload
-    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False,
-                 stream_results: Literal[False] = False, return_errors: bool = False) -> list[RequestOutput]: ...
+    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = None, *,
+                 stream_results: Literal[False] = False, return_errors: bool = False,
+                 **options: Unpack[PromptOptions]) -> list[RequestOutput]: ...
     @overload
-    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False,
-                 stream_results: Literal[True], return_errors: bool = False) -> Results: ...
-    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False,
-                 stream_results: bool = False, return_errors: bool = False) -> list[RequestOutput] | Results:
+    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = None, *,
+                 stream_results: Literal[True], return_errors: bool = False,
+                 **options: Unpack[PromptOptions]) -> Results: ...
+    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = None, *,
+                 stream_results: bool = False, return_errors: bool = False,
+                 **options: Unpack[PromptOptions]) -> list[RequestOutput] | Results:
         """Continue raw prompts. One prompt may stand alone; one SamplingParams may serve all prompts.
 
         Without max_tokens a completion has the checkpoint's max_new_tokens, or 16, as rows of /v1/completions. Where
         such a limit cuts one off, that is logged once a process. Everything else is as in `chat`.
         """
         items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        return self._run(items, sampling_params, _text_task, use_tqdm, stream_results, return_errors,
+        checked_options("generate", options, PromptOptions)
+        return self._run(items, sampling_params, parse_prompt, use_tqdm, stream_results, return_errors,
                          DEFAULT_MAX_TOKENS)
 
     @overload
-    def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
-             use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
-             mm_processor_kwargs: Mapping[str, Any] | None = None,
-             add_generation_prompt: bool | None = None, continue_final_message: bool = False,
-             tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-             reasoning_effort: str | None = None, stream_results: Literal[False] = False,
-             return_errors: bool = False) -> list[RequestOutput]: ...
+    def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
+             use_tqdm: Bar = None, *, stream_results: Literal[False] = False, return_errors: bool = False,
+             **options: Unpack[ChatOptions]) -> list[RequestOutput]: ...
     @overload
-    def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
-             use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
-             mm_processor_kwargs: Mapping[str, Any] | None = None,
-             add_generation_prompt: bool | None = None, continue_final_message: bool = False,
-             tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-             reasoning_effort: str | None = None, stream_results: Literal[True],
-             return_errors: bool = False) -> Results: ...
-    def chat(self, conversations: Conversation | Iterable[Conversation], sampling_params: Params = None, *,
-             use_tqdm: bool = False, allowed_media_dir: Path | str | None = None,
-             mm_processor_kwargs: Mapping[str, Any] | None = None,
-             add_generation_prompt: bool | None = None, continue_final_message: bool = False,
-             tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-             reasoning_effort: str | None = None, stream_results: bool = False,
-             return_errors: bool = False) -> list[RequestOutput] | Results:
+    def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
+             use_tqdm: Bar = None, *, stream_results: Literal[True], return_errors: bool = False,
+             **options: Unpack[ChatOptions]) -> Results: ...
+    def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
+             use_tqdm: Bar = None, *, stream_results: bool = False, return_errors: bool = False,
+             **options: Unpack[ChatOptions]) -> list[RequestOutput] | Results:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
-        An image_url or video_url may be a data: URL or, with `allowed_media_dir`, a file below that folder; nothing is
-        downloaded. `mm_processor_kwargs` say how videos are sampled: {"fps": 1}, {"num_frames": 8}, {"max_frames": 9}.
-        `chat_template_kwargs` go into the template, as {"enable_thinking": False}, and so does OpenAI's
-        `reasoning_effort`; a name that it does not read is a RequestError. What a model thinks first is a result's
-        `reasoning_content`, its `text` is what comes behind. `tools` are OpenAI's, for all conversations; calls stay in
-        the text as the model writes them. With `continue_final_message` the answer goes on with the last message, the
-        assistant's; with `add_generation_prompt` False the prompt ends behind it.
+        Options, which are for all conversations:
+        - `allowed_media_dir`: an image_url or video_url, or an image that is text, may be a data: URL or, with this, a
+          file below that folder. A `pathlib.Path` is read wherever it lies. Nothing is downloaded.
+        - `mm_processor_kwargs`: how videos are sampled, {"fps": 1}, {"num_frames": 8} or {"max_frames": 9}, and how
+          images are bounded, {"min_pixels": 3136, "max_pixels": 500_000}.
+        - `chat_template`: text or file of one that stands in for the checkpoint's.
+        - `chat_template_kwargs` go into the template, as {"enable_thinking": False}, and so does OpenAI's
+          `reasoning_effort`; a name that it does not read is a RequestError.
+        - `tools` are OpenAI's; calls stay in the text as the model writes them.
+        - With `continue_final_message` the answer goes on with the last message, the assistant's; with
+          `add_generation_prompt` False the prompt ends behind it.
 
-        Without max_tokens an answer has the checkpoint's max_new_tokens, or what the model's length leaves.
+        What a model thinks first is a result's `reasoning_content`, its `text` is what comes behind. Without max_tokens
+        an answer has the checkpoint's max_new_tokens, or what the model's length leaves.
 
-        `conversations` and `sampling_params` may be iterators of any length. They are read in this thread, at most a
-        few hundred ahead of the results. `stream_results` gives an iterator of (index of the conversation, result)
-        instead of a list, each as it finishes; with both, memory stays flat. The next call ends an iterator that was
-        not read to its end.
+        `messages` and `sampling_params` may be iterators of any length. They are read in this thread, at most a few
+        hundred ahead of the results. `stream_results` gives an iterator of (index of the conversation, result) instead
+        of a list, each as it finishes; with both, memory stays flat. The next call ends an iterator that was not read
+        to its end. `use_tqdm` shows a bar, or is what makes one; None: for lists of results, where standard error is a
+        terminal.
 
         Raises RequestError naming the index of a conversation that cannot be served, and drops the others' answers. In
         a list, what shows without reading an image or counting tokens is refused before anything runs. With
         `return_errors` such a conversation is a result with finish_reason `error`, `error` and `error_code` instead, as
         one always is that makes the model fail.
         """
-        rules = self._media_rules(allowed_media_dir)
-        kwargs = None if chat_template_kwargs is None else plain_template_kwargs(dict(chat_template_kwargs))
-        kwargs_and_effort = kwargs_with_effort(kwargs, reasoning_effort, self.processor.template_reads)
-        checked_tools = None if tools is None else parse_tools(tools)
-
-        def parse(messages: Any) -> PromptTask:
-            return chat_task(
-                messages, kwargs_and_effort, rules, has_vision=self.processor.has_vision, tools=checked_tools,
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                mm_processor_kwargs=mm_processor_kwargs)
-
-        items: Iterable[Any] = [conversations] if _is_one_conversation(conversations) else conversations
+        asked = checked_options("chat", options, ChatOptions)
+        parse = chat_parser(self.processor, self._media_rules(asked.pop("allowed_media_dir", None)), **asked)
+        items: Iterable[Any] = [messages] if _is_one_conversation(messages) else messages
         return self._run(items, sampling_params, parse, use_tqdm, stream_results, return_errors)
 
     @overload
-    def embed(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
-              use_tqdm: bool = False, stream_results: Literal[False] = False,
-              return_errors: bool = False) -> list[EmbeddingRequestOutput]: ...
+    def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
+              use_tqdm: Bar = None, *, stream_results: Literal[False] = False, return_errors: bool = False,
+              **options: Unpack[ChatOptions]) -> list[EmbeddingRequestOutput]: ...
     @overload
-    def embed(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
-              use_tqdm: bool = False, stream_results: Literal[True],
-              return_errors: bool = False) -> EmbeddingResults: ...
-    def embed(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
-              use_tqdm: bool = False, stream_results: bool = False,
-              return_errors: bool = False) -> list[EmbeddingRequestOutput] | EmbeddingResults:
-        """A vector of each raw prompt, of a model that was loaded for that (setting `runner`).
+    def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
+              use_tqdm: Bar = None, *, stream_results: Literal[True], return_errors: bool = False,
+              **options: Unpack[ChatOptions]) -> EmbeddingResults: ...
+    def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
+              use_tqdm: Bar = None, *, stream_results: bool = False, return_errors: bool = False,
+              **options: Unpack[ChatOptions]) -> list[EmbeddingRequestOutput] | EmbeddingResults:
+        """A vector of each raw prompt or conversation, of a model that was loaded for that (setting `runner`).
 
-        Prompts are those of `generate`, instructions and template included; everything else is as in `chat`.
+        Prompts are those of `generate`, instructions and template included. A conversation goes through the chat
+        template, with the options of `chat`; its prompt ends behind the last message, unless `add_generation_prompt` is
+        True. Everything else is as in `chat`.
         """
-        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
+        is_one = _is_one_prompt(prompts) or is_conversation(prompts)
+        items: Iterable[Any] = [prompts] if is_one else prompts  # type: ignore[list-item,assignment]
         self.processor.check_task("embed")
+        asked = checked_options("embed", options, ChatOptions)
+        rules = self._media_rules(asked.pop("allowed_media_dir", None))
         given = PoolingParams() if pooling_params is None else pooling_params
-        results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
+        results = self._run(items, given, prompt_or_chat_parser(self.processor, rules, asked), use_tqdm, stream_results,
+                            return_errors)
         if isinstance(results, list):
             return [EmbeddingRequestOutput.of(output) for output in results]
         return ((index, EmbeddingRequestOutput.of(output)) for index, output in results)
 
     @overload
-    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: bool = False,
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
               pooling_params: PoolingParams | None = None, instruction: str | None = None,
               chat_template_kwargs: Mapping[str, Any] | None = None,
               mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
               stream_results: Literal[False] = False, return_errors: bool = False) -> list[ScoringRequestOutput]: ...
     @overload
-    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: bool = False,
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
               pooling_params: PoolingParams | None = None, instruction: str | None = None,
               chat_template_kwargs: Mapping[str, Any] | None = None,
               mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
               stream_results: Literal[True], return_errors: bool = False) -> ScoringResults: ...
-    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: bool = False,
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
               pooling_params: PoolingParams | None = None, instruction: str | None = None,
               chat_template_kwargs: Mapping[str, Any] | None = None,
               mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
@@ -286,8 +305,8 @@ class LLM:
             allowed_dir=allowed_dir, max_images=self.config.prompts.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
 
-    def _run(self, items: Iterable[Any], sampling_params: _AnyParams | Iterable[_AnyParams] | None, parse: _Parse,
-             use_tqdm: bool, stream_results: bool, return_errors: bool,
+    def _run(self, items: Iterable[Any], sampling_params: _AnyParams | Iterable[_AnyParams] | None, parse: Parse,
+             use_tqdm: Bar, stream_results: bool, return_errors: bool,
              max_tokens: int | None = None) -> list[RequestOutput] | Results:
         """`max_tokens`: where neither params nor the checkpoint say any; None: the model's length."""
         if not isinstance(items, Iterable):
@@ -303,6 +322,8 @@ class LLM:
         requests = self._requests(items, params, parse, limit)
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
+        if use_tqdm is None:
+            use_tqdm = not stream_results and sys.stderr.isatty()
         results = self._results(call, requests, read_seconds, total, use_tqdm, return_errors, limit)
         call.follow(results)
         if stream_results:
@@ -326,7 +347,7 @@ class LLM:
         return list(islice(given, count))  # an iterator can be read only once
 
     def _requests(self, items: Iterable[Any], params: _AnyParams | Iterable[_AnyParams],
-                  parse: _Parse, limit: UnsaidLimit) -> Iterator[Request]:
+                  parse: Parse, limit: UnsaidLimit) -> Iterator[Request]:
         """Each item with its settings, the errors among them as such."""
         wanted = repeat(params) if isinstance(params, (SamplingParams, PoolingParams)) else iter(params)
         last = resolved = None
@@ -340,11 +361,14 @@ class LLM:
                 if one is not last or resolved is None:
                     last, resolved = one, self.processor.resolve_params(limit.bounded(one))
                 prompt: PromptTask | PromptInputs | RequestError = parse(item)
+                most = self.processor.most_prompt_tokens(resolved)
+                if most is not None and isinstance(prompt, PromptTask):
+                    prompt = replace(prompt, truncate_prompt_tokens=most)
             except RequestError as error:
                 prompt = error
             yield Request(resolved or SamplingParams(), prompt)
 
-    def _results(self, call: Call, requests: Iterator[Request], read_seconds: float, total: int | None, use_tqdm: bool,
+    def _results(self, call: Call, requests: Iterator[Request], read_seconds: float, total: int | None, use_tqdm: Bar,
                  return_errors: bool, limit: UnsaidLimit) -> Generator[tuple[int, RequestOutput]]:
         self._turns.take(call)
         if self._is_torn:
@@ -352,7 +376,8 @@ class LLM:
         self._is_torn = True
         try:
             first = self.num_requests
-            with tqdm(total=total, disable=not use_tqdm, unit="request") as bar:
+            make_bar = use_tqdm if callable(use_tqdm) else tqdm
+            with make_bar(total=total, disable=not use_tqdm, unit="request") as bar:
                 for index, found in self._service.answers(requests, read_seconds):
                     if isinstance(found, RequestError) and not return_errors:
                         raise _with_index(index, found)
@@ -402,10 +427,6 @@ def _no_params(given: Any) -> RequestError:
         f"sampling_params: {type(given).__name__} {shown(given)} is not SamplingParams (for embed: PoolingParams), nor "
         "a list of them; write SamplingParams(max_tokens=3), or SamplingParams(**fields)", "invalid_type",
         "sampling_params")
-
-
-def _text_task(item: Any) -> PromptTask | PromptInputs:
-    return item if isinstance(item, PromptInputs) else text_task(raw_prompt(item))
 
 
 def _with_index(index: int, error: RequestError) -> RequestError:

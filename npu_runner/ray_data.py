@@ -47,10 +47,12 @@ class LLMPredictor:
 
     def __init__(self, model: str, *, sampling_params: Mapping[str, Any] | None = None,
                  allowed_media_dir: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-                 mm_processor_kwargs: Mapping[str, Any] | None = None, **settings: Any):
+                 mm_processor_kwargs: Mapping[str, Any] | None = None, drop_columns: Sequence[str] = (),
+                 **settings: Any):
         """`sampling_params`: what rows leave open; what that leaves open is the checkpoint's generation_config, then
         SamplingParams' defaults, and for max_tokens `LLM`'s. `allowed_media_dir`, `chat_template_kwargs`,
-        `mm_processor_kwargs`: as in `LLM.chat`; the last is for raw prompts, too, that bring none. `settings`: LLM's.
+        `mm_processor_kwargs`: as in `LLM.chat`; the last is for raw prompts, too, that bring none. `drop_columns`: not
+        carried on, as messages with the bytes of images. `settings`: LLM's.
 
         Raises what LLM raises, and ConfigError for wrong `sampling_params`.
         """
@@ -58,6 +60,7 @@ class LLMPredictor:
         self._chat_options: dict[str, Any] = {"allowed_media_dir": allowed_media_dir,
                                               "chat_template_kwargs": chat_template_kwargs,
                                               "mm_processor_kwargs": mm_processor_kwargs}
+        self._dropped = (drop_columns,) if isinstance(drop_columns, str) else tuple(drop_columns)
         self._defaults = dict(sampling_params or {})
         try:
             _sampling_params(self._defaults, {})
@@ -69,6 +72,9 @@ class LLMPredictor:
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """`batch`: columns as numpy arrays or lists, all of one length (batch_format "numpy", the default)."""
         rows = _rows(batch)
+        for name in self._dropped:
+            if name not in batch:
+                raise ConfigError(f"drop_columns: there is no column {name}; the rows have {', '.join(batch)}")
         asked: dict[int, tuple[Any, SamplingParams]] = {}
         refused: dict[int, RequestOutput] = {}
         for index, (prompt, params) in enumerate(rows):
@@ -77,7 +83,8 @@ class LLMPredictor:
             except RequestError as error:
                 refused[index] = RequestOutput.failed("", error)
         answers = {**refused, **self._answer(asked, is_chat="messages" in batch)}
-        return {**batch, **_columns([answers[index] for index in range(len(rows))])}
+        kept = {name: values for name, values in batch.items() if name not in self._dropped}
+        return {**kept, **_columns([answers[index] for index in range(len(rows))])}
 
     def _load(self) -> LLM:
         from npu_runner import LLM

@@ -82,7 +82,7 @@ def answer(model: str, platform: str, graph_mode: str, num_ranks: int) -> dict[s
     with LLM(EMBEDDED[model], max_model_len=1024, max_num_seqs=len(asked), kv_cache_bytes=32 << 20,
              vision_cache_bytes=16 << 20, **settings) as llm:
         results = llm.chat([question.conversation() for question in asked],
-                           SamplingParams(temperature=0, max_tokens=32))
+                           SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
         return {"answers": [result.text for result in results], "graphs": llm.engine.info.graphs}
 
 

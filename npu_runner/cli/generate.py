@@ -36,7 +36,7 @@ def answer_question(
 
         with LLM(**flat_values(config)) as llm:
             params = SamplingParams(**{**llm.engine.generation_defaults, **asked})
-            (result,) = llm.chat(conversation, params)
+            (result,) = llm.chat(conversation, params, use_tqdm=False)
     if result.finish_reason not in ("stop", "length"):
         reason = result.error or f"finish_reason is {result.finish_reason}"
         raise GenerationError(f"no answer, given up after {len(result.token_ids)} tokens: {reason}")

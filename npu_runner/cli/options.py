@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from npu_runner import config
 from npu_runner.config import flat_fields, part_of
 from npu_runner.request.limits import shown
 
-_SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZES = {"g": 1 << 30, "m": 1 << 20, "k": 1 << 10}
 _VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
@@ -177,18 +178,18 @@ def _show(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if name.endswith("_bytes"):
-        for suffix in ("g", "m", "k"):
-            if value and value % _SIZES[suffix] == 0:
-                return f"{value // _SIZES[suffix]}{suffix.upper()}"
+        for suffix, size in _SIZES.items():
+            if value and value % size == 0:
+                return f"{value // size}{suffix.upper()}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def read_size(text: str) -> int:
-    """A number of bytes; K, M, G and T (also KiB, KB, ...) multiply by powers of 1024."""
-    match = re.fullmatch(r"(\d+)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 1073741824, 1024M or 1G")
-    return int(match[1]) * _SIZES[match[2]]
+    """A number of bytes, as settings have it."""
+    try:
+        return config.read_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ S slots, B rows of a step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, cast
 
@@ -18,13 +17,8 @@ from tokenizers import Tokenizer
 
 from npu_runner.core.sequence import Sequence
 from npu_runner.engine.detokenizer import detokenizer_for
-from npu_runner.request.outputs import (
-    REPETITION_DETECTED,
-    CompactLogprobs,
-    CompletionOutput,
-    FinishReason,
-    PromptLogprobs,
-)
+from npu_runner.request.logprobs import CompactLogprobs, Describe, PromptLogprobs
+from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, FinishReason
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.runner.base import StepLogprobs
 from npu_runner.sampling.sampler import ALL_BANNED, NO_TOKEN
@@ -44,8 +38,8 @@ _REPETITION = End("length", REPETITION_DETECTED)
 _NOT_A_NUMBER = End("error", error="the model's output is not a number (NaN or infinity): the weights are broken, or "
                                    "too much for the dtype; try dtype float32")
 _NOTHING_LEFT = End("error", error="no token is left: what structured_outputs, tool_choice or max_thinking_tokens "
-                                   "allow next is banned by min_tokens, bad_words or no_repeat_ngram_size, or the "
-                                   "grammar has no way to go on", code="no_token_left")
+                                   "allow next is banned by min_tokens, bad_words, no_repeat_ngram_size or "
+                                   "allowed_token_ids, or the grammar has no way to go on", code="no_token_left")
 
 
 def not_followed(why: str, code: str = "invalid_structured_outputs") -> End:
@@ -147,7 +141,9 @@ class Generation:
         return End("stop")
 
     def finish_text(self) -> str:
-        """End the text, and return all of it."""
+        """End the text, and return all of it; nothing where no text is asked for."""
+        if not self.sequence.params.detokenize:
+            return ""
         token_ids = self.sequence.output_token_ids
         if not self._looks_for_stops:
             self._detokenizer.append(token_ids[: len(token_ids) - self._has_end_token])
@@ -202,7 +198,7 @@ class PlainRows:
 
 
 class LogprobsRecord:
-    """`num_top` most probable tokens beside each sampled one: 4 + 8 * num_top bytes a token."""
+    """`num_top` most probable tokens beside each sampled one: 8 + 8 * num_top bytes a token."""
 
     def __init__(self, num_top: int):
         self._num_top = num_top
@@ -214,7 +210,7 @@ class LogprobsRecord:
 
     @property
     def _token_bytes(self) -> int:
-        return 4 * (1 + 2 * self._num_top)
+        return 4 * (2 + 2 * self._num_top)
 
     def cut(self, num_tokens: int) -> None:
         """Forget those behind the first `num_tokens`."""
@@ -223,11 +219,11 @@ class LogprobsRecord:
     def append(self, step: StepLogprobs, row: int) -> None:
         self._packed += step.packed(row, self._num_top)
 
-    def finish(self, token_ids: SequenceOf[int], describe: Callable[[int], tuple[str, bytes]]) -> CompactLogprobs:
-        """All of it, with the sampled tokens. describe: (text, bytes) of a token id."""
-        records = np.frombuffer(self._packed, dtype=np.int32).reshape(-1, 1 + 2 * self._num_top)
+    def finish(self, token_ids: SequenceOf[int], describe: Describe) -> CompactLogprobs:
+        """All of it, with the sampled tokens."""
+        records = np.frombuffer(self._packed, dtype=np.int32).reshape(-1, 2 + 2 * self._num_top)
         self._packed = bytearray()
-        return _compact(token_ids[: len(records)], records[:, 0], records[:, 1:], describe)
+        return _compact(token_ids[: len(records)], records, describe)
 
 
 class PromptLogprobsRecord:
@@ -248,16 +244,15 @@ class PromptLogprobsRecord:
         self._records[place - 1 : place - 1 + len(records)] = records
         self._num_known = place - 1 + len(records)
 
-    def finish(self, describe: Callable[[int], tuple[str, bytes]]) -> PromptLogprobs:
-        """All of it. describe: (text, bytes) of a token id."""
-        records = self._records
-        positions = _compact(self._token_ids[1:], records[:, 0], records[:, 2:], describe)
-        return PromptLogprobs(self._token_ids, records[:, 1].copy(), positions)
+    def finish(self, describe: Describe) -> PromptLogprobs:
+        """All of it."""
+        return PromptLogprobs(self._token_ids, _compact(self._token_ids[1:], self._records, describe))
 
 
-def _compact(token_ids: SequenceOf[int], values: np.ndarray, top: np.ndarray,
-             describe: Callable[[int], tuple[str, bytes]]) -> CompactLogprobs:
-    """`values`: bits of the tokens' own log probabilities; `top`: the most probable ids, then the bits of theirs."""
-    num_top = top.shape[1] // 2
-    ids = np.column_stack([np.asarray(token_ids, dtype=np.int32), top[:, :num_top]])
-    return CompactLogprobs(ids, np.column_stack([values, top[:, num_top:]]).view(np.float32), describe)
+def _compact(token_ids: SequenceOf[int], records: np.ndarray, describe: Describe) -> CompactLogprobs:
+    """`records` int32 (T, 2 + 2 * K): bits of the tokens' own log probabilities, their ranks, the most probable ids,
+    the bits of theirs."""
+    num_top = records.shape[1] // 2 - 1
+    ids = np.column_stack([np.asarray(token_ids, dtype=np.int32), records[:, 2 : 2 + num_top]])
+    values = np.column_stack([records[:, 0], records[:, 2 + num_top :]]).view(np.float32)
+    return CompactLogprobs(ids, values, records[:, 1].copy(), describe)

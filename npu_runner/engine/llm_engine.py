@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import overload
 
 import numpy as np
@@ -29,9 +29,10 @@ from npu_runner.engine.executors import make_executor
 from npu_runner.engine.executors.executor import Progress, silent
 from npu_runner.engine.generation import End, Generation, PlainRows, PromptLogprobsRecord, not_followed
 from npu_runner.engine.rule_room import RuleRoom
+from npu_runner.engine.unfinished_request import UnfinishedRequest
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.prompts.text.reasoning import SplitAnswer, split_answer
-from npu_runner.request.outputs import CompletionOutput, EngineStats, PromptLogprobs, RequestOutput
+from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -42,15 +43,6 @@ from npu_runner.strategies import OpenedCheckpoint
 # Where nothing runs a rule that is being built is waited for so long at a time: an interrupt comes through, and rows
 # whose rules are built together begin together.
 _PATIENCE_SECONDS = 0.05
-
-
-@dataclass(eq=False)
-class _Request:
-    request_id: str
-    num_prompt_tokens: int
-    generations: list[Generation] = field(default_factory=list)
-    num_cached_tokens: int | None = None
-    prompt_logprobs: PromptLogprobsRecord | None = None
 
 
 class LLMEngine:
@@ -76,7 +68,7 @@ class LLMEngine:
         """When the last step was collected, or the first of those under way was planned."""
         self._search = CulpritSearch(self.scheduler, self._executor, uses_mrope=info.uses_mrope)
         self._token_text = functools.partial(token_text, self.processor.tokenizer)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, UnfinishedRequest] = {}
         self._generation_of: dict[int, Generation] = {}
         self._rows = PlainRows(info.max_num_seqs)
         self._rules = RuleRoom()
@@ -108,7 +100,7 @@ class LLMEngine:
         room = self.max_model_len - len(prompt.token_ids)
         eos_tokens = () if params.ignore_eos else self._eos_token_ids
         end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
-        request = self._requests[request_id] = _Request(request_id, len(prompt.token_ids))
+        request = self._requests[request_id] = UnfinishedRequest(request_id, [prompt])
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = PromptLogprobsRecord(prompt.token_ids, params.prompt_logprobs)
         for index in range(params.n):
@@ -123,7 +115,7 @@ class LLMEngine:
     def _add_poolings(self, request_id: str, prompts: list[PromptInputs], params: PoolingParams) -> None:
         """A sequence for each prompt, which ends with what stands where its first token would."""
         plain = SamplingParams(temperature=0.0, max_tokens=1)
-        request = self._requests[request_id] = _Request(request_id, sum(len(prompt.token_ids) for prompt in prompts))
+        request = self._requests[request_id] = UnfinishedRequest(request_id, prompts)
         for index, prompt in enumerate(prompts):
             sequence = Sequence(
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
@@ -131,7 +123,7 @@ class LLMEngine:
             )
             self._queue(request, Generation(sequence, self.processor.tokenizer, frozenset()))
 
-    def _queue(self, request: _Request, generation: Generation) -> None:
+    def _queue(self, request: UnfinishedRequest, generation: Generation) -> None:
         self._next_seq_id += 1
         request.generations.append(generation)
         self._generation_of[generation.sequence.seq_id] = generation
@@ -277,6 +269,7 @@ class LLMEngine:
                 end = generation.take_pooled(values_W)
                 if end.reason == "error" and self.scheduler.compute_apart(sequence):
                     continue
+                request.note_first_token()
                 request.num_cached_tokens = (request.num_cached_tokens or 0) + sequence.num_cached_tokens
                 self._finish(generation, end)
 
@@ -291,8 +284,8 @@ class LLMEngine:
     # -- completions -----------------------------------------------------------------------------------------------
 
     def _note_cached_tokens(self, sequence: Sequence) -> None:
-        """The request's first prefill counts; a preempted one finds its own blocks."""
         request = self._requests[sequence.request_id]
+        request.note_first_token()
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_cached_tokens
 
@@ -311,22 +304,14 @@ class LLMEngine:
         del self._generation_of[sequence.seq_id]
         self._answer_if_whole(self._requests[sequence.request_id])
 
-    def _answer_if_whole(self, request: _Request) -> None:
+    def _answer_if_whole(self, request: UnfinishedRequest) -> None:
         """Once all of its completions have ended; whatever an interrupt has left of a call before this one."""
         completions = [g.finished for g in request.generations if g.finished is not None]
         if len(completions) < len(request.generations):
             return
         if not any(output.request_id == request.request_id for output in self._ready[-1:]):
-            self._ready.append(RequestOutput(
-                request.request_id, completions, request.num_prompt_tokens, request.num_cached_tokens or 0,
-                self._prompt_logprobs(request),
-            ))
+            self._ready.append(request.output(completions, self._token_text))
         del self._requests[request.request_id]
-
-    def _prompt_logprobs(self, request: _Request) -> PromptLogprobs | None:
-        """None if not requested, or if the request ended before its prompt was computed."""
-        record = request.prompt_logprobs
-        return record.finish(self._token_text) if record is not None and record.is_whole else None
 
     def _split(self, text: str, sequence: Sequence) -> SplitAnswer:
         return split_answer(

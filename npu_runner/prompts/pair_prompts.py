@@ -147,7 +147,7 @@ class PairPrompts:
     ) -> PromptInputs:  # fmt: skip
         """`instruction`: what is looked for, in words. `truncate_prompt_tokens`: of a longer prompt the end of the
         document is left out, the template stays whole. `known`: as in VisionPrompts. Raises RequestError."""
-        videos = self._vision.videos_as(mm_processor_kwargs)
+        asked = self._vision.as_asked(mm_processor_kwargs)
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
         messages = [{"role": QUERY, "content": query.content}, {"role": DOCUMENT, "content": document.content}]
         told = self._settings.instruction if instruction is None else instruction
@@ -161,7 +161,7 @@ class PairPrompts:
         sides = {QUERY: query, DOCUMENT: document}
         in_order = [located for role in self._order if role in sides for located in sides[role].seen]
         seen = self._vision.in_order(token_ids, in_order)
-        return self._vision.prompt(token_ids, seen, truncate_prompt_tokens, videos, known)
+        return self._vision.prompt(token_ids, seen, truncate_prompt_tokens, asked, known)
 
     def _as_variable(self, instruction: str) -> dict[str, Any]:
         """Of a template that renders no message of role system."""
@@ -183,7 +183,7 @@ class PairPrompts:
 
     def _token_ids(self, conversation: Conversation, kwargs: Mapping[str, Any], most: int | None) -> list[int]:
         add_prompt = self._settings.add_generation_prompt
-        token_ids = self._chat.token_ids(conversation, kwargs, add_generation_prompt=add_prompt)
+        _, token_ids = self._chat.text_and_ids(conversation, kwargs, add_generation_prompt=add_prompt)
         if most is None or len(token_ids) <= most:
             return token_ids
         shown, behind = self._chat.split_token_ids(conversation, kwargs, add_generation_prompt=add_prompt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, overload
@@ -49,6 +50,8 @@ from npu_runner.prompts.vision_prompts import (
     Seen,
     VisionPrompts,
     asks_for_mrope,
+    check_kinds,
+    check_seen,
     not_cut,
     read_image_token,
     read_video_prompts,
@@ -77,10 +80,12 @@ class ProcessorSettings(PromptConfig):
     """What is made of prompts; None: text."""
 
     def of_videos(self) -> dict[str, float | int | None]:
-        return {"video_fps": self.video_fps, "video_max_frames": self.video_max_frames}
+        return {"video_fps": self.video_fps, "video_max_frames": self.video_max_frames,
+                "video_num_frames": self.video_num_frames}
 
 
 _DEFAULTS = ProcessorSettings()
+_KEPT_TEMPLATES = 8
 
 
 class ChatProcessor:
@@ -101,7 +106,7 @@ class ChatProcessor:
         self._file_digests = file_digests(folder, (*PROMPT_FILES, *(pair_files(scores.pairs) if scores else ())))
         config = require_json(folder, "config.json")
         self.tokenizer: Tokenizer = read_tokenizer(folder)
-        self._eos_token = read_special_tokens(folder).get("eos_token")
+        self._special_tokens = read_special_tokens(folder)
         text_config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
         self.hidden_size: int | None = text_config.get("hidden_size")
         self.vocab_size: int | None = text_config.get("vocab_size", config.get("vocab_size"))
@@ -119,7 +124,7 @@ class ChatProcessor:
         self._package_versions = package_versions(["pillow", "tokenizers", *self._decoders()])
         self._template: ChatTemplate | None = None
         if scores is None:
-            self._template = read_chat_template(folder, has_vision=self.has_vision)
+            self._template = read_chat_template(folder, has_vision=self.has_vision, given=settings.chat_template)
         else:
             self._template = read_pair_template(folder, scores.pairs, config, self.tokenizer)
         finds_reasoning = settings.reasoning_parser == "auto"
@@ -127,12 +132,10 @@ class ChatProcessor:
         """Answers to conversations are split at them; None: they stay as they are."""
         self._tool_call_parser = find_tool_parser(settings.tool_call_parser,
                                                   self._template.source if self._template else None)
-        self._control = ControlTokens(
-            self.tokenizer, self._template.literals() if self._template else (),
-            read_vision_tokens(config, self.tokenizer), of_assistants=chain.from_iterable(PAIRS),
-        )  # fmt: skip
-        self._chat = ChatPrompts(model_path=self.model_path, template=self._template, control=self._control,
-                                 adds_special_tokens=self.has_vision)
+        self._vision_tokens = read_vision_tokens(config, self.tokenizer)
+        self._chat = self._chat_with(self._template)
+        self._chat_of = lru_cache(maxsize=_KEPT_TEMPLATES)(self._chat_of_source)
+        """Of a template that requests bring."""
         self._template_kwargs = self._kwargs_of_settings()
         self.pairs: PairPrompts | None = None
         """Makes prompts of a query and a document, where the model is loaded for scores."""
@@ -140,6 +143,18 @@ class ChatProcessor:
             self.pairs = PairPrompts(chat=self._chat, vision=self._vision, text_length=self._text_length,
                                      settings=scores.pairs, template_kwargs=self._template_kwargs,
                                      max_images=settings.max_images_per_prompt)
+
+    def _chat_with(self, template: ChatTemplate | None) -> ChatPrompts:
+        control = ControlTokens(self.tokenizer, template.literals() if template else (), self._vision_tokens,
+                                of_assistants=chain.from_iterable(PAIRS))
+        return ChatPrompts(model_path=self.model_path, template=template, control=control,
+                           adds_special_tokens=self.has_vision)
+
+    def _chat_of_source(self, source: str) -> ChatPrompts:
+        try:
+            return self._chat_with(ChatTemplate(source, self._special_tokens))
+        except ModelError as error:
+            raise RequestError(f"chat_template: {error}", "chat_template_error", "chat_template") from error
 
     def _kwargs_of_settings(self) -> dict[str, Any]:
         try:
@@ -154,12 +169,16 @@ class ChatProcessor:
         if settings.takes_videos:
             try:
                 videos = read_video_prompts(folder, config, self.tokenizer, form=settings.video_form,
-                                            fps=settings.video_fps, max_frames=settings.video_max_frames)
+                                            fps=settings.video_fps, max_frames=settings.video_max_frames,
+                                            num_frames=settings.video_num_frames)
             except ModelError as error:  # images and text are served all the same
                 no_videos = str(error)
         for name, value in settings.of_videos().items():
             if videos is None and value is not None:
                 raise ConfigError(f"{name} {value}: this model takes no videos: {no_videos}")
+        for name in ("image_min_pixels", "image_max_pixels"):
+            if getattr(settings, name) is not None and not self.has_vision:
+                raise ConfigError(f"{name} {getattr(settings, name)}: this model reads text only; leave it out")
         return VisionPrompts(
             image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
             video_token_id=config.get("video_token_id"), settings=self.image_settings, videos=videos,
@@ -193,16 +212,17 @@ class ChatProcessor:
         checked = parse_tools(tools, is_call_forced=True)
         return forced_calls(self.parser_of_calls(), checked, name=name, is_parallel=is_parallel)
 
-    def template_reads(self, name: str) -> bool:
-        """Whether `chat_template_kwargs` may have this name."""
-        return self._template is not None and name in self._template.variables
+    def template_reads(self, name: str, chat_template: str | None = None) -> bool:
+        """Whether `chat_template_kwargs` may have this name; `chat_template`: the text of another one than ours."""
+        template = self._template if chat_template is None else self._chat_of(chat_template).template
+        return template is not None and name in template.variables
 
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, is_call_forced: bool = False,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None, chat_template: str | None = None,
     ) -> PromptInputs:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
@@ -212,25 +232,29 @@ class ChatProcessor:
         `continue_final_message` it ends where the last message, the assistant's, does; with `add_generation_prompt`
         False after it, without the next role. `truncate_prompt_tokens`: keep the last so many tokens, as
         `most_prompt_tokens` says. `mm_processor_kwargs`: how videos are sampled, by `fps`, `num_frames` or
-        `max_frames`.
+        `max_frames`, and how images are bounded, by `min_pixels` and `max_pixels`. `chat_template`: the text of one
+        that stands in for the checkpoint's.
         """
-        videos = self._vision.videos_as(mm_processor_kwargs)
-        kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
+        asked = self._vision.as_asked(mm_processor_kwargs)
+        chat = self._chat if chat_template is None else self._chat_of(chat_template)
+        own = self._template_kwargs if chat is self._chat else chat.checked_kwargs(self._template_kwargs)
+        kwargs = {**own, **chat.checked_kwargs(chat_template_kwargs or {})}
         conversation = parse_messages(messages, has_vision=self.has_vision, needs_text=self.pooling is None,
                                       max_images=self.settings.max_images_per_prompt)
+        check_kinds(conversation.seen, self.settings.limit_mm_per_prompt)
         check_ending(conversation, add_generation_prompt, continue_final_message)
         checked_tools = None if tools is None else parse_tools(tools, is_call_forced=is_call_forced)
         texts = [text for _, text in conversation.texts()] + strings_in(checked_tools)
         self._text_length.check(texts, is_cut=truncate_prompt_tokens is not None)
-        token_ids = self._chat.token_ids(
+        text, token_ids = chat.text_and_ids(
             conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt is not False,
         )
         seen = self._vision.in_order(token_ids, conversation.seen)
-        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, videos)
-        if self.reasoning_tokens is None:
-            return prompt
-        return replace(prompt, thinking=thinking_after(prompt.token_ids, self.reasoning_tokens, self.tokenizer))
+        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, asked)
+        tokens = self.reasoning_tokens
+        thinking = None if tokens is None else thinking_after(prompt.token_ids, tokens, self.tokenizer)
+        return replace(prompt, thinking=thinking, text=text)
 
     def from_text(
         self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (),
@@ -243,23 +267,15 @@ class ChatProcessor:
         Control tokens in it are control tokens, and no chat template is applied. `mm_processor_kwargs`: as for a
         conversation.
         """
-        asked = self._vision.videos_as(mm_processor_kwargs)
+        asked = self._vision.as_asked(mm_processor_kwargs)
         located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
         places = (f"videos[{number}]" for number in range(len(videos)))
         located += [(Video.of(video, where), where) for video, where in zip(videos, places, strict=True)]
-        self._check_seen(located)
+        check_seen(located, has_vision=self.has_vision, most=self.settings.max_images_per_prompt)
+        check_kinds(located, self.settings.limit_mm_per_prompt)
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
-        return self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, asked)
-
-    def _check_seen(self, located: Sequence[tuple[Seen, str]]) -> None:
-        if located and not self.has_vision:
-            where = located[0][1].partition("[")[0]
-            raise RequestError(f"this model reads text only; remove the {where}", "model_has_no_vision", where)
-        if len(located) > self.settings.max_images_per_prompt:
-            raise RequestError(
-                f"{len(located)} images and videos, at most {self.settings.max_images_per_prompt} are allowed "
-                "(max_images_per_prompt)", "too_many_images", located[-1][1].partition("[")[0],
-            )  # fmt: skip
+        made = self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, asked)
+        return replace(made, text=prompt) if isinstance(prompt, str) else made
 
     def most_prompt_tokens(self, params: SamplingParams | PoolingParams) -> int | None:
         """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
@@ -303,8 +319,8 @@ class ChatProcessor:
     def end_token_ids(self, model_config: ModelConfig) -> tuple[int, ...]:
         """What ends an answer: the ids of the configs, and the tokenizer's own end token, which a fine-tune may have
         changed there alone."""
-        ids = [*model_config.eos_token_ids]
-        token_id = None if self._eos_token is None else self.tokenizer.token_to_id(self._eos_token)
+        ids, eos_token = [*model_config.eos_token_ids], self._special_tokens.get("eos_token")
+        token_id = None if eos_token is None else self.tokenizer.token_to_id(eos_token)
         if token_id is not None and token_id not in ids:
             ids.append(token_id)
         return tuple(i for i in ids if i < model_config.vocab_size)  # the model cannot say the others
@@ -379,6 +395,7 @@ class ChatProcessor:
             "pillow": PIL.__version__,
             "tokenizers": tokenizers.__version__,
             # Only where they say something: an output that was begun before they existed goes on with them unset.
+            **({"limit_mm_per_prompt": dict(limits)} if (limits := self.settings.limit_mm_per_prompt) else {}),
             **({"decoders": decoders} if (decoders := self._decoders()) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"pairs": self.pairs.identity()} if self.pairs is not None else {}),
@@ -397,7 +414,7 @@ class ChatProcessor:
     def _raw_token_ids(self, prompt: str | Sequence[int], *, is_cut: bool) -> list[int]:
         if isinstance(prompt, str):
             self._text_length.check([prompt], is_cut=is_cut)
-            token_ids = self._control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
+            token_ids = self._chat.control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
         else:
             token_ids = _checked_ids(plain_ids(prompt), self.tokenizer.get_vocab_size())
         if not token_ids:

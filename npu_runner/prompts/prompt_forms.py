@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.video_settings import checked_kwargs
+from npu_runner.prompts.media.arrays import as_image
+from npu_runner.prompts.media.processor_kwargs import checked_kwargs
 from npu_runner.prompts.media.videos import Video
 
 _FIELDS = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data", "mm_processor_kwargs")
@@ -41,7 +42,8 @@ def raw_prompt(item: Any) -> RawPrompt:
     prompt = plain_ids(_one_of(given, "prompt_token_ids", "prompt"))
     images, where_images, videos, where_videos = _media(given)
     encoded = [Video.of(video, where_videos) for video in _several(videos, where_videos, "the encoded bytes of videos")]
-    checked_images = _several(images, where_images, "PIL images or encoded bytes")
+    checked_images = [as_image(image, where_images)
+                      for image in _several(images, where_images, "PIL images, arrays or encoded bytes")]
     return RawPrompt(prompt=prompt, images=checked_images, videos=encoded, mm_processor_kwargs=kwargs)
 
 
@@ -89,9 +91,11 @@ def _media(given: Mapping[str, Any]) -> tuple[Any, str, Any, str]:
 
 
 def _listed(value: Any) -> Any:
-    """vLLM's: one stands alone."""
+    """vLLM's: one stands alone; an array of four axes is several."""
     if value is None:
         return ()
+    if getattr(value, "ndim", None) == 4:
+        return list(value)
     is_list = isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
     return value if is_list else [value]
 

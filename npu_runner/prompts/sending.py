@@ -31,14 +31,16 @@ class _Pixels:
         return Image.fromarray, (self.pixels_HWC,)
 
 
-def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool) -> Conversation:
+def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool,
+                         needs_text: bool = True) -> Conversation:
     """The conversation, its addresses not read yet, all text in it plain strings.
 
     Raises RequestError for whatever can be seen without reading an address or decoding an image.
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
     conversation = parse_messages(
-        resolve_media(messages, rules) if is_list else messages, has_vision=has_vision, max_images=rules.max_images
+        resolve_media(messages, rules) if is_list else messages, has_vision=has_vision, max_images=rules.max_images,
+        needs_text=needs_text,
     )
     # A string of a class of its own may be one that no worker knows.
     conversation.messages = conversation.map_text(lambda role, text, is_part: str.__str__(text))

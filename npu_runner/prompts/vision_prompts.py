@@ -22,6 +22,7 @@ from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.media import Media
+from npu_runner.prompts.media.processor_kwargs import OF_IMAGES, bounded, checked_kwargs
 from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings, read_video_settings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
 from npu_runner.prompts.text.tokenizer import TextLength
@@ -88,7 +89,7 @@ class VideoPrompts:
 
 def read_video_prompts(
     folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, form: VideoForm, fps: float | None,
-    max_frames: int | None,
+    max_frames: int | None, num_frames: int | None = None,
 ) -> VideoPrompts:
     """Of a checkpoint whose family sees videos. Raises ModelError where its files do not say how."""
     tokens: dict[str, tuple[int, str]] = {}
@@ -100,11 +101,20 @@ def read_video_prompts(
         tokens[name] = token_id, token  # type: ignore[assignment]
     return VideoPrompts(
         tokenizer=tokenizer,
-        settings=read_video_settings(folder, config, form=form, fps=fps, max_frames=max_frames),
+        settings=read_video_settings(folder, config, form=form, fps=fps, max_frames=max_frames,
+                                     num_frames=num_frames),
         video_token=tokens["video_token_id"], start_id=tokens["vision_start_token_id"][0],
         end_id=tokens["vision_end_token_id"][0], form=form,
         steps_per_second=float(config["vision_config"].get("tokens_per_second", _STEPS_PER_SECOND)),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How one request wants its images and its videos; None where the model sees none."""
+
+    images: ImageSettings | None
+    videos: VideoPrompts | None
 
 
 class VisionPrompts:
@@ -150,32 +160,41 @@ class VisionPrompts:
         waiting = {self.image_token_id: iter(images), self.video_token_id: iter(videos)}
         return [next(waiting[token]) for token in token_ids if token in waiting] if seen else []
 
-    def videos_as(self, kwargs: Mapping[str, Any] | None) -> VideoPrompts | None:
-        """How a request wants its videos, which says so in its `mm_processor_kwargs`. Raises RequestError."""
+    def as_asked(self, kwargs: Mapping[str, Any] | None) -> Asked:
+        """How a request wants what it shows, which says so in its `mm_processor_kwargs`. Raises RequestError."""
         if not kwargs:
-            return self.videos
-        if self.videos is None:
-            name = "mm_processor_kwargs"
+            return Asked(self.settings, self.videos)
+        name = "mm_processor_kwargs"
+        is_map = isinstance(kwargs, Mapping)
+        if self.videos is None and is_map and any(key not in OF_IMAGES for key in kwargs if kwargs[key] is not None):
             message = f"{name}: it is about videos, and this model takes none: {self._no_videos}; leave it out"
             raise RequestError(message, "model_has_no_video", name)
-        return replace(self.videos, settings=self.videos.settings.asked(kwargs))
+        given = checked_kwargs(kwargs)
+        if self.settings is None and given:
+            raise RequestError(f"{name}: this model reads text only; leave it out", "model_has_no_vision", name)
+        of_videos = {key: value for key, value in given.items() if key not in OF_IMAGES}
+        images = None if self.settings is None else bounded(self.settings, given)
+        videos = self.videos
+        if videos is not None and of_videos:
+            videos = replace(videos, settings=videos.settings.asked(of_videos))
+        return Asked(images, videos)
 
     def prompt(
         self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None,
-        videos: VideoPrompts | None = None, known: Known | None = None,
+        asked: Asked, known: Known | None = None,
     ) -> PromptInputs:  # fmt: skip
-        """`seen`: as `in_order` gives them, `videos`: as `videos_as` does. `most_tokens`: keep the last; None: all.
+        """`seen`: as `in_order` gives them, `asked`: as `as_asked` does. `most_tokens`: keep the last; None: all.
         `known`: what other prompts of the same objects have prepared of them; it grows."""
         if most_tokens is not None and not seen:
             token_ids = token_ids[-most_tokens:]
         known = {} if known is None else known
-        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), videos or self.videos, known))
+        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), asked, known))
         if most_tokens is not None and len(prompt.token_ids) > most_tokens:
             raise not_cut(len(prompt.token_ids), most_tokens, "has images, and half of one is none")
         return prompt
 
     def _prepare(
-        self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, videos: VideoPrompts | None, known: Known
+        self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, asked: Asked, known: Known
     ) -> list[list[Shown]]:
         """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
         num_tokens = num_text_tokens
@@ -183,28 +202,28 @@ class VisionPrompts:
         keys = [(isinstance(item, Video), id(item.source if isinstance(item, Video) else item)) for item, _ in seen]
         for key, (item, where) in zip(keys, seen, strict=True):
             if key not in known:
-                known[key] = self._show(item, where, num_tokens - 1, videos)
+                known[key] = self._show(item, where, num_tokens - 1, asked)
             num_tokens += sum(shown.num_tokens for shown in known[key]) - 1
             self._text_length.check_tokens(num_tokens)
         return [known[key] for key in keys]
 
-    def _show(self, item: Seen, where: str, num_tokens_before: int, videos: VideoPrompts | None) -> list[Shown]:
+    def _show(self, item: Seen, where: str, num_tokens_before: int, asked: Asked) -> list[Shown]:
         source = item.source if isinstance(item, Video) else item
         is_low = isinstance(source, Media) and source.detail == "low"
         if isinstance(source, Media):
             where, source = source.where, source.load()
         try:
             if not isinstance(item, Video):
-                return [Shown(self._prepare_image(source, is_low=is_low))]
-            assert videos is not None, "videos were refused before"
+                return [Shown(self._prepare_image(source, asked.images, is_low=is_low))]
+            assert asked.videos is not None, "videos were refused before"
             assert isinstance(source, bytes), "a video is encoded bytes"
-            return videos.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
+            return asked.videos.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
         except RequestError as error:
             raise RequestError(f"{where}: {error.message}", error.code, where) from error
 
-    def _prepare_image(self, image: bytes | Image.Image, *, is_low: bool) -> ImageInput:
-        assert self.settings is not None, "a prompt for a model that reads text only has no images"
-        return prepare_image(image, self.settings, max_source_pixels=self._max_source_pixels, is_low=is_low)
+    def _prepare_image(self, image: bytes | Image.Image, settings: ImageSettings | None, *, is_low: bool) -> ImageInput:
+        assert settings is not None, "a prompt for a model that reads text only has no images"
+        return prepare_image(image, settings, max_source_pixels=self._max_source_pixels, is_low=is_low)
 
     def _assemble(self, token_ids: list[int], seen: list[list[Shown]]) -> PromptInputs:
         placeholders = (self.image_token_id, self.video_token_id)
@@ -219,6 +238,25 @@ class VisionPrompts:
                                f"{len(token_ids)} tokens; show more frames of each second "
                                "(mm_processor_kwargs.fps)", "video_positions")
         return PromptInputs(token_ids, images, spans, positions_3T, delta)
+
+
+def check_seen(located: Sequence[tuple[Seen, str]], *, has_vision: bool, most: int) -> None:
+    """Raises RequestError for what a raw prompt shows to a model without vision, and for more than `most`."""
+    if located and not has_vision:
+        where = located[0][1].partition("[")[0]
+        raise RequestError(f"this model reads text only; remove the {where}", "model_has_no_vision", where)
+    if len(located) > most:
+        raise RequestError(f"{len(located)} images and videos, at most {most} are allowed (max_images_per_prompt)",
+                           "too_many_images", located[-1][1].partition("[")[0])
+
+
+def check_kinds(located: Sequence[tuple[Seen, str]], limits: Mapping[str, int] | None) -> None:
+    """Raises RequestError for more of one kind than `limit_mm_per_prompt` allows."""
+    for kind, most in (limits or {}).items():
+        places = [where for item, where in located if isinstance(item, Video) is (kind == "video")]
+        if kind in ("image", "video") and len(places) > most:
+            raise RequestError(f"{places[most]}: one of {len(places)} {kind}s, at most {most} are allowed "
+                               "(limit_mm_per_prompt)", "too_many_images", places[most])
 
 
 def not_cut(num_tokens: int, most: int, why: str) -> RequestError:

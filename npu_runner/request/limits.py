@@ -58,6 +58,8 @@ class Limits:
     """Characters of one stop string."""
     max_stop_token_ids: int = 1024
     """Entries of `stop_token_ids`."""
+    max_allowed_token_ids: int = 262_144
+    """Entries of `allowed_token_ids`; in a row `max_json_values` comes first."""
     max_bad_words: int = 256
     """Entries of `bad_words`."""
     max_bad_word_chars: int = 128

@@ -2,120 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, overload
+from typing import Literal
 
 import numpy as np
 
 from npu_runner.errors import RequestError
+from npu_runner.request.logprobs import CompactLogprobs, PositionLogprobs, PromptLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 REPETITION_DETECTED = "repetition_detected"
 """The stop_reason of a completion that `repetition_detection` has ended."""
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """Log probability (natural, after temperature 1 softmax of the raw logits) of one token."""
-
-    token_id: int
-    token: str
-    logprob: float
-    token_bytes: bytes
-
-
-@dataclass(frozen=True)
-class PositionLogprobs:
-    """One generated position: the sampled token, and the most probable ones, best first."""
-
-    sampled: TokenLogprob
-    top: tuple[TokenLogprob, ...]
-
-
-class CompactLogprobs(Sequence[PositionLogprobs]):
-    """The positions of one completion, kept as numbers: (2 + 2 * k) * 4 bytes each, with its token; read, each becomes
-    the PositionLogprobs that it stands for, anew every time.
-
-    ids: int32 (T, 1 + k), logprobs: float32 (T, 1 + k), the sampled token first. describe: (text, bytes) of a token id.
-    """
-
-    def __init__(self, ids: np.ndarray, logprobs: np.ndarray, describe: Callable[[int], tuple[str, bytes]]):
-        self.ids = ids
-        self.logprobs = logprobs
-        self.describe = describe
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @overload
-    def __getitem__(self, index: int) -> PositionLogprobs: ...
-    @overload
-    def __getitem__(self, index: slice) -> CompactLogprobs: ...
-    def __getitem__(self, index: int | slice) -> PositionLogprobs | CompactLogprobs:
-        if isinstance(index, slice):
-            return CompactLogprobs(self.ids[index], self.logprobs[index], self.describe)
-        pairs = zip(self.ids[index].tolist(), self.logprobs[index].tolist(), strict=True)
-        sampled, *top = (self._token(token_id, value) for token_id, value in pairs)
-        return PositionLogprobs(sampled, tuple(top))
-
-    def __iter__(self) -> Iterator[PositionLogprobs]:
-        return (self[index] for index in range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _token(self, token_id: int, value: float) -> TokenLogprob:
-        text, raw = self.describe(token_id)
-        return TokenLogprob(token_id=token_id, token=text, logprob=value, token_bytes=raw)
-
-
-@dataclass(frozen=True)
-class PromptTokenLogprobs:
-    """One token of a prompt: what the model gave it before it was read, and the most probable ones in its place."""
-
-    token: TokenLogprob
-    rank: int
-    """1: the most probable one."""
-    top: tuple[TokenLogprob, ...]
-
-
-class PromptLogprobs(Sequence[PromptTokenLogprobs | None]):
-    """One entry for each token of a prompt, None for the first, which nothing stands before. Kept as numbers, and read
-    as CompactLogprobs are.
-
-    token_ids: of the whole prompt (T); ranks: int32 (T - 1); the rest as there, the prompt's own token first (T - 1).
-    """
-
-    def __init__(self, token_ids: Sequence[int], ranks: np.ndarray, positions: CompactLogprobs):
-        self.token_ids = token_ids
-        self.ranks = ranks
-        self.positions = positions
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @overload
-    def __getitem__(self, index: int) -> PromptTokenLogprobs | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[PromptTokenLogprobs | None]: ...
-    def __getitem__(self, index: int | slice) -> PromptTokenLogprobs | list[PromptTokenLogprobs | None] | None:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        if place == 0:
-            return None
-        position = self.positions[place - 1]
-        return PromptTokenLogprobs(position.sampled, int(self.ranks[place - 1]), position.top)
-
-    def first_token(self) -> TokenLogprob:
-        """The one without a log probability, which is NaN here."""
-        text, raw = self.positions.describe(self.token_ids[0])
-        return TokenLogprob(token_id=self.token_ids[0], token=text, logprob=float("nan"), token_bytes=raw)
 
 
 @dataclass(frozen=True)
@@ -144,6 +42,19 @@ class CompletionOutput:
     """float32 (W,), where the request was not for text: a vector's numbers, a score's one, ... (`PoolingConfig`)."""
 
     @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over the sampled tokens; None where no log probabilities were asked for."""
+        if self.logprobs is None:
+            return None
+        if isinstance(self.logprobs, CompactLogprobs):
+            return float(self.logprobs.logprobs[:, 0].sum(dtype=np.float64))
+        return sum(position.sampled.logprob for position in self.logprobs)
+
+    def finished(self) -> bool:
+        """Always: what is not finished is not given out."""
+        return True
+
+    @property
     def is_repetition(self) -> bool:
         """Ended because it repeated itself."""
         return self.finish_reason == "length" and self.stop_reason == REPETITION_DETECTED
@@ -152,6 +63,28 @@ class CompletionOutput:
     def is_cut_off(self) -> bool:
         """Ended at its limit of tokens."""
         return self.finish_reason == "length" and not self.is_repetition
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When a request did what, under the names of vLLM's RequestStateStats. The `_ts` are seconds of one monotonic
+    clock; only their differences mean anything."""
+
+    arrival_time: float
+    """Unix time at which the engine got the request, its prompt prepared."""
+    queued_ts: float
+    """The same moment."""
+    first_token_ts: float
+    """Its first token had arrived; 0: it has none."""
+    last_token_ts: float
+    """Its last completion had ended."""
+    num_generation_tokens: int
+    """Of all its completions together."""
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from the engine's getting it to its first token; 0 where it has none."""
+        return max(0.0, self.first_token_ts - self.queued_ts) if self.first_token_ts else 0.0
 
 
 @dataclass(frozen=True)
@@ -166,6 +99,18 @@ class RequestOutput:
     """Prompt tokens whose KV came from the prefix cache (of the first completion)."""
     prompt_logprobs: PromptLogprobs | None = None
     """Where SamplingParams ask for them."""
+    prompt: str | None = None
+    """The text of the prompt: as given, or of a conversation as the chat template wrote it. None: it came as token ids,
+    or could not be served, or had several prompts."""
+    prompt_token_ids: list[int] | None = None
+    """What the model read, an image as often as it has tokens. None: it could not be served, or had several prompts."""
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+    """None: it never reached the engine."""
+
+    @property
+    def finished(self) -> bool:
+        """Always: what is not finished is not given out."""
+        return True
 
     @classmethod
     def failed(cls, request_id: str, error: RequestError) -> RequestOutput:
@@ -231,6 +176,15 @@ class EmbeddingRequestOutput:
     """Prompt tokens whose keys and values came from the prefix cache."""
     error: str | None = None
     error_code: str | None = None
+    prompt: str | None = None
+    """As in RequestOutput, and so are the next two."""
+    prompt_token_ids: list[int] | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+
+    @property
+    def finished(self) -> bool:
+        """Always: what is not finished is not given out."""
+        return True
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
@@ -238,7 +192,7 @@ class EmbeddingRequestOutput:
         (vector,) = output.completions
         outputs = None if vector.pooled is None else EmbeddingOutput(vector.pooled)
         return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, vector.error,
-                   vector.error_code)
+                   vector.error_code, output.prompt, output.prompt_token_ids, output.metrics)
 
     @property
     def embedding(self) -> np.ndarray:

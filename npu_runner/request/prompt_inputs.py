@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -62,6 +62,8 @@ class PromptInputs:
     `positions_3T`: int32 (3, T) temporal, height and width positions of M-RoPE models; None: 0..T-1.
     `position_delta`: position of token i after the prompt is i + position_delta.
     `thinking`: where it leaves a model that thinks; None: the answer is not split into reasoning and content.
+    `text`: what the token ids were made of, an image or a video as one placeholder; None: token ids were given, or no
+    one is told.
     """
 
     token_ids: list[int]
@@ -70,3 +72,8 @@ class PromptInputs:
     positions_3T: np.ndarray | None = None
     position_delta: int = 0
     thinking: Thinking | None = None
+    text: str | None = None
+
+    def without_text(self) -> PromptInputs:
+        """The same, for one who is told no text."""
+        return self if self.text is None else replace(self, text=None)

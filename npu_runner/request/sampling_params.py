@@ -61,11 +61,15 @@ class SamplingParams:
     """Strings that may not be generated (as token sequences, with and without a leading space)."""
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     """The same as token ids, which is what the sampler takes: `ChatProcessor.resolve_params` makes them."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens may be generated, an end token only if it is one of them. None: all."""
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     """The text ends behind the stop string, or the end token, that ended it, and not before."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text. An end token is in it only with include_stop_str_in_output as well."""
+    detokenize: bool = True
+    """False: tokens are not made text, which is empty then. Stop strings need it."""
     truncate_prompt_tokens: int | None = None
     """Keep the last so many tokens of a longer prompt; -1: as many as leave room for max_tokens. A prompt with images
     is not cut but refused."""
@@ -103,6 +107,7 @@ class SamplingParams:
             ignore_eos=_boolean("ignore_eos", self.ignore_eos),
             include_stop_str_in_output=_boolean("include_stop_str_in_output", self.include_stop_str_in_output),
             skip_special_tokens=_boolean("skip_special_tokens", self.skip_special_tokens),
+            detokenize=_boolean("detokenize", self.detokenize),
             logprobs=_num_top("logprobs", self.logprobs),
             prompt_logprobs=_num_top("prompt_logprobs", self.prompt_logprobs),
             temperature=_number("temperature", self.temperature, 0.0, 100.0),
@@ -112,6 +117,7 @@ class SamplingParams:
             frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             presence_penalty=_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
         )
+        self._keep_allowed()
         self._keep_answer_rules()
         self._keep_guards()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -122,6 +128,16 @@ class SamplingParams:
                 raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
         if self.top_p == 0.0:
             raise _error("top_p", "must be greater than 0; use temperature 0 for greedy decoding")
+
+    def _keep_allowed(self) -> None:
+        if self.stop and not self.detokenize:
+            raise _error("detokenize", "stop strings are looked for in the text; leave it on, or use stop_token_ids")
+        if self.allowed_token_ids is None:
+            return
+        ids = _token_ids("allowed_token_ids", self.allowed_token_ids, LIMITS.max_allowed_token_ids)
+        if not ids:
+            raise _error("allowed_token_ids", "it is empty, so nothing could be generated; leave it out, or name some")
+        self._keep(allowed_token_ids=ids)
 
     def _keep_answer_rules(self) -> None:
         if self.max_thinking_tokens is not None:

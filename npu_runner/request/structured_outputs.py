@@ -25,8 +25,9 @@ class StructuredOutputsParams:
     Raises RequestError naming the field for anything else, and for more than the limits allow.
     """
 
-    json: Mapping[str, Any] | bool | str | None = None
-    """A JSON schema, or its text: the answer is JSON that fits it. True is {}, any JSON."""
+    json: Mapping[str, Any] | bool | str | type | None = None
+    """A JSON schema, its text, or a class of pydantic's that has one: the answer is JSON that fits it. True is {}, any
+    JSON."""
     regex: str | None = None
     """The whole answer matches this regular expression (Rust's syntax: no look-around, no back-references)."""
     choice: Sequence[str] | None = None
@@ -112,7 +113,9 @@ class StructuredOutputsParams:
         return tuple(value)
 
     def _checked_schema(self) -> Any:
-        schema = self.json
+        schema: Any = self.json
+        if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
         if isinstance(schema, str):
             check_count(f"{self.origin}: json", "characters", schema, LIMITS.max_schema_chars)
             try:
@@ -122,7 +125,8 @@ class StructuredOutputsParams:
         if schema is False:
             raise self.error("json: false is the schema that nothing fits; true, or {}, is any JSON")
         if not isinstance(schema, (Mapping, bool)):
-            raise self.error(f"json: {shown(schema)} is no JSON schema: that is an object, or true")
+            raise self.error(f"json: {shown(schema)} is no JSON schema: that is an object, true, or a class of "
+                             "pydantic's")
         plain = dict(schema) if isinstance(schema, Mapping) else {}
         try:
             return plain_json(self.origin, plain, max_nesting=LIMITS.max_schema_nesting,

@@ -19,8 +19,8 @@ from npu_runner.errors import RequestError
 class StepLogprobs:
     """Log probabilities of a step's rows, one generated position each.
 
-    records: int32 (L, 1 + 2 * K): the sampled token's log probability as bits, the K most probable token ids, best
-    first, the bits of their log probabilities. places: where each row's record lies, -1 for a row without one.
+    records: int32 (L, 2 + 2 * K): the sampled token's log probability as bits, its rank, the K most probable token ids,
+    best first, the bits of their log probabilities. places: where each row's record lies, -1 for a row without one.
     """
 
     places: list[int]
@@ -28,14 +28,14 @@ class StepLogprobs:
 
     def packed(self, row: int, num_top: int) -> bytes:
         """The row's record with only the first `num_top` tokens; empty if it has none."""
-        place, most = self.places[row], self.records.shape[1] // 2
+        place, most = self.places[row], self.records.shape[1] // 2 - 1
         if place < 0:
             return b""
         size = self.records.itemsize
-        start, end = size * place * (1 + 2 * most), size * (place + 1) * (1 + 2 * most)
+        start, end = size * place * (2 + 2 * most), size * (place + 1) * (2 + 2 * most)
         if num_top == most:
             return self._bytes[start:end]
-        top, values = start + size * (1 + num_top), start + size * (1 + most)
+        top, values = start + size * (2 + num_top), start + size * (2 + most)
         return self._bytes[start:top] + self._bytes[values: values + size * num_top]
 
     @functools.cached_property

@@ -43,17 +43,19 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 class LogprobsTensors:
     """Log probabilities of the model's own distribution, before penalties and temperature, on the device.
 
-    sampled_L float32; top_ids (L, K) int64 and top_logprobs (L, K) float32, most probable first.
+    sampled_L float32; ranks_L int32, 1 for the most probable token; top_ids (L, K) int64 and top_logprobs (L, K)
+    float32, most probable first.
     """
 
     sampled_L: Tensor
+    ranks_L: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
 
     def records(self) -> Tensor:
-        """int32 (L, 1 + 2 * K): side by side, the floats as their bits."""
-        return torch.cat([self.sampled_L[:, None].view(torch.int32), self.top_ids.to(torch.int32),
-                          self.top_logprobs.view(torch.int32)], dim=1)
+        """int32 (L, 2 + 2 * K): side by side, the floats as their bits."""
+        return torch.cat([self.sampled_L[:, None].view(torch.int32), self.ranks_L[:, None],
+                          self.top_ids.to(torch.int32), self.top_logprobs.view(torch.int32)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class SamplerOutput:
 
 @dataclass(frozen=True)
 class HostSample:
-    """A SamplerOutput in host memory, int32. Records: the sampled token's log probability as bits, the K most probable
-    ids, their log probabilities as bits; None when no row asked."""
+    """A SamplerOutput in host memory, int32. Records: the sampled token's log probability as bits, its rank, the K most
+    probable ids, their log probabilities as bits; None when no row asked."""
 
     token_ids_B: np.ndarray
     receipts_B: np.ndarray
@@ -379,8 +381,10 @@ def _most_probable(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _logprobs(logits_LV: Tensor, tokens_L1: Tensor, num_top: int) -> LogprobsTensors:
     log_total_L1 = logits_LV.logsumexp(-1, keepdim=True)
     top_LK, top_ids = logits_LV.topk(min(num_top, logits_LV.shape[-1]), dim=-1)
+    sampled_L1 = logits_LV.gather(-1, tokens_L1)
     return LogprobsTensors(
-        sampled_L=(logits_LV.gather(-1, tokens_L1) - log_total_L1).squeeze(-1),
+        sampled_L=(sampled_L1 - log_total_L1).squeeze(-1),
+        ranks_L=(logits_LV > sampled_L1).to(torch.int32).sum(-1, dtype=torch.int32) + 1,
         top_ids=top_ids,
         top_logprobs=top_LK - log_total_L1,
     )

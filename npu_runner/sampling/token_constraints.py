@@ -1,4 +1,5 @@
-"""Which tokens may come next in one sequence: those of its grammar, or the end of its thinking. Lives on the host.
+"""Which tokens may come next in one sequence: those of its grammar, those that its request allows, or the end of its
+thinking. Lives on the host.
 
 Constrained rows get their last token before their next mask is made, as rows with bad words do. A sequence that returns
 is rebuilt from all its tokens. Knows no tensors.
@@ -38,6 +39,9 @@ class TokenConstraint:
         self._tokens = tokens if thinking is not None else None
         self._eos_token_ids = frozenset(eos_token_ids)
         self._most_thinking = params.max_thinking_tokens
+        self._allowed_ids = params.allowed_token_ids
+        self._allowed_W: np.ndarray | None = None
+        """The same as a mask, from its first use on."""
         self._num_thought = 0
         self._has_grammar = grammar is not None
         self._matcher: LLMatcher | None = None
@@ -75,6 +79,8 @@ class TokenConstraint:
     @property
     def restricts(self) -> bool:
         """Whether not every token may come next."""
+        if self._allowed_ids is not None:
+            return self._phase is not _Phase.OVER
         if self._phase is _Phase.THINKING:
             return self._has_grammar or self._is_spent
         return self._has_grammar and self._phase is not _Phase.OVER
@@ -111,9 +117,15 @@ class TokenConstraint:
             words_W[:] = 0
         elif self._phase is _Phase.THINKING:
             self._adjust_thinking(words_W)
+        elif not self._has_grammar:
+            words_W[:] = 0xFFFF_FFFF
         elif self._tokens is not None:
             _set_bit(words_W, self._tokens.start_id, self._phase is _Phase.START)
             _set_bit(words_W, self._tokens.end_id, False)  # in the text it would be taken for the reasoning's end
+        if self._allowed_ids is not None:
+            if self._allowed_W is None:
+                self._allowed_W = _mask(self._allowed_ids, len(words_W))
+            words_W &= self._allowed_W
 
     def _adjust_thinking(self, words_W: np.ndarray) -> None:
         assert self._tokens is not None, "nobody else thinks"
@@ -139,7 +151,7 @@ class ConstrainedRows:
         """For a slot that has none; nothing where the sequence is free."""
         has_budget = params.max_thinking_tokens is not None and self._tokens is not None and thinking is not None
         structured = params.structured_outputs
-        if structured is None and not has_budget:
+        if structured is None and not has_budget and params.allowed_token_ids is None:
             return
         grammar = None
         if structured is not None:
@@ -177,6 +189,13 @@ class ConstrainedRows:
         for constraint, words_W in zip(constraints, masks_CW.view(np.uint32), strict=True):
             constraint.note_failure()
             constraint.adjust(words_W)
+
+
+def _mask(token_ids: Sequence[int], num_words: int) -> np.ndarray:
+    words_W = np.zeros(num_words, dtype=np.uint32)
+    ids = np.asarray(token_ids, dtype=np.uint32)
+    np.bitwise_or.at(words_W, ids // 32, np.left_shift(np.uint32(1), ids % 32))
+    return words_W
 
 
 def _set_bit(words_W: np.ndarray, token: int, value: bool) -> None:

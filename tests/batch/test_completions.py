@@ -24,7 +24,8 @@ from npu_runner.batch.rows.openai_response import JobStamp, answer_row
 from npu_runner.batch.rows.preprocessing import PreparedRow
 from npu_runner.cli import main as cli
 from npu_runner.errors import RequestError
-from npu_runner.request.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from npu_runner.request.logprobs import Logprob, PositionLogprobs
+from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from tests.batch.scripted import ScriptedProcessor, completion_row, prepared, read_rows, row, write_rows
 
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
@@ -33,7 +34,8 @@ STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="s
 EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "bad_words", "ignore_eos", "metadata",
           "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "response_format",
           "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_logprobs",
-          "repetition_detection", "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"}
+          "repetition_detection", "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids",
+          "allowed_token_ids"}
 SMALL = ["--platform", "cpu", "--max-model-len", "1024", "--kv-cache-bytes", "64M", "--progress", "off"]
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -132,7 +134,7 @@ def test_a_missing_prompt_is_named() -> None:
 
 
 TOKENS = st.builds(
-    TokenLogprob,
+    Logprob,
     token_id=st.integers(0, 99),
     token=st.text(max_size=3),
     logprob=st.one_of(st.floats(max_value=0), st.just(math.nan)),
@@ -173,7 +175,7 @@ def test_every_answer_is_a_completion_of_openais(completions: list[CompletionOut
 
 
 def position(data: bytes, *top: tuple[bytes, float]) -> PositionLogprobs:
-    tokens = [TokenLogprob(0, raw.decode(errors="replace"), value, raw) for raw, value in ((data, -1.0), *top)]
+    tokens = [Logprob(0, raw.decode(errors="replace"), value, raw) for raw, value in ((data, -1.0), *top)]
     return PositionLogprobs(tokens[0], tuple(tokens[1:]))
 
 

@@ -25,7 +25,7 @@ EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids"
           "add_generation_prompt", "continue_final_message", "structured_outputs", "guided_json", "guided_regex",
           "guided_choice", "guided_grammar", "max_thinking_tokens", "prompt_logprobs",
           "mm_processor_kwargs", "repetition_detection", "no_repeat_ngram_size", "no_repeat_ngram_window",
-          "no_repeat_ngram_exempt_ids"}
+          "no_repeat_ngram_exempt_ids", "allowed_token_ids"}
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "auto"}}
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)

@@ -16,11 +16,12 @@ from openai.types.chat import ChatCompletion
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
 from npu_runner.request.limits import LIMITS
-from npu_runner.request.outputs import CompactLogprobs, CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from npu_runner.request.logprobs import CompactLogprobs, Logprob, PositionLogprobs
+from npu_runner.request.outputs import CompletionOutput, RequestOutput
 
 STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="shapes-vl")
 TOKENS = st.builds(
-    TokenLogprob,
+    Logprob,
     token_id=st.integers(0, 99),
     token=st.text(max_size=3),
     logprob=st.one_of(st.floats(max_value=0), st.just(math.nan)),
@@ -132,7 +133,7 @@ def describe(token_id: int) -> tuple[str, bytes]:
 def by_openai_format(positions: Sequence[PositionLogprobs]) -> list[dict[str, object]]:
     """The array `content` as plain data."""
 
-    def entry(token: TokenLogprob) -> dict[str, object]:
+    def entry(token: Logprob) -> dict[str, object]:
         value = token.logprob if token.logprob >= -9999 and token.logprob != math.inf else -9999.0
         return {"token": token.token, "logprob": value, "bytes": list(token.token_bytes)}
 
@@ -147,7 +148,7 @@ def test_log_probabilities_kept_as_numbers_are_written_as_those_of_objects(num_t
     values = data.draw(st.lists(st.lists(VALUES, min_size=1 + num_top, max_size=1 + num_top), max_size=3))
     floats = np.array(values, dtype=np.float32).reshape(-1, 1 + num_top)
     ids = np.arange(floats.size, dtype=np.int32).reshape(floats.shape) % 4
-    compact = CompactLogprobs(ids, floats, describe)
+    compact = CompactLogprobs(ids, floats, np.ones(len(ids), dtype=np.int32), describe)
     completions = [CompletionOutput(index, "x", [1], "stop", logprobs=compact) for index in range(2)]
     row = answer_row(RequestOutput("a", completions), custom_id="a", form=ChatForm(), stamp=STAMP)
     for choice in json.loads(row)["response"]["body"]["choices"]:
@@ -166,7 +167,8 @@ def test_the_largest_row_of_log_probabilities_takes_little_more_memory_than_its_
     shape = num_positions, 1 + num_top
     completions = [
         CompletionOutput(index, "x", [1] * num_positions, "length", logprobs=CompactLogprobs(
-            rng.integers(0, 5_000, shape, dtype=np.int32), -rng.exponential(5, shape).astype(np.float32), describe))
+            rng.integers(0, 5_000, shape, dtype=np.int32), -rng.exponential(5, shape).astype(np.float32),
+            np.ones(num_positions, dtype=np.int32), describe))
         for index in range(n)
     ]
     tracemalloc.start()

@@ -46,7 +46,8 @@ class Running:
         self.ended: list[tuple[int, End, list[int], int, bytes | None]] = []
 
     def step(self, slots: list[int], tokens: list[list[int]], *, is_prompt: bool, dropped: set[int]) -> None:
-        records = np.array([[values[0], slot, values[0]] for slot, values in zip(slots, tokens, strict=True)], np.int32)
+        lines = [[values[0], 1, slot, values[0]] for slot, values in zip(slots, tokens, strict=True)]
+        records = np.array(lines, np.int32)
         logprobs = StepLogprobs(list(range(len(slots))), records)
         sequences = [None if slot in dropped else self.by_slot[slot].sequence for slot in slots]
         rows = range(len(slots))

@@ -11,6 +11,7 @@ from npu_runner import RunnerConfig, SamplingParams
 from npu_runner.engine.detokenizer import IncrementalDetokenizer
 from npu_runner.engine.generation import Generation, LogprobsRecord, PlainRows
 from npu_runner.engine.llm_engine import LLMEngine
+from npu_runner.engine.unfinished_request import UnfinishedRequest
 from npu_runner.strategies import open_checkpoint
 from tests.faults.lines import Injected
 from tests.faults.test_interrupted_steps import raising
@@ -25,7 +26,7 @@ PARAMS = [
 ]
 PLACES = [(PlainRows, "book"), (Generation, "append"), (LogprobsRecord, "append"), (LogprobsRecord, "finish"),
           (IncrementalDetokenizer, "append"), (IncrementalDetokenizer, "finish"), ("scheduler", "finish"),
-          ("scheduler", "complete"), ("engine", "_split"), ("engine", "_prompt_logprobs"), ("engine", "_finish"),
+          ("scheduler", "complete"), ("engine", "_split"), (UnfinishedRequest, "output"), ("engine", "_finish"),
           ("engine", "_answer_if_whole"), ("engine", "_count")]
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
@@ -23,6 +22,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.faults.poisoned_strategy import install, poisoned_copy
+from tests.replicas.ray_nodes import Node, need_ray, nodes, wait_for_resource
 from tests.videos import moving_frames, video_of
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +131,15 @@ def test_settings_of_videos_are_for_raw_prompts_too_unless_they_bring_their_own(
     assert len({as_few, as_own, as_many}) == 3
 
 
+def test_columns_that_are_dropped_are_not_carried_on(predictor: LLMPredictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "_dropped", ("messages",))
+    found = predictor({"id": [7], "messages": column([[{"role": "user", "content": "x"}]]),
+                       "sampling_params": column([{"max_tokens": 1}])})
+    assert list(found) == ["id", "sampling_params", *COLUMNS]
+    with pytest.raises(ConfigError, match="drop_columns: there is no column messages; the rows have id, prompt"):
+        predictor({"id": [7], "prompt": ["x"]})
+
+
 def test_an_empty_batch_has_every_column(predictor: LLMPredictor) -> None:
     assert predictor({"prompt": []}) == {"prompt": [], **{name: [] for name in COLUMNS}}
 
@@ -207,15 +216,16 @@ def test_a_row_that_ends_the_engine_of_two_ranks_is_given_up_alone(checkpoint: A
 
 
 def example_in_the_docs() -> str:
-    (code,) = re.findall(r"```python\n(import ray\n.*?)```", (ROOT / "docs" / "python.md").read_text(), flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(from pathlib import Path\nimport ray\n.*?)```",
+                         (ROOT / "docs" / "python.md").read_text(), flags=re.DOTALL)
     return str(code)
 
 
-def run_with_ray(program: str, folder: Path) -> str:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'npu-runner[ray]'")
+def run_with_ray(program: str, folder: Path, **environment: str) -> str:
+    need_ray()
     (folder / "program.py").write_text(program)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "program.py"], cwd=folder, env=environment, capture_output=True, text=True,
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment}
+    done = subprocess.run([sys.executable, "program.py"], cwd=folder, env=given, capture_output=True, text=True,
                           timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -223,19 +233,27 @@ def run_with_ray(program: str, folder: Path) -> str:
 
 @pytest.mark.full("starts Ray, whose processes take half a minute on two cores; the class itself stays, without it")
 @pytest.mark.slow
-def test_the_example_in_the_docs_runs(tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
+def test_the_example_in_the_docs_runs_on_a_standing_cluster(tmp_path: Path) -> None:
+    """Its workers' directory is none of the program's."""
+    need_ray()
+    (tmp_path / "images").mkdir()
     for number, example in enumerate(EXAMPLES[:4]):
-        example.images[0].save(tmp_path / "pictures" / f"{number}.png")
+        example.images[0].save(tmp_path / "images" / f"{number}.png")
     program = example_in_the_docs()
-    assert len(program.splitlines()) <= 15
-    lines = run_with_ray(program, tmp_path).splitlines()
-    with LLM(SHAPES_VL, platform="cpu", **SETTINGS) as llm:
+    assert len([line for line in program.splitlines() if line]) <= 15
+    with nodes() as made:
+        made.append(Node(num_cpus=2))
+        wait_for_resource(made[0].address, "CPU", 2)
+        shown = run_with_ray(f"{program}print(sorted(answers.columns()))", tmp_path, RAY_ADDRESS=made[0].address)
+    lines = shown.splitlines()
+    with LLM(SHAPES_VL, platform="cpu") as llm:
         asked = [[{"role": "user", "content": [
-            {"type": "image", "image": Image.open(tmp_path / "pictures" / f"{number}.png")},
-            {"type": "text", "text": "Which shapes are there?"}]}] for number in range(4)]
+            {"type": "image", "image": tmp_path / "images" / f"{number}.png"},
+            {"type": "text", "text": "List all objects from left to right."}]}] for number in range(4)]
         answers = llm.chat(asked, SamplingParams(temperature=0, max_tokens=64))
-    assert sorted(lines) == sorted(output.text for output in answers)
+    expected = [f"{tmp_path}/images/{number}.png {output.text}" for number, output in enumerate(answers)]
+    assert sorted(lines[:-1]) == sorted("\n".join(expected).splitlines())
+    assert lines[-1] == str(sorted([*COLUMNS, "path"]))
 
 
 KILLED = '''

@@ -188,6 +188,8 @@ def test_logprobs_are_those_of_the_model_itself():
     assert output.logprob_rows.tolist() == [0, 1, 2], "the last one did not ask"
     sampled_B = expected_BV.gather(-1, output.token_ids_B[:, None].long())[:, 0]
     np.testing.assert_allclose(output.logprobs.sampled_L, sampled_B[:3], atol=1e-5, rtol=1e-5)
+    ranks = (expected_BV > sampled_B[:, None]).sum(-1) + 1
+    assert output.logprobs.ranks_L.tolist() == ranks[:3].tolist()
     top = expected_BV[:3].topk(5, dim=-1)
     assert output.logprobs.top_ids.tolist() == top.indices.tolist()
     np.testing.assert_allclose(output.logprobs.top_logprobs, top.values, atol=1e-5, rtol=1e-5)
@@ -208,8 +210,9 @@ def test_host_copy_holds_the_same():
     assert host.records_LC is not None
     (record,) = host.records_LC
     assert record[:1].view(np.float32) == output.logprobs.sampled_L[0]
-    assert record[1:5].tolist() == output.logprobs.top_ids[0].tolist()
-    assert record[5:].view(np.float32).tolist() == output.logprobs.top_logprobs[0].tolist()
+    assert record[1] == output.logprobs.ranks_L[0] == 1
+    assert record[2:6].tolist() == output.logprobs.top_ids[0].tolist()
+    assert record[6:].view(np.float32).tolist() == output.logprobs.top_logprobs[0].tolist()
     sampler.add(1, GREEDY, [1], seed=0)
     without = step(sampler, logits_BV, [0, 1]).to_host()
     assert without.records_LC is None

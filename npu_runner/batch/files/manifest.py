@@ -29,6 +29,7 @@ DECODERS = "prompts.decoders"
 """Versions of the libraries that decode images and videos, among the settings."""
 LIMITS_OF_ROWS = {
     "prompts.max_images_per_prompt": "a prompt with more fails as too_many_images; any other is the same prompt",
+    "prompts.limit_mm_per_prompt": "a prompt with more of one kind fails as too_many_images; any other is the same",
     "prompts.max_source_pixels": "a larger image fails as image_too_large, before it is decoded; any other is the same",
 }
 """Settings that can only make a row fail, each with the reason: neither a higher nor a lower value changes an answer.

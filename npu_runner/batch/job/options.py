@@ -31,8 +31,8 @@ class BatchOptions:
     whole."""
     retry_errors: bool = False
     """When resuming, try failed rows again. Rows of the input that have no answer may be corrected, under the same
-    custom_id, and limits that only make rows fail may be others: max_images_per_prompt and max_source_pixels. If
-    preprocessing refuses all of them again, no model is loaded."""
+    custom_id, and limits that only make rows fail may be others: max_images_per_prompt, limit_mm_per_prompt and
+    max_source_pixels. If preprocessing refuses all of them again, no model is loaded."""
     accept_changed: tuple[str, ...] = field(default=(), metadata={"values": "NAME"})
     """When resuming, go on although this setting of the manifest is another one than before; may be repeated. Answers
     of before stay, and system_fingerprint tells them from later ones. A model's files are no settings."""

@@ -20,6 +20,7 @@ from npu_runner.request.outputs import CompletionOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 
+ONE_TEMPLATE = "a job has one, the checkpoint's or --chat-template FILE"
 _UNSERVED_ROLES = ("function",)
 
 
@@ -133,6 +134,7 @@ class ChatBody(RequestBody):
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
+        "chat_template": (),
         "function_call": ("none",),
         "functions": (),
         "modalities": (["text"],),
@@ -150,7 +152,9 @@ class ChatBody(RequestBody):
         "verbosity": (),
         "web_search_options": (),
     }
-    instead: ClassVar[Mapping[str, str]] = {"functions": "; give them as tools", "function_call": "; use tool_choice"}
+    instead: ClassVar[Mapping[str, str]] = {
+        "chat_template": f"; {ONE_TEMPLATE}", "functions": "; give them as tools", "function_call": "; use tool_choice",
+    }  # fmt: skip
 
     messages: list[Message]
     max_completion_tokens: int | None = None

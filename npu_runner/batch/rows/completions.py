@@ -18,7 +18,8 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import shown
-from npu_runner.request.outputs import CompletionOutput, PromptLogprobs, TokenLogprob
+from npu_runner.request.logprobs import Logprob, PromptLogprobs
+from npu_runner.request.outputs import CompletionOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
@@ -134,13 +135,13 @@ class CompletionForm(AnswerForm):
         row.write_end(completion, completion.finish_reason)
 
 
-_Tokens = Callable[[], Iterator[tuple[TokenLogprob, tuple[TokenLogprob, ...] | None]]]
+_Tokens = Callable[[], Iterator[tuple[Logprob, tuple[Logprob, ...] | None]]]
 
 
 def _tokens(completion: CompletionOutput, prompt_logprobs: PromptLogprobs | None) -> _Tokens:
     """Each token and the most probable ones in its place, None where there is no log probability; anew each call."""
 
-    def tokens() -> Iterator[tuple[TokenLogprob, tuple[TokenLogprob, ...] | None]]:
+    def tokens() -> Iterator[tuple[Logprob, tuple[Logprob, ...] | None]]:
         if prompt_logprobs is not None:
             yield prompt_logprobs.first_token(), None
             yield from ((place.token, place.top) for place in prompt_logprobs if place is not None)
@@ -169,7 +170,7 @@ def _write_logprobs(
     row.write("}")
 
 
-def _name(token: TokenLogprob) -> str:
+def _name(token: Logprob) -> str:
     """Its text, or its bytes where these are only a part of a character: these must not all look alike."""
     try:
         return token.token_bytes.decode()
@@ -177,7 +178,7 @@ def _name(token: TokenLogprob) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
 
 
-def _top(own: TokenLogprob, most_probable: tuple[TokenLogprob, ...]) -> dict[str, float]:
+def _top(own: Logprob, most_probable: tuple[Logprob, ...]) -> dict[str, float]:
     """By text; where two tokens have the same, the more probable one counts. The token itself is always there."""
     top: dict[str, float] = {}
     for token in (*most_probable, own):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Discriminator, Tag
 
-from npu_runner.batch.rows.chat import Message, check_messages, refuse_messages
+from npu_runner.batch.rows.chat import ONE_TEMPLATE, Message, check_messages, refuse_messages
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, Prompts, RowBody
 from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.errors import RequestError
@@ -41,9 +41,11 @@ class EmbeddingBody(RowBody):
 
     task: ClassVar[str] = "embed"
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_special_tokens": (), "normalize": (True,), "priority": (0,), "softmax": (), "use_activation": (True,),
+        "add_special_tokens": (), "chat_template": (), "normalize": (True,), "priority": (0,), "softmax": (),
+        "use_activation": (True,),
     }  # fmt: skip
     instead: ClassVar[Mapping[str, str]] = {
+        "chat_template": f"; {ONE_TEMPLATE}",
         "add_special_tokens": "; they are added as the checkpoint's own tokenizer and processor do",
         "normalize": "; the checkpoint's modules.json says whether vectors are normalised",
         "use_activation": "; the checkpoint's modules.json says whether vectors are normalised",

@@ -18,7 +18,8 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS, check_count, shown
-from npu_runner.request.outputs import CompletionOutput, PromptLogprobs
+from npu_runner.request.logprobs import PromptLogprobs
+from npu_runner.request.outputs import CompletionOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -35,6 +36,7 @@ _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
     ("stop_token_ids", list, "entries", LIMITS.max_stop_token_ids),
     ("stop", list, "entries", LIMITS.max_stop_strings),
     ("bad_words", list, "entries", LIMITS.max_bad_words),
+    ("allowed_token_ids", list, "entries", LIMITS.max_allowed_token_ids),
     ("logit_bias", dict, "entries", LIMITS.max_logit_bias),
     ("no_repeat_ngram_exempt_ids", list, "entries", LIMITS.max_ngram_exempt_ids),
     ("metadata", dict, "entries", LIMITS.max_metadata_entries),
@@ -279,6 +281,7 @@ class RequestBody(RowBody, AnswerRules):
     stop: Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<parts>")] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

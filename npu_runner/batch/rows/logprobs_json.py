@@ -15,20 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from npu_runner.request.outputs import (
-    CompactLogprobs,
-    PositionLogprobs,
-    PromptLogprobs,
-    PromptTokenLogprobs,
-    TokenLogprob,
-)
+from npu_runner.request.logprobs import CompactLogprobs, Describe, Logprob, PositionLogprobs, PromptLogprobs
 
 # What OpenAI sends for minus infinity, which JSON cannot say.
 LOWEST_LOGPROB = -9999.0
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _CACHED_TOKENS = 1 << 14  # of some 400 bytes each
 
-_Describe = Callable[[int], tuple[str, bytes]]
 _AroundValue = Callable[[int], tuple[str, str]]
 
 
@@ -51,7 +44,7 @@ class LogprobsJson:
     """The log probabilities of one row's completions; what it learns of a token serves all of them."""
 
     def __init__(self) -> None:
-        self._around_value: dict[_Describe, _AroundValue] = {}
+        self._around_value: dict[Describe, _AroundValue] = {}
 
     def positions(self, logprobs: Sequence[PositionLogprobs]) -> Iterator[str]:
         """The JSON of one position after the other."""
@@ -77,7 +70,7 @@ def write_prompt_logprobs(logprobs: PromptLogprobs, row: io.BytesIO) -> None:
     row.write(b"]")
 
 
-def _by_token_id(position: PromptTokenLogprobs) -> dict[str, dict[str, Any]]:
+def _by_token_id(position: PositionLogprobs) -> dict[str, dict[str, Any]]:
     ranked = [(position.token, position.rank), *((token, 1 + place) for place, token in enumerate(position.top))]
     return {
         str(token.token_id): {"logprob": finite(token.logprob), "rank": rank, "decoded_token": token.token}
@@ -98,7 +91,7 @@ def _position_of_numbers(ids: list[int], values: list[float], around_value: _Aro
     return sampled + ',"top_logprobs":[' + ",".join([token + "}" for token in top]) + "]}"
 
 
-def _around_value(describe: _Describe) -> _AroundValue:
+def _around_value(describe: Describe) -> _AroundValue:
     """For a token id: the JSON of a token before its log probability and behind it, up to the closing brace."""
 
     @functools.lru_cache(maxsize=_CACHED_TOKENS)
@@ -113,6 +106,6 @@ def _position(position: PositionLogprobs) -> dict[str, Any]:
     return {**_token(position.sampled), "top_logprobs": [_token(token) for token in position.top]}
 
 
-def _token(token: TokenLogprob) -> dict[str, Any]:
+def _token(token: Logprob) -> dict[str, Any]:
     logprob = token.logprob if math.isfinite(token.logprob) else LOWEST_LOGPROB
     return {"token": token.token, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(token.token_bytes)}

@@ -19,6 +19,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS
+from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
 from npu_runner.serving.replica import RawRow
 
@@ -88,7 +89,10 @@ class RowPreprocessor:
         self.processor.check_task(row.body.task)
         params: Any = row.body.to_params(self.generation_defaults, _seed_of(self.seed, custom_id))
         params = self.processor.resolve_params(row.body.with_forced_calls(params, self.processor))
-        prompt, form = row.body.prepare(self.processor, self.media, params)
+        made, form = row.body.prepare(self.processor, self.media, params)
+        # An answer does not repeat its prompt, so the text does not travel.
+        prompt: Prompts = made.without_text() if isinstance(made, PromptInputs) else tuple(
+            each.without_text() for each in made)
         return PreparedRow(custom_id=custom_id, form=form, expected=row.body.expected, params=params, prompt=prompt)
 
 

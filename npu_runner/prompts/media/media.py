@@ -11,7 +11,7 @@ import binascii
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -20,7 +20,7 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder, OutsideError
 from npu_runner.request.limits import LIMITS
 
-_KINDS = {"image_url": "image", "video_url": "video"}
+_KINDS = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
 DETAILS = (None, "auto", "high", "low")
 
 
@@ -107,11 +107,12 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
 
 def resolve_media(messages: Sequence[Any], rules: MediaRules, *, names: Sequence[str] | None = None) -> list[Any]:
     """Messages with every `image_url` part replaced by an `image` part of Media, and every `video_url` part by a
-    `video` part.
+    `video` part; so are an `image` and a `video` that are text, which is an address, or a Path.
 
-    The same address is the same Media. `names`: of the fields that they stand in, where they are not the messages of
-    one prompt; then max_images is for the caller to check. Raises RequestError naming the part, or that there are too
-    many or too large ones, before any of them is read.
+    Text may come from anywhere, so it is held to `rules`. A Path is made by a program alone: the file that it names is
+    read wherever it lies. vLLM's `image_pil` is an `image`. The same address is the same Media. `names`: of the fields
+    that they stand in, where they are not the messages of one prompt; then max_images is for the caller to check.
+    Raises RequestError naming the part, or that there are too many or too large ones, before any of them is read.
     """
     addresses = [part for message in messages for part in _parts(message) if _is_address(part)]
     if names is None and len(addresses) > rules.max_images:
@@ -121,7 +122,7 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules, *, names: Sequence
             "too_many_images",
             "messages",
         )
-    known: dict[tuple[str, str | None], Media] = {}
+    known: dict[tuple[str, str, str | None], Media] = {}
     resolved = [
         {**message, "content": [
             _resolve_part(part, f"{name}.content[{j}]", rules, known)
@@ -147,10 +148,16 @@ def _parts(message: Any) -> Sequence[Any]:
 
 
 def _is_address(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _KINDS
+    """An `image` and a `video` may hold the image or the video itself."""
+    if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
+        return False
+    name = part["type"]
+    return name.endswith("_url") or isinstance(part.get(name), (str, Path))
 
 
-def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[str, str | None], Media]) -> Any:
+def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[str, str, str | None], Media]) -> Any:
+    if isinstance(part, Mapping) and part.get("type") == "image_pil":
+        return {"type": "image", "image": part.get("image_pil")}
     if not _is_address(part):
         return part
     name, kind = part["type"], _KINDS[part["type"]]
@@ -163,11 +170,14 @@ def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[st
             param=f"{where}.detail",
         )
     url = value.get("url") if isinstance(value, Mapping) else value
+    if isinstance(url, Path):
+        url = os.path.realpath(url)
+        rules = replace(rules, allowed_dir=os.path.dirname(url))
     with _named(where):
         _kind_of(url)
     assert isinstance(url, str), "_kind_of has refused all else"
     low = detail if detail == "low" else None
-    media = known.setdefault((url, low), Media(url=url, where=where, rules=rules, detail=low))
+    media = known.setdefault((url, str(rules.allowed_dir), low), Media(url=url, where=where, rules=rules, detail=low))
     return {"type": kind, kind: media}
 
 

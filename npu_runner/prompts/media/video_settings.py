@@ -26,7 +26,6 @@ from npu_runner.prompts.media.image_settings import (
     positive_integer,
     settings_from,
 )
-from npu_runner.request.limits import LIMITS, shown
 
 _IMAGES_FILE = "preprocessor_config.json"
 ASSUMED_FPS = 24.0
@@ -61,13 +60,10 @@ class VideoSettings:
     max_video_tokens: int = 768
 
     def asked(self, kwargs: Mapping[str, Any]) -> VideoSettings:
-        """These, as one request wants them: `mm_processor_kwargs` with `fps`, `num_frames` or `max_frames`.
-
-        Raises RequestError for another name, and for a value that cannot be.
-        """
-        given = checked_kwargs(kwargs)
-        wanted = replace(self, num_frames=None) if "fps" in given else self
-        wanted = replace(wanted, **given)
+        """These, as one request wants them: checked `mm_processor_kwargs` of videos, `fps`, `num_frames` or
+        `max_frames`."""
+        wanted = replace(self, num_frames=None) if "fps" in kwargs else self
+        wanted = replace(wanted, **kwargs)
         return replace(wanted, min_frames=min(wanted.min_frames, wanted.max_frames))
 
     def sample(self, num_source_frames: int, source_fps: float) -> np.ndarray:
@@ -179,30 +175,9 @@ _DEFAULTS: dict[type[VideoSettings], dict[str, Any]] = {
 }  # fmt: skip
 
 
-def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`mm_processor_kwargs` without what asks for nothing. Raises RequestError naming what cannot be."""
-    field = "mm_processor_kwargs"
-    if not isinstance(kwargs, Mapping):
-        raise RequestError(f"{field}: an object is needed, not {type(kwargs).__name__}", "invalid_type", field)
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    most = {"fps": MAX_VIDEO_FPS, "num_frames": LIMITS.max_video_frames, "max_frames": LIMITS.max_video_frames}
-    for name, value in given.items():
-        where = f"{field}.{str(name)[:60]}"
-        if name not in most:
-            raise RequestError(f"{where}: not supported; {', '.join(most)} are", "unsupported_field", where)
-        is_number = isinstance(value, (int, float) if name == "fps" else int) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= most[name]:
-            message = f"{where}: {shown(value)} is not above 0 and up to {most[name]:g}"
-            raise RequestError(message, "invalid_value", where)
-    if "fps" in given and "num_frames" in given:
-        message = f"{field}: fps and num_frames contradict each other; give one of them"
-        raise RequestError(message, "invalid_value", field)
-    return given
-
-
 def read_video_settings(
     folder: Path, config: Mapping[str, Any], *, form: VideoForm = VideoForm.TIMESTAMPS, fps: float | None = None,
-    max_frames: int | None = None,
+    max_frames: int | None = None, num_frames: int | None = None,
 ) -> VideoSettings:
     """Settings of the checkpoint in `folder` for a family of this form, with the user's own where given.
 
@@ -218,6 +193,8 @@ def read_video_settings(
     check_against_tower(settings.frame, config["vision_config"], source)
     if fps is not None:
         settings = replace(settings, fps=fps, num_frames=None)
+    if num_frames is not None:
+        settings = replace(settings, num_frames=num_frames)
     if max_frames is not None:
         settings = replace(settings, max_frames=max_frames, min_frames=min(settings.min_frames, max_frames))
     return settings

@@ -44,11 +44,12 @@ class ChatPrompts:
             )
         return plain
 
-    def token_ids(
+    def text_and_ids(
         self, conversation: Conversation, kwargs: Mapping[str, Any], *, tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True, continue_final_message: bool = False,
-    ) -> list[int]:
-        """`tools`: checked. Raises RequestError where the template refuses, or reads no tools."""
+    ) -> tuple[str, list[int]]:
+        """What the template writes, and its tokens. `tools`: checked. Raises RequestError where the template refuses,
+        or reads no tools."""
         template = self._needed_template()
         if tools and not template.reads_tools:
             message = "tools: the model's chat template reads none; describe them in a message, or choose another model"
@@ -63,7 +64,10 @@ class ChatPrompts:
         else:
             rendered = render(messages, add_generation_prompt=add_generation_prompt)
         _refuse_escaped(fences or (), rendered)
-        return self.control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered), fences=fences)
+        ids = self.control.encode(rendered, add_special_tokens=self._adds_special_tokens(rendered), fences=fences)
+        for fence in fences or ():
+            rendered = rendered.replace(fence, "")
+        return rendered, ids
 
     def split_token_ids(
         self, conversation: Conversation, kwargs: Mapping[str, Any], *, add_generation_prompt: bool,
@@ -99,7 +103,8 @@ class ChatPrompts:
     def _needed_template(self) -> ChatTemplate:
         if self.template is None:
             raise RequestError(
-                f"the model in {self.model_path} has no chat template (chat_template.jinja); send a raw prompt instead",
+                f"the model in {self.model_path} has no chat template (chat_template.jinja); give one with "
+                "--chat-template FILE (chat_template in Python), or send a raw prompt",
                 code="model_has_no_chat_template",
             )
         return self.template

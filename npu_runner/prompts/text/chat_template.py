@@ -95,12 +95,14 @@ class ChatTemplate:
         return pieces + [value for value in constants if isinstance(value, str)]
 
 
-def read_chat_template(folder: Path, *, has_vision: bool) -> ChatTemplate | None:
-    """The checkpoint's template, None when it has none.
+def read_chat_template(folder: Path, *, has_vision: bool, given: str | None = None) -> ChatTemplate | None:
+    """The checkpoint's template, None when it has none; or the one with the `given` text.
 
     Order as in transformers: processor_config.json and chat_template.json (models with a processor), then
     chat_template.jinja, then tokenizer_config.json. Of several named templates `default` counts.
     """
+    if given is not None:
+        return ChatTemplate(given, read_special_tokens(folder))
     source = next(_sources(folder, has_vision=has_vision), None)
     return None if source is None else ChatTemplate(_text_of(source, DEFAULT, folder), read_special_tokens(folder))
 

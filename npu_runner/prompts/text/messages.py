@@ -14,6 +14,7 @@ from typing import Any
 from PIL import Image
 
 from npu_runner.errors import RequestError
+from npu_runner.prompts.media.arrays import as_image
 from npu_runner.prompts.media.media import Media
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.text.tools import map_strings, parse_tool_calls, strings_in
@@ -156,10 +157,10 @@ def _part(part: Any, role: str, where: str, seen: list[tuple[Any, str]]) -> dict
     if kind == "text":
         return {"type": "text", "text": checked_text(part.get("text"), f"{where}.text")}
     if kind == "image":
-        image = part.get("image")
+        image = as_image(part.get("image"), f"{where}.image")
         if not isinstance(image, (bytes, bytearray, Image.Image, Media)):
             raise RequestError(
-                f"{where}.image: encoded bytes or a PIL image is needed, not {type(image).__name__}",
+                f"{where}.image: encoded bytes, a PIL image or an array is needed, not {type(image).__name__}",
                 "invalid_type",
                 f"{where}.image",
             )

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from npu_runner.checkpoint.files import read_json
-from npu_runner.errors import ModelError, RequestError
+from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.request.limits import shown
 from npu_runner.request.sampling_params import SamplingParams
 
@@ -116,6 +116,7 @@ def check_sampling_ids(params: SamplingParams, vocab_size: int | None) -> None:
     """Raises RequestError, naming the field, for an id that the model lacks."""
     _check_ids("logit_bias", params.logit_bias, vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_ids("no_repeat_ngram_exempt_ids", params.no_repeat_ngram_exempt_ids, vocab_size)
     _check_ids("bad_words_token_ids", [i for ids in params.bad_words_token_ids for i in ids], vocab_size)
 
@@ -137,6 +138,23 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
         raise RequestError(
             f"the prompt has {num_tokens} tokens, the model takes {max_model_len} with at least one generated; "
             "shorten it, send smaller images or raise max_model_len", code="prompt_too_long")
+
+
+def transformers_tokenizer(folder: str, chat_template: str | None) -> Any:
+    """The tokenizer of a checkpoint's folder as transformers makes it, with this chat template if there is one.
+
+    Raises ConfigError where transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError("get_tokenizer: it is transformers' tokenizer, and transformers is not installed; in a clone "
+                          "pip install -e '.[transformers]' does that. llm.processor.tokenizer is that of the package "
+                          "tokenizers") from error
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 class TextLength:

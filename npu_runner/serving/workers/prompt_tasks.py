@@ -32,6 +32,8 @@ class PromptTask(ABC):
     num_chars: int = 0
     is_plain: bool = True
     """All of it but the images is of Python's own types, so any process can unpickle it."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens."""
 
     @property
     def is_worth_a_worker(self) -> bool:
@@ -54,8 +56,8 @@ class ChatTask(PromptTask):
     messages: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, mm_processor_kwargs, as far as they ask
-    for anything."""
+    """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, mm_processor_kwargs, chat_template, as
+    far as they ask for anything."""
 
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
         images = (image for image, _ in self.images)
@@ -66,7 +68,8 @@ class ChatTask(PromptTask):
             ]} if isinstance(message["content"], list) else message
             for message in self.messages
         ]  # fmt: skip
-        return processor(messages, self.chat_template_kwargs, **self.options)
+        return processor(messages, self.chat_template_kwargs, truncate_prompt_tokens=self.truncate_prompt_tokens,
+                         **self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,8 @@ class TextTask(PromptTask):
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
         seen = [each for each, _ in self.images]
         images, videos = ([each for each in seen if isinstance(each, Video) is is_video] for is_video in (False, True))
-        return processor.from_text(self.prompt, images, videos, mm_processor_kwargs=self.mm_processor_kwargs)
+        return processor.from_text(self.prompt, images, videos, truncate_prompt_tokens=self.truncate_prompt_tokens,
+                                   mm_processor_kwargs=self.mm_processor_kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +117,14 @@ def chat_task(
     messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
     tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
     continue_final_message: bool = False, mm_processor_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None, needs_text: bool = True,
 ) -> ChatTask:  # fmt: skip
     """Raises RequestError for what can be seen without reading an address or decoding an image."""
-    conversation = checked_conversation(messages, rules, has_vision=has_vision)
+    conversation = checked_conversation(messages, rules, has_vision=has_vision, needs_text=needs_text)
     check_ending(conversation, add_generation_prompt, continue_final_message)
     asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
-             "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs}
+             "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs,
+             "chat_template": chat_template}
     return ChatTask(
         messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, images=conversation.seen,
         options={name: value for name, value in asked.items() if value is not None},
