@@ -101,7 +101,7 @@ def test_few_rooms_know_each_other() -> None:
 
 
 HOUSES = {
-    "batch": ["rows", "files", "job"],  # what a row is, where rows lie, what is done with them
+    "batch": ["rows", "files", "report", "job"],  # what a row is, where rows lie, how they look, what is done with them
     "prompts": ["media", "text", "prompts"],  # what a message shows, what it says, and both in one prompt
     "serving": ["workers", "serving", "replicas", "calls"],  # to prepare, one loop, to share out, all for an LLM
 }
