@@ -30,7 +30,7 @@ from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.serving.workers.pool import PoolLimits
 
 PROMPT_CHARS, ANSWER_CHARS = 100, 200
-WORDS = "red blue a the of large small circle square beside above three two and is on it not there with".split()
+WORDS = ["red", "blue", "a", "the", "of", "large", "small", "circle", "square", "beside", "above", "three", "two", "and", "is", "on", "it", "not", "there", "with"]
 STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
 
 

@@ -252,7 +252,7 @@ def test_long_prompts_and_answers_are_folded_and_what_is_cut_is_said(tmp_path: P
     assert "all 1,500 characters" in text
     assert "[the first 4,000 of 5,000 characters]" in text
     assert text.count(long.strip()) == 1, "the whole of it is there"
-    folded = re.findall(r'<span class="beginning">(.*?) …</span>', text, re.DOTALL)
+    folded = re.findall(r'<span class="beginning">(.*?) … </span>', text, re.DOTALL)
     assert all(len(beginning) <= 220 and beginning.count("\n") <= 2 for beginning in folded)
 
 
@@ -318,3 +318,26 @@ def test_a_page_with_no_row_is_a_page(tmp_path: Path) -> None:
     text = report(tmp_path, [row("a")], [])
     assert figures(text) == {"rows": "1", "without an answer": "1"}
     assert names(text) == []
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2.2's ratio of two colours, #rrggbb."""
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_every_colour_of_text_can_be_read_on_every_ground(tmp_path: Path) -> None:
+    text = report(tmp_path, [row("a")], [answer("a", "x")])
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{([^}]*#[^}]*)\}", text))
+    assert contrast("#ffffff", "#000000") == 21
+    for colours in (light, dark):
+        for ground in ("page", "mat", "raised"):
+            for ink in ("ink", "quiet", "link", "good", "bad", "odd"):
+                assert contrast(colours[ink], colours[ground]) >= 4.5, "level AA"
+        assert contrast(colours["page"], colours["chosen"]) >= 4.5
+        assert contrast(colours["edge"], colours["raised"]) >= 3, "the edge of a field"

@@ -130,11 +130,12 @@ def make_dying(folder: Path, most: int) -> int:
 
         sys.addaudithook(die)
         ids = [f"new-{number}" for number in range(201)]
+        status = 1
         try:
             report(folder, [row(name, name) for name in ids], [answer(name, "x") for name in ids], 300, as_folder=True)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
+            status = 0
+        finally:
+            os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

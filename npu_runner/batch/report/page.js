@@ -8,7 +8,8 @@
 
   // A row's address leads to its page, wherever that is now.
   const follow = () => {
-    const hash = decodeURIComponent(location.hash.slice(1));
+    let hash = location.hash.slice(1);
+    try { hash = decodeURIComponent(hash); } catch (error) { return; }  // no address of ours
     if (!hash.startsWith("row") || document.getElementById(hash)) return;
     const page = table.findIndex((rows) => rows.some((row) => (row[1] || `row-${row[0]}`) === hash));
     if (page > 0) location.replace(`${pages}${page + 1}.html${location.hash}`);
