@@ -30,7 +30,7 @@ from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.serving.workers.pool import PoolLimits
 
 PROMPT_CHARS, ANSWER_CHARS = 100, 200
-WORDS = ["red", "blue", "a", "the", "of", "large", "small", "circle", "square", "beside", "above", "three", "two", "and", "is", "on", "it", "not", "there", "with"]
+WORDS = ("red", "blue", "the", "of", "large", "small", "circle", "square", "beside", "above", "three", "is", "not")
 STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
 
 

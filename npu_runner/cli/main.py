@@ -176,8 +176,8 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("-o", "--page", metavar="PAGE", required=True,
-                        help="the HTML file; - writes standard output. With more than 2000 rows, and where a folder has "
-                        "the name, a folder whose pages begin with index.html")
+                        help="the HTML file; - writes standard output. With more than 2000 rows, and where a folder "
+                        "has the name, a folder whose pages begin with index.html")
     parser.add_argument("-i", "--input", metavar="FILE",
                         help="the input of the job (default: none, and answers are shown without questions)")
     parser.add_argument("--allowed-media-dir", type=Path, metavar="PATH",

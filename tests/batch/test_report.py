@@ -333,7 +333,8 @@ def contrast(one: str, other: str) -> float:
 
 def test_every_colour_of_text_can_be_read_on_every_ground(tmp_path: Path) -> None:
     text = report(tmp_path, [row("a")], [answer("a", "x")])
-    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{([^}]*#[^}]*)\}", text))
+    blocks = re.findall(r":root \{([^}]*#[^}]*)\}", text)
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in blocks)
     assert contrast("#ffffff", "#000000") == 21
     for colours in (light, dark):
         for ground in ("page", "mat", "raised"):

@@ -101,7 +101,7 @@ def test_the_spread_of_each_field_is_counted_over_all_answers() -> None:
             "object": {"a": number},
         })  # fmt: skip
     views = {view.name: view for view in field_views(table)}
-    bars = {name: {bar.label: bar.count for bar in view.bars} for name, view in views.items()}
+    bars = {name: {bar.label: bar.num for bar in view.bars} for name, view in views.items()}
     assert bars["shape"] == {"circle": 200, "square": 100}
     assert bars["tags"] == {"x": 200, "y": 100}
     assert bars["is"] == {"true": 75, "false": 225}

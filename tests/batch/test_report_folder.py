@@ -174,9 +174,9 @@ def test_what_is_no_report_is_not_written_into(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "index.html").write_text("somebody's")
-    for name, match in (("photos", "holds index.html and no report"), ("in.jsonl", "is no folder"), ("-", "is a stream"),
-                        ("none/report", "in no existing folder")):  # fmt: skip
-        write_rows(tmp_path / "in.jsonl", [row("a")])
+    write_rows(tmp_path / "in.jsonl", [row("a")])
+    for name, match in (("photos", "holds index.html and no report"), ("in.jsonl", "is no folder"),
+                        ("-", "is a stream"), ("none/report", "in no existing folder")):  # fmt: skip
         with pytest.raises(ConfigError, match=match), find_folder("report", "-" if name == "-" else tmp_path / name,
                                                                   reason="it is large"):
             pass

@@ -117,9 +117,6 @@ class Version:
         with open(self.path / name, "xb") as file:
             yield file
 
-    def has(self, name: str) -> bool:
-        return (self.path / name).exists()
-
     @contextlib.contextmanager
     def writing_index(self) -> Iterator[BinaryIO]:
         """The last file: when it is there, this version is the report, and earlier ones are removed."""

@@ -38,7 +38,7 @@ def about_job(manifest: Manifest | None, runs: Sequence[Line]) -> About | None:
     """`runs`: of the output, in the order in which they began. None: there is no manifest."""
     if manifest is None:
         return None
-    last = runs[-1] if runs else {"platform": None, "devices": 0, "npu_runner": None}
+    last: Line = runs[-1] if runs else {"platform": None, "devices": 0, "npu_runner": None}
     return About(
         model=manifest.model_name, created=manifest.created, platform=last["platform"], num_devices=last["devices"],
         version=last["npu_runner"], num_runs=len(runs),

@@ -117,7 +117,7 @@ def duration(seconds: float) -> str:
 class Filter(NamedTuple):
     outcome: str
     words: str
-    count: int
+    num: int
 
 
 def filters(found: Survey, sections: tuple[Section, ...]) -> list[Filter]:
@@ -128,7 +128,7 @@ def filters(found: Survey, sections: tuple[Section, ...]) -> list[Filter]:
 
 class Bar(NamedTuple):
     label: str
-    count: int
+    num: int
     width: float
     """In per cent of the longest."""
 
@@ -189,7 +189,7 @@ def bars_of(counts: Counter[str], *, most: int) -> tuple[list[Bar], int]:
     common = counts.most_common(most)
     longest = max((count for _, count in common), default=1)
     bars = [Bar(label or "(empty)", count, 100 * count / longest) for label, count in common]
-    return bars, counts.total() - sum(bar.count for bar in bars)
+    return bars, counts.total() - sum(bar.num for bar in bars)
 
 
 def plain(value: float) -> str:

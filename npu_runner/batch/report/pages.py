@@ -52,7 +52,7 @@ class Link(NamedTuple):
 
 class LeafView(NamedTuple):
     number: int
-    count: int
+    num_leaves: int
     links: list[Link]
 
 
@@ -121,7 +121,7 @@ class Book:
         """Where each section begins."""
         return [
             {"title": part.section.kind.code or head.TITLES[part.section.kind.outcome], "code": part.section.kind.code,
-             "count": part.section.num_rows,
+             "num": part.section.num_rows,
              "href": f"{self.href(number, seen_from=seen_from)}#section-{part.number}"}
             for number, leaf in enumerate(self.leaves, 1) for part in leaf if not part.is_continued
         ]  # fmt: skip

@@ -6,7 +6,7 @@ What kills the worker, or keeps it too long, is a picture that cannot be shown.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -47,10 +47,10 @@ class PictureMaker:
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
-    def make(self, media: Iterator[Medium]) -> dict[str, Picture]:
-        """By `key_of`; what cannot be shown is left out."""
+    def make(self, media: Iterator[Medium], known: Container[str] = ()) -> dict[str, Picture]:
+        """By `key_of`, but those that are `known`; what cannot be shown is left out."""
         found: dict[str, Picture] = {}
-        tasks, num_pending = self._different(media), 0
+        tasks, num_pending = self._different(media, known), 0
         while True:
             while num_pending < _MAX_PENDING and (task := next(tasks, None)) is not None:
                 self._open_pool().submit(task)
@@ -64,11 +64,11 @@ class PictureMaker:
                     found[finished.task[0]] = finished.result
 
     @staticmethod
-    def _different(media: Iterator[Medium]) -> Iterator[tuple[str, Medium]]:
+    def _different(media: Iterator[Medium], known: Container[str]) -> Iterator[tuple[str, Medium]]:
         seen: set[str] = set()
         for medium in media:
             key = key_of(medium)
-            if key not in seen:
+            if key not in seen and key not in known:
                 seen.add(key)
                 yield key, medium
 

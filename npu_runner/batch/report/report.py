@@ -6,7 +6,7 @@ a folder, one page after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,23 +98,26 @@ class _Report:
                     self._write_folder(replace(book, version=version.name), version, maker)
                 return
             cards, pictures = self._cards(leaves[0], maker)
-            shown = {key: _shown(picture, data_url(picture.data)) for key, picture in pictures.items()}
+            shown = {key: ShownPicture(data_url(picture.data), picture.width, picture.height)
+                     for key, picture in pictures.items()}
             with self._target.writing() as file:
                 book.write(1, cards, shown, file)
 
     def _write_folder(self, book: Book, version: Version, maker: PictureMaker) -> None:
         """The first page last: the index is what makes the others count."""
         ids: list[list[Address]] = [[] for _ in book.leaves]
+        sizes: dict[str, tuple[int, int]] = {}
         for number in range(len(book.leaves), 0, -1):
             leaf = book.leaves[number - 1]
-            cards, pictures = self._cards(leaf, maker)
+            cards, pictures = self._cards(leaf, maker, known=sizes)
             ids[number - 1] = [Address(cards[place].name, cards[place].anchor, number) for place in places_of(leaf)]
             folder = f"{version.name}/" if number == 1 else ""
-            shown = {key: _shown(picture, f"{folder}{key}.jpg") for key, picture in pictures.items()}
             for key, picture in pictures.items():
-                if not version.has(f"{key}.jpg"):
-                    with version.page(f"{key}.jpg") as file:
-                        file.write(picture.data)
+                sizes[key] = picture.width, picture.height
+                with version.page(f"{key}.jpg") as file:
+                    file.write(picture.data)
+            keys = {key for card in cards.values() for key, _ in card.media} & sizes.keys()
+            shown = {key: ShownPicture(f"{folder}{key}.jpg", *sizes[key]) for key in keys}
             if number > 1:
                 with version.page(f"{number}.html") as file:
                     book.write(number, cards, shown, file)
@@ -122,11 +125,13 @@ class _Report:
                 with version.writing_index() as file:
                     book.write(1, cards, shown, file, ids=ids if len(ids) > 1 else ())
 
-    def _cards(self, leaf: Leaf, maker: PictureMaker) -> tuple[dict[int, Card], dict[str, Picture]]:
-        """The cards of a page by their places, in the order of the page, and their pictures."""
+    def _cards(
+        self, leaf: Leaf, maker: PictureMaker, known: Container[str] = ()
+    ) -> tuple[dict[int, Card], dict[str, Picture]]:
+        """The cards of a page by their places, in the order of the page, and their pictures but for `known` ones."""
         cards: dict[int, Card] = {}
         places = places_of(leaf)
-        pictures = maker.make(self._lay_out(np.sort(np.array(places, dtype=np.int64)), cards))
+        pictures = maker.make(self._lay_out(np.sort(np.array(places, dtype=np.int64)), cards), known)
         return {place: cards[place] for place in places}, pictures
 
     def _lay_out(self, places: np.ndarray, cards: dict[int, Card]) -> Iterator[Medium]:
@@ -152,7 +157,3 @@ class _Report:
         near = neighbours(vectors)
         return ({place: [near[number]] for number, (place, _) in enumerate(owners)},
                 {number: address for number, (_, address) in enumerate(owners)})
-
-
-def _shown(picture: Picture, src: str) -> ShownPicture:
-    return ShownPicture(src, picture.width, picture.height)
