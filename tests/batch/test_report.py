@@ -320,6 +320,14 @@ def test_a_page_with_no_row_is_a_page(tmp_path: Path) -> None:
     assert names(text) == []
 
 
+def test_of_many_fields_the_first_are_shown_and_the_others_folded(tmp_path: Path) -> None:
+    texts = [json.dumps({f"<{number}>": place for number in range(70)}) for place in range(2)]
+    text = report(tmp_path, [row("a"), row("b")], [answer("a", texts[0]), answer("b", texts[1])])
+    assert text.count("<h3>") == 60
+    assert text.index("<summary>51 more</summary>") < text.index("<h3>&lt;9&gt;</h3>")
+    assert "Other names came 20 times; they are not counted." in text
+
+
 def contrast(one: str, other: str) -> float:
     """WCAG 2.2's ratio of two colours, #rrggbb."""
     def luminance(colour: str) -> float:

@@ -48,6 +48,10 @@ def test_each_row_stands_on_one_page_and_every_link_leads_somewhere(tmp_path: Pa
     assert sorted(shown) == sorted(request["custom_id"] for request in requests)
     assert "continued" not in texts[0]
     assert "338 rows, continued" in texts[1]
+    assert [re.findall(r'href="([^"]*)">(\w+) <span>(\d+)', text) for text in texts[:2]] == [
+        [("#section-1", "Failed", "112"), ("#section-2", "Answered", "338")],
+        [("../index.html#section-1", "Failed", "112"), ("../index.html#section-2", "Answered", "338")],
+    ]
     for path, page in read.items():
         for link in page.links:
             file, _, anchor = link.partition("#")

@@ -90,7 +90,7 @@ class Book:
             output=self.output, version=self.version or "", is_folder=self.version is not None, policy=_policy(),
             style=_asset("page.css"), script=_asset("page.js"), num_rows=self.num_rows, num_shown=self.choice.num_rows,
             no_input=not self.has_input, leaf=LeafView(number, len(self.leaves), self._links(number)),
-            filters=head.filters(self.found, self.choice.sections), contents=self._contents(number),
+            filters=head.filters(self.found, self.choice.sections), contents=self._chapters(number),
             common=_common(self.choice, cards) if number == 1 else [], pictures=pictures, addresses=addresses,
             parts=[self._part(part, cards) for part in leaf], ids=_ids(ids), **(self._head() if number == 1 else {}),
         )  # fmt: skip
@@ -105,6 +105,7 @@ class Book:
             "facts": [] if self.about is None else self.about.facts(),
             "figures": head.figures(self.num_rows, found, self.about),
             "codes": self._codes(), "fields": head.field_views(found.fields), "num_objects": found.fields.num_objects,
+            "num_more_fields": found.fields.num_more_fields,
             "vectors": head.of_vectors(found.vectors), "kinds": _kinds(found), "has_expected": has_expected,
         }  # fmt: skip
 
@@ -125,6 +126,14 @@ class Book:
              "href": f"{self.href(number, seen_from=seen_from)}#section-{part.number}"}
             for number, leaf in enumerate(self.leaves, 1) for part in leaf if not part.is_continued
         ]  # fmt: skip
+
+    def _chapters(self, seen_from: int) -> list[dict[str, Any]]:
+        """The same with one entry for all failed rows."""
+        contents = self._contents(seen_from)
+        failed = [section for section in contents if section["code"]]
+        num_failed = self.found.outcomes[FAILED]
+        first = [{**failed[0], "title": "Failed", "num": num_failed}] if failed else []
+        return first + [section for section in contents if not section["code"]]
 
     def _part(self, part: Part, cards: Mapping[int, Card]) -> dict[str, Any]:
         section = part.section
