@@ -185,18 +185,21 @@ def _add_summary(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "report",
-        help="the HTML page of a job's answers",
-        description="Makes the page that batch --report makes, from the files of a job. Loads no model.",
+        help="HTML pages of a job's answers",
+        description="Makes what batch --report makes, from the files of a job: one HTML file, or a folder of pages. "
+        "Loads no model.",
         allow_abbrev=False,
     )
     parser.add_argument("output", help=_OUTPUT)
-    parser.add_argument("-o", "--page", metavar="PAGE", required=True, help="the HTML file; - writes standard output")
+    parser.add_argument("-o", "--page", metavar="PAGE", required=True,
+                        help="the HTML file; - writes standard output. With more than 2000 rows, and where a folder "
+                        "has the name, a folder whose pages begin with index.html")
     parser.add_argument("-i", "--input", metavar="FILE",
-                        help="the input of the job (default: none, and the page shows answers without questions)")
+                        help="the input of the job (default: none, and answers are shown without questions)")
     parser.add_argument("--allowed-media-dir", type=Path, metavar="PATH",
                         help="the folder of the job's images and videos (default: only data: URLs are shown)")
     parser.add_argument("--report-rows", type=int, metavar="N", default=BatchOptions.report_rows,
-                        help=f"most rows on the page (default: {BatchOptions.report_rows})")
+                        help=f"most rows that are shown, some of each kind (default: {BatchOptions.report_rows})")
     parser.set_defaults(run=_report)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import html.parser
 import io
 import json
 import os
@@ -17,38 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from npu_runner.batch.files.input_file import InputFile
-from npu_runner.batch.files.place import find_place
-from npu_runner.batch.job.report import write_report
-from npu_runner.batch.job.thumbnails import ThumbnailMaker
-from npu_runner.batch.rows.chat import ChatForm
-from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.batch.report.head import About
+from npu_runner.batch.report.thumbnails import Picture, ThumbnailMaker, side_for
 from npu_runner.errors import JobError
 from npu_runner.request.limits import LIMITS
-from npu_runner.request.outputs import CompletionOutput, RequestOutput
-from npu_runner.serving.workers.pool import PoolLimits
-from tests.batch.scripted import row, write_rows
-
-STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
-
-
-def answer(name: str, text: str) -> bytes:
-    output = RequestOutput(name, [CompletionOutput(0, text, [1, 2], "stop")], 5)
-    return answer_row(output, custom_id=name, form=ChatForm(), stamp=STAMP)
-
-
-def failure(name: str | None, line: int = 1) -> bytes:
-    return error_row(RowError(code="some_code", message="<b>why</b>"), custom_id=name, line=line)
+from tests.batch.report_pages import Page, answer, answer_with, failure, figures, names, plain, report, sections
+from tests.batch.scripted import row
 
 
 @dataclass(frozen=True)
 class DyingMaker(ThumbnailMaker):
     """Images with these names do to the worker what a decoder's bug would."""
 
-    def __call__(self, url: str) -> str | None:
+    def __call__(self, url: str) -> Picture | None:
         if url == "kills.png":
             os.kill(os.getpid(), signal.SIGKILL)
         if url == "hangs.png":
@@ -56,58 +40,6 @@ class DyingMaker(ThumbnailMaker):
         if url == "raises.png":
             raise ZeroDivisionError
         return super().__call__(url)
-
-
-def report(
-    folder: Path,
-    requests: list[Any],
-    results: list[bytes],
-    max_rows: int = 100,
-    maker: type[ThumbnailMaker] = ThumbnailMaker,
-    timeout: float = 120.0,
-    max_row_bytes: int = 1 << 20,
-) -> str:
-    write_rows(folder / "in.jsonl", requests)
-    (folder / "out.jsonl").write_bytes(b"".join(results))
-    with InputFile(str(folder / "in.jsonl"), folder) as file:
-        write_report(
-            find_place("report", folder / "report.html"),
-            file,
-            file.scan(),
-            [folder / "out.jsonl"],
-            thumbnails=maker(folder, LIMITS.max_source_pixels),
-            worker=PoolLimits(num_workers=1, task_timeout_seconds=timeout),
-            max_rows=max_rows,
-            max_row_bytes=max_row_bytes,
-        )
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    WellFormed().check(text)
-    return text
-
-
-class WellFormed(html.parser.HTMLParser):
-    """Every element closed in order, no element that loads or runs anything."""
-
-    def check(self, text: str) -> None:
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in ("script", "link", "iframe", "object", "b-injected")
-        for name, value in attrs:
-            assert not name.startswith("on")
-            assert name not in ("src", "href") or str(value).startswith("data:image/jpeg;base64,")
-        if tag not in ("meta", "img", "input", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def names(text: str) -> list[str]:
-    return re.findall(r'<div class="foot"><span>(.*?)</span>', text)
 
 
 def test_failed_rows_come_first_then_unexpected_ones(tmp_path: Path) -> None:
@@ -136,7 +68,7 @@ def test_images_are_in_the_page_small_and_upright(tmp_path: Path) -> None:
     text = report(tmp_path, [row("a", messages=[{"role": "user", "content": parts}])], [answer("a", "x")])
     images = re.findall(r'src="data:image/jpeg;base64,(.*?)"', text)
     assert len(images) == 7
-    assert Image.open(io.BytesIO(b64decode(images[0]))).size == (360, 180)
+    assert Image.open(io.BytesIO(b64decode(images[0]))).size == (1024, 512)
     assert "no image to show" in text
     assert "and 3 more" in text
 
@@ -162,7 +94,8 @@ def test_a_large_image_takes_the_job_no_memory(tmp_path: Path) -> None:
 import resource
 from pathlib import Path
 from PIL import Image
-from tests.batch.test_report import answer, report, with_images
+from tests.batch.report_pages import answer, report
+from tests.batch.test_report import with_images
 folder = Path({str(tmp_path)!r})
 Image.new("RGB", (20, 20)).save(folder / "small.jpg")
 peaks = []
@@ -229,9 +162,9 @@ def test_a_huge_job_shows_its_worst_rows_and_says_so(tmp_path: Path) -> None:
     text = report(tmp_path, requests, results, max_rows=20)
     assert names(text) == ["400", "300", *(str(n) for n in range(18))]
     assert "Shown: 20 of 500 rows" in text
-    assert "249 of 249 (100.0 %)" not in text
+    assert "249 of 249 (100 %)" not in text
     assert "248 of 249 (99.6 %)" in text
-    assert "250 of 250 (100.0 %)" in text
+    assert "250 of 250 (100 %)" in text
 
 
 def test_of_a_row_that_was_too_long_the_error_alone_is_shown(tmp_path: Path) -> None:
@@ -259,3 +192,161 @@ def test_the_fields_of_an_answer_that_is_a_json_object_are_a_table(tmp_path: Pat
     assert "<b>circle</b>" not in page
     for text in ("cut", "list", "empty", "text"):
         assert html.escape(texts[text], quote=False) in html.unescape(page).replace("&#34;", '"')
+
+
+def test_no_failure_crowds_the_good_rows_out(tmp_path: Path) -> None:
+    """542 of 900 failed, 450 of them alike."""
+    codes = ["media_missing"] * 450 + ["context_length_exceeded"] * 60 + ["image_too_large"] * 25 + ["timeout"] * 7
+    results = [failure(str(number), code=code) for number, code in enumerate(codes)]
+    results += [answer(str(number), "fine") for number in range(542, 900)]
+    text = report(tmp_path, [row(str(number), f"ask {number}") for number in range(900)], results, max_rows=300)
+    shown = {heading: len(rows) for heading, rows in sections(text).items()}
+    assert list(shown) == ["media_missing 450 rows, 44 shown", "context_length_exceeded 60 rows, 44 shown",
+                           "image_too_large 25 rows", "timeout 7 rows", "Answered 358 rows, 180 shown"]  # fmt: skip
+    assert list(shown.values()) == [44, 44, 25, 7, 180]
+    codes_of_head = re.findall(r'<a href="(#section-\d)">([a-z_]+)</a></th>.*?<td>(\d+)</td>', text)
+    assert codes_of_head == [("#section-1", "media_missing", "450"), ("#section-2", "context_length_exceeded", "60"),
+                             ("#section-3", "image_too_large", "25"), ("#section-4", "timeout", "7")]  # fmt: skip
+    assert {link.removeprefix("#") for link in Page(text).links} <= set(Page(text).ids)
+    assert text.count("&lt;b&gt;why&lt;/b&gt;") == 4, "what all rows of a code say is said once"
+
+
+def test_the_head_says_what_the_job_was(tmp_path: Path) -> None:
+    about = About(model="<m>", created=1_700_000_000, platform="npu", num_devices=8, version="1.2", num_runs=2,
+                  start_seconds=12.34, serve_seconds=4000)
+    text = report(tmp_path, [row("a"), row("b")], [answer("a", "x"), failure("b")], about=about)
+    assert "&lt;m&gt;</span><span>14 November 2023, 22:13 UTC</span><span>npu × 8</span><span>2 runs</span>" in text
+    assert figures(text) == {"rows": "2", "failed": "1", "prompt tokens": "5", "completion tokens": "2",
+                             "to serve": "1 h 06 min"}  # fmt: skip
+    assert "12.3 s to start" in text
+
+
+@pytest.mark.parametrize(("num_good", "value", "tone"), [(0, "0 %", ' class="bad"'), (1, "50.0 %", ""),
+                                                        (2, "100 %", ' class="good"')])  # fmt: skip
+def test_green_is_said_of_all_as_expected_alone(tmp_path: Path, num_good: int, value: str, tone: str) -> None:
+    requests = [row(name, name, metadata={"expected": "yes"}) for name in "ab"]
+    results = [answer(name, "yes" if place < num_good else "no") for place, name in enumerate("ab")]
+    text = report(tmp_path, requests, results)
+    assert f"<dt>answers as expected</dt><dd{tone}>{value}</dd>" in text
+
+
+def test_equal_prompts_are_shown_once(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    questions = ["What is it?", "What is it?", "What is it?", "And this?", "How many?", "How many?"]
+    requests = [row(str(number), messages=[system, {"role": "user", "content": question}])
+                for number, question in enumerate(questions)]
+    text = report(tmp_path, requests, [answer(str(number), "x") for number in range(6)])
+    assert [text.count(words) for words in ("Be brief.", "What is it?", "How many?", "And this?")] == [1, 1, 1, 1]
+    assert names(text) == ["0", "1", "2", "4", "5", "3"]
+    assert plain(text[: text.index('class="kind"')]).endswith("Asked in every row system Be brief. <section")
+    alone = report(tmp_path, requests[:1], [answer("0", "x")])
+    assert "Asked in every row" not in alone, "of one row there is no other"
+    assert alone.count("Be brief.") == 1
+
+
+def test_long_prompts_and_answers_are_folded_and_what_is_cut_is_said(tmp_path: Path) -> None:
+    long, lines, huge = "word " * 300, "line\n" * 40, "x" * 5000
+    text = report(tmp_path, [row("a", long), row("b", lines), row("c", "short")],
+                  [answer("a", lines), answer("b", "short"), answer("c", huge)])  # fmt: skip
+    assert text.count('<details class="fold">') == 4
+    assert "all 1,500 characters" in text
+    assert "[the first 4,000 of 5,000 characters]" in text
+    assert text.count(long.strip()) == 1, "the whole of it is there"
+    folded = re.findall(r'<span class="beginning">(.*?) … </span>', text, re.DOTALL)
+    assert all(len(beginning) <= 220 and beginning.count("\n") <= 2 for beginning in folded)
+
+
+def test_each_row_has_an_address_of_its_own_that_stays(tmp_path: Path) -> None:
+    ids = ["a", "a b", "a\tb", "\u202ea", "<a>", "row-a", "x" * 200, "x" * 201, "漢", "ünï", "a%20b", "#", "ids"]
+    requests, results = [row(name, name) for name in ids], [answer(name, "x") for name in ids]
+    page = Page(report(tmp_path, [*requests, b"{"], [*results, failure(None, len(ids) + 1)]))
+    anchors = [name for name in page.ids if name.startswith("row") and name != "rows"]
+    assert len(set(anchors)) == len(ids) + 1
+    assert "row-a" in anchors
+    assert all(re.fullmatch(r"row-[\w.-]+|row:[0-9a-f]{16}", anchor) for anchor in anchors)
+    fewer = Page(report(tmp_path, requests[3:6], results[3:6]))
+    assert {name for name in fewer.ids if name.startswith("row") and name != "rows"} < set(anchors)
+
+
+def test_pictures_open_larger_without_a_script(tmp_path: Path) -> None:
+    Image.new("RGB", (2000, 1000), "red").save(tmp_path / "big.png")
+    text = report(tmp_path, [with_images("big.png")], [answer("a", "x")])
+    opens = r'<details class="picture"><summary [^>]*><img src="data:[^"]*" width="1024" height="512" alt='
+    assert re.search(opens, text)
+
+
+def test_the_more_pictures_the_smaller_each(tmp_path: Path) -> None:
+    sides = [side_for(count, 3 << 20) for count in (1, 10, 100, 300, 2000)]
+    assert sides == sorted(sides, reverse=True)
+    assert (sides[0], sides[-1]) == (1024, 160)
+    noise = np.random.default_rng(0).normal(128, 40, (48, 64, 3)).clip(0, 255).astype(np.uint8)
+    Image.fromarray(noise).resize((1600, 1200), Image.Resampling.BICUBIC).save(tmp_path / "photo.png")
+    maker = ThumbnailMaker(tmp_path, LIMITS.max_source_pixels, side=side_for(60, 3 << 20))
+    picture = maker("photo.png")
+    assert picture is not None
+    assert len(picture.data) * 60 < 4 << 20
+
+
+def test_calls_of_tools_are_shown_in_question_and_answer(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_<b>", "arguments": '{"city": "Kiel", "n": 1}'}}
+    broken = {"id": "2", "type": "function", "function": {"name": "other", "arguments": '{"city": '}}
+    messages = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "12 degrees"}]  # fmt: skip
+    text = report(tmp_path, [row("a", messages=messages)], [answer_with("a", content=None, tool_calls=[call, broken])])
+    read = plain(text)
+    assert 'get_<b>({"city": "Kiel", "n": 1}) tool 12 degrees' in read
+    assert 'calls get_<b> city Kiel n 1 calls other {"city":' in read
+    assert "(empty answer)" not in text
+
+
+def test_vectors_have_an_outline_and_neighbours(tmp_path: Path) -> None:
+    def vector(name: str, *numbers: float) -> bytes:
+        data = [{"object": "embedding", "index": 0, "embedding": list(numbers)}]
+        body = {"object": "list", "data": data, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}
+        return json.dumps({"custom_id": name, "response": {"body": body}, "error": None}).encode() + b"\n"
+
+    requests = [{"custom_id": name, "body": {"input": f"text {name}"}} for name in "abc"]
+    text = report(tmp_path, requests, [vector("a", 3, 0, 0), vector("b", 0, 1, 0), vector("c", 2, 2, 0)])
+    assert "3 vectors of 3 numbers, of norm 1 to 3." in plain(text)
+    assert "a vector of" not in text
+    assert text.count("<path d=") == 3
+    of_a = plain(text[text.index('id="row-a"') : text.index('id="row-b"')])
+    assert of_a.endswith("nearest c 0.707 , b 0.000 <article")
+
+
+def test_a_page_with_no_row_is_a_page(tmp_path: Path) -> None:
+    text = report(tmp_path, [row("a")], [])
+    assert figures(text) == {"rows": "1", "without an answer": "1"}
+    assert names(text) == []
+
+
+def test_of_many_fields_the_first_are_shown_and_the_others_folded(tmp_path: Path) -> None:
+    texts = [json.dumps({f"<{number}>": place for number in range(70)}) for place in range(2)]
+    text = report(tmp_path, [row("a"), row("b")], [answer("a", texts[0]), answer("b", texts[1])])
+    assert text.count("<h3>") == 60
+    assert text.index("<summary>51 more</summary>") < text.index("<h3>&lt;9&gt;</h3>")
+    assert "Other names came 20 times; they are not counted." in text
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2.2's ratio of two colours, #rrggbb."""
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_every_colour_of_text_can_be_read_on_every_ground(tmp_path: Path) -> None:
+    text = report(tmp_path, [row("a")], [answer("a", "x")])
+    blocks = re.findall(r":root \{([^}]*#[^}]*)\}", text)
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in blocks)
+    assert contrast("#ffffff", "#000000") == 21
+    for colours in (light, dark):
+        for ground in ("page", "mat", "raised"):
+            for ink in ("ink", "quiet", "link", "good", "bad", "odd"):
+                assert contrast(colours[ink], colours[ground]) >= 4.5, "level AA"
+        assert contrast(colours["page"], colours["chosen"]) >= 4.5
+        assert contrast(colours["edge"], colours["raised"]) >= 3, "the edge of a field"

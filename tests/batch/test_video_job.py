@@ -107,13 +107,14 @@ def test_a_row_for_a_vector_takes_videos_and_says_how_they_are_sampled(folder: P
     assert found["wrong"]["error"]["param"] == "mm_processor_kwargs.size"
 
 
-def test_the_report_shows_videos_as_strips(folder: Path) -> None:
+def test_the_report_shows_videos_as_sheets_of_frames(folder: Path) -> None:
     page = (folder / "report.html").read_text()
-    strips = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" class="strip" alt="video 1 of ([^"]+)"', page)
-    assert {name for _, name in strips} == {*GOOD, "inline", "twice"}
-    (data,) = (data for data, name in strips if name == "red to blue.mp4")
-    strip = np.asarray(Image.open(io.BytesIO(b64decode(data)))).astype(int)
-    assert strip.shape[1] == 6 * 96
-    assert strip[:, :48, 0].min() > 200
-    assert strip[:, -48:, 2].min() > 200
+    sheets = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" [^>]*alt="video 1 of ([^"]+)"', page)
+    assert {name for _, name in sheets} == {*GOOD, "inline", "twice"}
+    (data,) = (data for data, name in sheets if name == "red to blue.mp4")
+    sheet = np.asarray(Image.open(io.BytesIO(b64decode(data)))).astype(int)
+    height = sheet.shape[0] // 2
+    assert sheet.shape[1] == 3 * 96
+    assert sheet[: height - 16, :48, 0].min() > 200, "the first frame"
+    assert sheet[height + 16 :, -48:, 2].min() > 200, "the last one"
     assert 'alt="image 1 of image.png"' in page

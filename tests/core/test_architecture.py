@@ -106,7 +106,8 @@ def test_few_rooms_know_each_other() -> None:
 
 
 HOUSES = {
-    "batch": ["rows", "files", "job", "check"],  # a row, where rows lie, what is done with them, what that would bring
+    # A row, where rows lie, how they look, what is done with them, what that would bring.
+    "batch": ["rows", "files", "report", "job", "check"],
     "prompts": ["media", "text", "prompts"],  # what a message shows, what it says, and both in one prompt
     "serving": ["workers", "serving", "replicas", "calls"],  # to prepare, one loop, to share out, all for an LLM
 }

@@ -54,12 +54,16 @@ class Place:
     def is_stream(self) -> bool:
         return self.path is None
 
+    def own_files(self) -> dict[Path, str]:
+        """What the job makes beside this file, and what each is called."""
+        return {} if self.path is None else own_files(self.option, self.path)
+
     def __enter__(self) -> Place:
         """Raises ConfigError where it cannot be written."""
         with clear_file_errors(self.title):
             if self.path is not None:
                 self.try_own_names()
-                _try_to_replace(self.title, self.path)
+                try_to_replace(self.title, self.path)
             else:
                 self.descriptor = self._open()
         return self
@@ -76,7 +80,7 @@ class Place:
     def try_own_names(self) -> None:
         """Raises OSError or ConfigError where the files that belong beside this one could not be there."""
         assert self.path is not None, f"{self.title} is a stream"
-        for own, name in own_files(self.option, self.path).items():
+        for own, name in self.own_files().items():
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISDIR(os.lstat(own).st_mode):
                     raise ConfigError(f"{self.title}: its {name} would be {own}, which is a folder; move it away")
@@ -117,7 +121,7 @@ def find_place(option: str, name: str | Path) -> Place:
     """What stands under this name. Raises ConfigError for what nothing can be written to."""
     name = str(name)
     title = f"{option} {name}"
-    number = _own_descriptor(name)
+    number = own_descriptor(name)
     if number is not None:
         return Place(option, name, path=None, number=number, identity=_identity(_state_of(title, number)))
     with clear_file_errors(title):
@@ -137,7 +141,7 @@ def find_place(option: str, name: str | Path) -> Place:
     return Place(option, name, path=path, number=None, identity=None if found is None else _identity(found))
 
 
-def _own_descriptor(name: str) -> int | None:
+def own_descriptor(name: str) -> int | None:
     """The number, where the name leads to a descriptor of this process: -, /dev/stdout, the /dev/fd/63 of a shell."""
     if name == STANDARD_STREAM:
         return _STDOUT
@@ -171,7 +175,7 @@ def _identity(found: os.stat_result) -> Identity:
     return found.st_dev, found.st_ino
 
 
-def _try_to_replace(title: str, path: Path) -> None:
+def try_to_replace(title: str, path: Path) -> None:
     """Raises OSError or ConfigError where `replacing` would fail."""
     with tempfile.TemporaryFile(dir=path.parent):
         pass

@@ -43,11 +43,12 @@ class BatchOptions:
     error ended it. While the run is under way the file says so. - writes standard output at the end, if nothing else
     does."""
     report: Path | None = None
-    """Write an HTML page of the rows (images, strips of videos, questions, answers) to this file. - writes standard
-    output, if nothing else does."""
+    """Write an HTML page of the rows (images, frames of videos, questions, answers) to this file. - writes standard
+    output, if nothing else does. With more than 2000 report_rows, and where a folder has the name, it is a folder of
+    pages, which begin with index.html."""
     report_rows: int = 300
-    """Most rows on that page; failed rows come first, then answers that are unexpected, cut off, repetitions or
-    unparsed."""
+    """Most rows in that report: some of each failure's code, some that are unexpected, cut off, repetitions or
+    unparsed, and always some good ones."""
     cached_tokens: bool = False
     """Report each row's prefix-cache hits in its usage. They depend on timing, so rows are not reproducible then."""
     ray: str | None = field(default=None, metadata={"alone": AUTO})

@@ -18,7 +18,7 @@ from npu_runner.batch.files.output_file import counts_of, job_at_work, scan_outp
 from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import find_places
-from npu_runner.batch.job.report import make_report
+from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.totals import Totals
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
@@ -56,7 +56,7 @@ class PastJob:
         return Totals(output=self.name, num_rows=num_rows, rows=counts, runs=runs, is_under_way=is_under_way)
 
     def report(self, options: BatchOptions) -> None:
-        """Make the page `options.report`; its input is NO_INPUT where none is given."""
+        """Make the report `options.report`; its input is NO_INPUT where none is given."""
         if self._manifest is None or not self._output.is_file():
             raise ConfigError(f"output {self.name}: it is not there yet, or not any more; run its job again, or wait "
                               "for it")
@@ -64,12 +64,13 @@ class PastJob:
         assert place is not None, "the caller names a page"
         most_pixels = int(self._manifest.settings.get(_LIMIT_OF_IMAGES, LIMITS.max_source_pixels))
         has_schema = _RULE_OF_JOB in self._manifest.settings
+        about = about_job(self._manifest, read_runs(self._output))
         with place:
             if options.input == NO_INPUT:
-                make_report(place, options, most_pixels, None, None, self._files, has_schema=has_schema)
+                make_report(place, options, most_pixels, None, None, self._files, has_schema=has_schema, about=about)
                 return
             with self._opened(options.input) as (file, rows):
-                make_report(place, options, most_pixels, file, rows, self._files, has_schema=has_schema)
+                make_report(place, options, most_pixels, file, rows, self._files, has_schema=has_schema, about=about)
 
     @property
     def _files(self) -> list[Path]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from npu_runner.batch.files.fingerprint import files_that_count
+from npu_runner.batch.files.folder_place import FolderPlace, find_folder
 from npu_runner.batch.files.input_file import STANDARD_STREAM
-from npu_runner.batch.files.names import own_files
 from npu_runner.batch.files.place import Place, find_place
 from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.report.leaves import MAX_CARDS_OF_ONE_FILE
 from npu_runner.errors import ConfigError
 
 _STANDARD = {1: "standard output", 2: "standard error"}
@@ -51,9 +52,10 @@ def find_places(options: BatchOptions, model: str | None) -> Places:
     """
     places = Places(
         output=find_place("output", options.output), error_file=_found("error_file", options.error_file),
-        report=_found("report", options.report), summary=_found("summary", options.summary),
+        report=_found_report(options), summary=_found("summary", options.summary),
     )  # fmt: skip
     _refuse_two_on_standard_output(places)
+    _refuse_within(places.report, places, options)
     taken = _read_names(options)
     for place in places:
         for key in _keys(place):
@@ -70,6 +72,31 @@ def find_places(options: BatchOptions, model: str | None) -> Places:
 
 def _found(option: str, name: Path | None) -> Place | None:
     return None if name is None else find_place(option, name)
+
+
+def _found_report(options: BatchOptions) -> Place | None:
+    """A file or a stream; of more rows than one page shows, or where a folder has the name, a folder."""
+    if options.report is None:
+        return None
+    if options.report_rows > MAX_CARDS_OF_ONE_FILE:
+        reason = f"with report_rows {options.report_rows} the report is a folder of pages"
+        return find_folder("report", options.report, reason=f"{reason} (one file shows {MAX_CARDS_OF_ONE_FILE} rows)")
+    if options.report.is_dir():
+        return find_folder("report", options.report, reason="it was a folder a moment ago")
+    return find_place("report", options.report)
+
+
+def _refuse_within(folder: Place | None, places: Places, options: BatchOptions) -> None:
+    """What is in a report's folder is the report's."""
+    if not isinstance(folder, FolderPlace):
+        return
+    read = {"input": options.input, "response_schema": options.response_schema}
+    inside = [(option, os.path.realpath(name)) for option, name in read.items() if name not in (None, STANDARD_STREAM)]
+    inside += [(place.option, str(place.path)) for place in places if place.path is not None]
+    for option, name in inside:
+        if folder.holds(Path(name)):
+            raise ConfigError(f"{folder.title}: is the folder that holds the {option}, {name}; a report needs one of "
+                              "its own")
 
 
 def _refuse_two_on_standard_output(places: Places) -> None:
@@ -102,7 +129,7 @@ def _kept_names(places: Places, model_files: list[Path]) -> dict[Hashable, str]:
     for place in places:
         if place.path is None:
             continue
-        for path, name in own_files(place.option, place.path).items():
+        for path, name in place.own_files().items():
             kept |= dict.fromkeys(_keys_of_file(path), f"{name} of the {place.option}, which the job makes itself")
     for path in model_files:
         kept |= dict.fromkeys(_keys_of_file(path), f"model's {path.name}")

@@ -33,7 +33,7 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas, report_of
-from npu_runner.batch.job.report import make_report
+from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
 from npu_runner.batch.job.screening import all_are_refused
 from npu_runner.batch.job.signals import Interrupted, StopSignals
@@ -349,7 +349,8 @@ class _Job:
             assert destination.path is not None, "refused at the start"
             outputs = [path for path in (destination.path, destination.error_path) if path is not None]
             make_report(self._places.report, self._options, most_pixels, file, work.rows, outputs,
-                        has_schema=self._options.response_schema is not None)
+                        has_schema=self._options.response_schema is not None,
+                        about=about_job(Manifest.load(destination.path), self.accounts.totals().runs))
             self._progress.say(f"report    {self._places.report.name}")
 
     def say_summary(self, error: NpuRunnerError | None = None) -> JobSummary:

@@ -5,7 +5,6 @@ Knows nothing of how the job was done, or of its other runs.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner.batch.files.output_file import RowCounts
+from npu_runner.batch.rows.judging import is_as_expected, is_json
 from npu_runner.errors import ConfigError, NpuRunnerError
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.serving.replica import ReplicaStats
@@ -105,19 +105,6 @@ class Tally:
         counts = (("cut off", self.num_cut_off), ("repetition", self.num_repetition), ("unparsed", self.num_unparsed))
         return [f"{self.num_failed} failed" + (f" ({', '.join(codes)})" if codes else ""),
                 *(f"{name} {count}" for name, count in counts if count)]
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def is_as_expected(answer: str, expected: str) -> bool:
-    """Equal but for case, white space around and a full stop at the end."""
-    return answer.strip().removesuffix(".").casefold() == expected.strip().removesuffix(".").casefold()
 
 
 @dataclass(frozen=True, kw_only=True)

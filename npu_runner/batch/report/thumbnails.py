@@ -1,4 +1,4 @@
-"""Small images of a row for the report, decoded in a worker process. Knows nothing of rows.
+"""Small images and frames of videos for the report, decoded in a worker process. Knows nothing of rows or pages.
 
 A thumbnail takes less than the model's own image: JPEG is decoded at an eighth of its size where that is enough, and
 what would still be larger than 50 megapixels is not shown.
@@ -6,11 +6,12 @@ what would still be larger than 50 megapixels is not shown.
 
 from __future__ import annotations
 
-import base64
 import io
+import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -22,33 +23,54 @@ from npu_runner.prompts.media.media import load_media
 from npu_runner.prompts.media.video_files import VideoFile
 from npu_runner.request.limits import LIMITS
 
-SIDE = 360
-FRAMES = 6  # of a video, at half the side
+FRAMES = 6
+"""Of a video, on one sheet."""
 MAX_DECODED_PIXELS = 50_000_000
+_LARGEST_SIDE, _SMALLEST_SIDE = 1024, 160
+_BYTES_PER_PIXEL = 0.15  # of a photograph at this quality, measured; drawings take less
+_QUALITY = 82
+_SHEET_COLUMNS = 3
+
+
+class Picture(NamedTuple):
+    """A JPEG."""
+
+    data: bytes
+    width: int
+    height: int
+
+
+def side_for(num_pictures: int, num_bytes: int) -> int:
+    """Pixels of the longer side, so that so many photographs of 4 to 3 take about `num_bytes`. Never fewer than can be
+    made out, so very many of them take more."""
+    pixels = num_bytes / max(1, num_pictures) / _BYTES_PER_PIXEL
+    return int(min(_LARGEST_SIDE, max(_SMALLEST_SIDE, math.sqrt(pixels * 4 / 3))))
 
 
 @dataclass(frozen=True)
 class ThumbnailMaker:
-    """A data: URL of the image behind a URL; None when it cannot be shown. Picklable."""
+    """The image behind a URL, small; None when it cannot be shown. Picklable."""
 
     allowed_media_dir: Path | None
     max_source_pixels: int
     """An image that declares more was refused by the job and is not opened here either, ..."""
     max_media_bytes: int = LIMITS.max_media_bytes
     """... nor one whose file is larger."""
+    side: int = 360
+    """Most pixels of the longer side."""
 
-    def __call__(self, url: str) -> str | None:
+    def __call__(self, url: str) -> Picture | None:
         try:
             image = self._open(self._load(url))
         except RequestError:
             return None
-        image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-        return _as_url(image)
+        image.thumbnail((self.side, self.side), Image.Resampling.LANCZOS)
+        return _encoded(image)
 
-    def strip(self, url: str) -> str | None:
-        """The same of a video: a strip of its frames."""
+    def sheet(self, url: str) -> Picture | None:
+        """The same of a video: some of its frames, from the first to the last, in rows."""
         try:
-            return _as_url(_strip(self._load(url)))
+            return _encoded(_sheet(self._load(url), self.side))
         except RequestError:
             return None
 
@@ -56,32 +78,33 @@ class ThumbnailMaker:
         return load_media(url, self.allowed_media_dir, max_bytes=self.max_media_bytes)
 
     def _open(self, data: bytes) -> Image.Image:
-        small = _opened_small(data, self.max_source_pixels)
+        small = _opened_small(data, self.max_source_pixels, 2 * self.side)
         return open_image(data if small is None else small, max_source_pixels=MAX_DECODED_PIXELS)
 
 
-def _as_url(image: Image.Image) -> str:
+def _encoded(image: Image.Image) -> Picture:
     encoded = io.BytesIO()
-    image.save(encoded, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode("ascii")
+    image.save(encoded, "JPEG", quality=_QUALITY)
+    return Picture(encoded.getvalue(), image.width, image.height)
 
 
-def _strip(data: bytes) -> Image.Image:
-    """Some of a video's frames side by side, from the first to the last."""
+def _sheet(data: bytes, side: int) -> Image.Image:
+    """Frames are half of `side` at most: on a sheet there are several."""
     with VideoFile(data) as file:
         indices = np.linspace(0, file.num_frames - 1, min(FRAMES, file.num_frames)).round().astype(int).tolist()
         frames = []
         for pixels_HWC in file.frames(indices):
             frames.append(Image.fromarray(np.ascontiguousarray(pixels_HWC)))
-            frames[-1].thumbnail((SIDE // 2, SIDE // 2), Image.Resampling.LANCZOS)
-    width = frames[0].width
-    strip = Image.new("RGB", (width * len(frames), frames[0].height))
+            frames[-1].thumbnail((side // 2, side // 2), Image.Resampling.LANCZOS)
+    width, height = frames[0].size
+    columns = min(_SHEET_COLUMNS, len(frames))
+    sheet = Image.new("RGB", (width * columns, height * math.ceil(len(frames) / columns)))
     for place, frame in enumerate(frames):
-        strip.paste(frame, (place * width, 0))
-    return strip
+        sheet.paste(frame, (place % columns * width, place // columns * height))
+    return sheet
 
 
-def _opened_small(data: bytes, max_source_pixels: int) -> Image.Image | None:
+def _opened_small(data: bytes, max_source_pixels: int, side: int) -> Image.Image | None:
     """The header of an image whose decoder can make it smaller on the way; None of one whose decoder cannot."""
     try:
         with warnings.catch_warnings():
@@ -93,4 +116,4 @@ def _opened_small(data: bytes, max_source_pixels: int) -> Image.Image | None:
         return None
     if image.width * image.height > max_source_pixels:
         raise RequestError("more pixels than max_source_pixels", code="image_too_large")
-    return image if image.draft("RGB", (2 * SIDE, 2 * SIDE)) is not None else None
+    return image if image.draft("RGB", (side, side)) is not None else None

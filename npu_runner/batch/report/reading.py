@@ -1,0 +1,178 @@
+"""What a request asks and what its result says, whatever endpoint they are of. Knows nothing of pages.
+
+Rows that failed may hold anything at all, so a request is read as far as it goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from npu_runner.batch.rows.endpoint import asks_for_json
+from npu_runner.batch.rows.judging import is_as_expected, is_json
+from npu_runner.batch.rows.openai_response import is_cut_off, is_repetition, texts_of
+from npu_runner.batch.rows.scores import sides_of
+
+MAX_TEXT = 4000
+_MAX_ROLE = 20
+_MAX_TOKEN_IDS = 12
+_MOST_SIDES = 16
+"""Queries and documents of a row that are shown."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
+
+FAILED, UNEXPECTED, EXPECTED, ANSWERED = "failed", "unexpected", "expected", "answered"
+CUT_OFF, REPETITION, UNPARSED = "cut_off", "repetition", "unparsed"
+
+
+class Turn(NamedTuple):
+    role: str
+    text: str
+
+
+class Medium(NamedTuple):
+    url: str
+    is_video: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as a page shows it."""
+
+    turns: tuple[Turn, ...]
+    media: tuple[Medium, ...]
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """One completion as a page shows it."""
+
+    text: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+def name_of(answer: dict[str, Any]) -> str:
+    return answer["custom_id"] or f"line {answer['error']['line']}"
+
+
+def anchor_of(answer: dict[str, Any]) -> str:
+    """The row's address on its page, the same whenever the page is made. A name that is no plain word has a digest."""
+    name = answer["custom_id"]
+    if name is not None and _PLAIN_NAME.fullmatch(name):
+        return f"row-{name}"
+    known_by = f"\0line {answer['error']['line']}" if name is None else name
+    # No plain name has a colon.
+    return f"row:{hashlib.blake2b(known_by.encode('utf-8', 'replace'), digest_size=8).hexdigest()}"
+
+
+def metadata_of(request: dict[str, Any]) -> dict[str, Any]:
+    body = request.get("body")
+    metadata = body.get("metadata") if isinstance(body, dict) else None
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def outcome_of(request: dict[str, Any], answer: dict[str, Any]) -> str:
+    """FAILED, UNEXPECTED, EXPECTED or ANSWERED."""
+    if answer["error"] is not None:
+        return FAILED
+    expected = metadata_of(request).get("expected")
+    if expected is None or "choices" not in answer["response"]["body"]:
+        return ANSWERED
+    return EXPECTED if is_as_expected(texts_of(answer["response"]["body"])[0], str(expected)) else UNEXPECTED
+
+
+def flaws_of(request: dict[str, Any], answer: dict[str, Any], *, has_schema: bool) -> list[str]:
+    """What the job counts of an answered row beside its outcome. Prompts of token ids have no text that an echo could
+    be told by."""
+    body = answer["response"]["body"]  # without choices: it failed, or its answer is vectors
+    flaws = [flaw for flaw, is_so in ((CUT_OFF, is_cut_off), (REPETITION, is_repetition)) if is_so(body)]
+    asked = request.get("body", {})
+    if not body.get("choices") or not asks_for_json(asked, has_rule_of_job=has_schema):
+        return flaws
+    echo = asked["prompt"] if asked.get("echo") else ""
+    if isinstance(echo, str) and not all(is_json(text.removeprefix(echo)) for text in texts_of(body)):
+        flaws.append(UNPARSED)
+    return flaws
+
+
+def asked_by(request: dict[str, Any]) -> Asked:
+    """Turns without a text are left out; media are in the order in which they stand."""
+    body = request.get("body")
+    asked = body if isinstance(body, dict) else {}
+    messages = asked.get("messages", sides_of(asked, _MOST_SIDES) or [
+        {"role": "prompt", "content": asked.get("prompt", asked.get("input"))}])
+    turns: list[Turn] = []
+    media: list[Medium] = []
+    for message in messages if isinstance(messages, list) else []:
+        if isinstance(message, dict):
+            texts = [*_texts_in(message.get("content"), media), *map(_as_text, _calls_in(message))]
+            if texts:
+                turns.append(Turn(str(message.get("role"))[:_MAX_ROLE], "\n".join(texts)))
+    return Asked(tuple(turns), tuple(media))
+
+
+def _texts_in(content: Any, media: list[Medium]) -> Iterator[str]:
+    """The texts of a message or a prompt; its media are added to `media`."""
+    if isinstance(content, str):
+        yield content
+    parts = content if isinstance(content, list) else []
+    if parts and all(type(part) is int for part in parts):
+        more = " ..." if len(parts) > _MAX_TOKEN_IDS else ""
+        yield f"{len(parts)} token ids: {' '.join(map(str, parts[:_MAX_TOKEN_IDS]))}{more}"
+        return
+    for part in parts:
+        if isinstance(part, (str, list)):  # of inputs for vectors there may be several
+            yield from _texts_in(part, media)
+        if not isinstance(part, dict):
+            continue
+        if isinstance(part.get("text"), str):
+            yield part["text"]
+        for name in ("image_url", "video_url"):
+            url = part.get(name)
+            if isinstance(url, dict) and isinstance(url.get("url"), str):
+                media.append(Medium(url["url"], name == "video_url"))
+
+
+def said_by(answer: dict[str, Any]) -> list[Said]:
+    """The completions of an answered row, or what it says in numbers; vectors are no text."""
+    body = answer["response"]["body"]
+    if "choices" not in body:
+        return [] if _has_vectors(body) else [Said(text) for text in texts_of(body)]
+    messages = [choice.get("message") or {} for choice in body["choices"]]
+    return [Said(text, message.get("reasoning_content") or "", tuple(_calls_in(message)))
+            for text, message in zip(texts_of(body), messages, strict=True)]
+
+
+def _has_vectors(body: dict[str, Any]) -> bool:
+    return any("embedding" in item for item in body.get("data", ()))
+
+
+def _calls_in(message: dict[str, Any]) -> list[ToolCall]:
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [ToolCall(str(function.get("name")), str(function.get("arguments") or ""))
+            for function in functions if isinstance(function, dict)]
+
+
+def _as_text(call: ToolCall) -> str:
+    return f"{call.name}({call.arguments})"
+
+
+def object_in(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None: it is none."""
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # cut off at its limit, or text that only begins so
+        return None
+    return value if isinstance(value, dict) else None
