@@ -63,7 +63,7 @@ def measure(llm: LLM, prompt_lens: list[int]) -> dict[str, float]:
 
     runner.submit, runner.collect = begin, end
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True))
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True), use_tqdm=False)
     runner.submit, runner.collect = submit, collect
     rise = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     ordered = sorted(1000 * value for value in seconds)

@@ -47,7 +47,7 @@ def _text(llm: LLM, sizes: Sizes, repeat: int) -> tuple[int, float]:
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count) for _, count in requests]
     prompts = [PromptInputs(prompt) for prompt, _ in requests]
     started = time.perf_counter()
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
     counts = [len(output.token_ids) for output in outputs]
     assert counts == [count for _, count in requests], "every request gets the tokens it asked for"

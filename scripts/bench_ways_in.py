@@ -71,13 +71,13 @@ def measure_llm(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> di
     conversations = [row["body"]["messages"] for row in rows]
     params = SamplingParams(temperature=0, max_tokens=bench_cpu.MAX_TOKENS)
     with LLM(bench_cpu.MODEL, platform="cpu") as llm:
-        llm.chat(conversations[:1], params, allowed_media_dir=arguments.folder)
+        llm.chat(conversations[:1], params, use_tqdm=False, allowed_media_dir=arguments.folder)
         started = time.perf_counter()
         if arguments.way == "stream":
             stream = llm.chat(iter(conversations), params, allowed_media_dir=arguments.folder, stream_results=True)
             outputs = [output for _, output in sorted(stream)]
         else:
-            outputs = llm.chat(conversations, params, allowed_media_dir=arguments.folder)
+            outputs = llm.chat(conversations, params, use_tqdm=False, allowed_media_dir=arguments.folder)
         seconds = time.perf_counter() - started
     return {"serve_seconds": seconds, "answers": {row["custom_id"]: output.text for row, output in
                                                   zip(rows, outputs, strict=True)}}
