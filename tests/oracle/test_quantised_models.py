@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM
 from scripts.quantised.writing import quantise
@@ -87,6 +87,26 @@ def test_tokens_and_logits_equal_transformers_on_dequantised_weights(
 @pytest.mark.parametrize(("model_type", "name"), FULL)
 def test_more_formats_and_layers(model_type: str, name: str, made: Make, platform_name: str) -> None:
     compare(made(model_type, name), model_type, platform_name)
+
+
+@pytest.mark.full("an engine of its own for other names of the same tensors")
+def test_a_tower_under_the_names_of_older_folders_of_modelslim(made: Make, tmp_path: Path, platform_name: str) -> None:
+    """`visual.` where newer ones have `model.visual.`; one file, and a description, under older names."""
+    quantised, dequantised = made("qwen3_vl", "modelslim-w8a8-dynamic")
+    path = tmp_path / "older"
+    shutil.copytree(quantised, path, ignore=shutil.ignore_patterns("*.safetensors*", "quant_model_*"))
+    tensors = {name: tensor for file in quantised.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file({older(name): tensor for name, tensor in tensors.items()},
+              path / "quant_model_weight_w8a8_dynamic.safetensors", metadata={"format": "pt"})
+    description = json.loads((quantised / "quant_model_description.json").read_text())
+    del description["version"]
+    (path / "quant_model_description_w8a8_dynamic.json").write_text(
+        json.dumps({older(name): kind for name, kind in description.items()}))
+    compare((path, dequantised), "qwen3_vl", platform_name)
+
+
+def older(name: str) -> str:
+    return name.removeprefix("model.") if name.startswith("model.visual.") else name
 
 
 @pytest.mark.full("each engine of two ranks starts two processes")

@@ -4,8 +4,6 @@ are read, wherever headers and small tensors tell.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from npu_runner import LLM
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.checkpoint.weights_reader import CheckpointReader
-from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError, WeightsError
-from npu_runner.platforms import pick_platform
+from npu_runner.errors import ModelError, WeightsError
 from scripts.quantised.formats import (
     awq,
     compressed_int,
@@ -30,9 +26,7 @@ from scripts.quantised.formats import (
     modelslim_int8,
     modelslim_static,
 )
-from scripts.quantised.writing import quantise
 from tests.oracle.quantised_folders import MODULE, of_module, read_all, weights, write_folder
-from tests.oracle.running import SMALL
 
 Parts = dict[str, Tensor]
 PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -159,6 +153,8 @@ LIES: dict[str, tuple[Callable[[], Parts], Callable[[Parts], None], dict[str, An
                             "missing: {}.deq_scale [96]"),
     "offsets of symmetric weights": (lambda: modelslim_int8(weights()), put("weight_offset", torch.ones(96, 1)),
                                      slim("W8A8_DYNAMIC"), "not zero: {}.weight_offset"),
+    "nothing quantised": (lambda: {"weight": weights()}, lambda parts: None, {"config": GPTQ},
+                          "say that weights are quantised (gptq), and no tensor is"),
     "ignored, and quantised": (PACK, lambda parts: None, {"config": compressed(ignore=["re:.*mlp.*"])},
                                "{} has quantised weights, and ignore of config.json names it"),
     "for no group": (PACK, lambda parts: None, {"config": {**compressed(), "config_groups": {
@@ -196,59 +192,3 @@ def test_what_only_values_tell_is_an_error_while_reading(
     path = write_folder(tmp_path, of_module(parts), **files)
     with pytest.raises(WeightsError, match=words):
         read_all(path)
-
-
-# -- a start -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quantised(checkpoint: Any, tmp_path: Path) -> Path:
-    quantise(checkpoint("qwen3"), tmp_path / "quantised", "fp8-block", group_size=32)
-    return tmp_path / "quantised"
-
-
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("read", "read_block"):
-        monkeypatch.setattr(CheckpointReader, name, lambda *_: pytest.fail("a weight is read"))
-
-
-def test_a_start_without_memory_for_dequantised_weights_is_refused(quantised: Path, monkeypatch: pytest.MonkeyPatch
-                                                                  ) -> None:
-    no_weights(monkeypatch)
-    memory = pick_platform("cpu").memory
-    with LLM(quantised, platform="cpu", load_format="dummy", **SMALL) as llm:
-        need = sum(tensor.nbytes for tensor in llm.engine._executor._runner.model.parameters())  # type: ignore[attr-defined]
-    monkeypatch.setattr(type(memory), "free_bytes", lambda self: need // 2)
-    with pytest.raises(OutOfMemoryError, match=r"quantised \(fp8\) and take .* in float32, .* no products of such"):
-        LLM(quantised, platform="cpu", **SMALL)
-
-
-def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_weights(monkeypatch)
-    with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no products of such weights"):
-        LLM(quantised, platform="cpu", quantization="int8", **SMALL)
-    with pytest.raises(ConfigError, match="quantization: 'awq' is not one of auto, int8"):
-        LLM(quantised, platform="cpu", quantization="awq", **SMALL)
-
-
-def test_a_start_says_what_is_dequantised_and_an_output_in_which_arithmetic(
-        quantised: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), LLM(quantised, platform="cpu", **SMALL) as llm:
-        assert llm.engine.describe()["quantization"] == "fp8, dequantised at load, inputs not quantised"
-    (line,) = [each for each in caplog.messages if each.startswith("quantised weights")]
-    assert line.startswith("quantised weights (fp8): 21 as fp8 by block of 32 x 32; ")
-    assert "of float32 while loading, and inputs are not quantised" in line
-
-
-def test_a_model_that_only_transformers_knows_is_refused_with_quantised_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "quantization_config": GPTQ}))
-    with pytest.raises(ModelError, match=r"quantised \(gptq\), and model_type 'gpt2' is served through transformers"):
-        LLM(tmp_path, platform="cpu", **SMALL)
-
-
-def test_a_shard_that_is_cut_is_named(quantised: Path, tmp_path: Path) -> None:
-    path: Path = shutil.copytree(quantised, tmp_path / "cut")
-    (file,) = path.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(WeightsError, match="cannot be read"):
-        LLM(path, platform="cpu", **SMALL)

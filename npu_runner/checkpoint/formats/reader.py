@@ -18,6 +18,7 @@ import torch
 from npu_runner.checkpoint.formats.contents import Contents
 from npu_runner.checkpoint.quantization import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, MODELSLIM, Quantization
 from npu_runner.checkpoint.weights_reader import CheckpointReader, WeightsReader
+from npu_runner.errors import WeightsError
 from npu_runner.request.limits import size
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ class DequantisingReader(WeightsReader):
         import_module(f"npu_runner.checkpoint.formats.{_MODULES[quantization.method]}").read(
             self._contents, quantization.settings)
         self._contents.raise_problems()
+        if not self._contents.made:
+            raise WeightsError(f"{self.path}: its small files say that weights are quantised ({quantization.method}), "
+                               "and no tensor is; copy the checkpoint again from its source")
         self._names = (stored.names - self._contents.taken) | set(self._contents.made)
 
     @property
