@@ -229,6 +229,9 @@ class RunnerConfig:
     """Attention kernels, where there are several (cuda: triton, flashinfer); auto: our own (cuda: triton)."""
     load_format: str = one_of("safetensors", "dummy")
     """safetensors reads the checkpoint; dummy draws random weights on the device, for benchmarks."""
+    quantization: str = one_of("auto", "int8")
+    """auto: as the checkpoint is; quantised weights that the platform has no products for are dequantised while
+    loading. int8 makes int8 weights of 16 bits while loading, where the platform multiplies them (none does yet)."""
     max_model_len: int | None = None
     """Most tokens of a prompt and its answer together; None: the checkpoint's, 32,768 at most, lowered to what the KV
     cache holds."""

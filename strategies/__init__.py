@@ -20,6 +20,7 @@ from typing import Any
 
 from npu_runner.checkpoint.files import require_json, resolve_checkpoint
 from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.checkpoint.quantization import Quantization, read_quantization
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError
 from npu_runner.prompts.processor import ChatProcessor
@@ -103,6 +104,8 @@ class OpenedCheckpoint:
     """As the family serves it."""
     model_config: ModelConfig
     processor: ChatProcessor
+    quantization: Quantization | None
+    """None: its weights are not quantised."""
     seconds: float
     """That opening it took."""
 
@@ -129,5 +132,6 @@ def open_checkpoint(config: RunnerConfig) -> OpenedCheckpoint:
     resolved = strategy.resolve_config(config)
     return OpenedCheckpoint(
         path=path, strategy=strategy, config=resolved, model_config=strategy.model_config_for(resolved),
-        processor=strategy.processor(resolved), seconds=time.perf_counter() - began,
+        processor=strategy.processor(resolved), quantization=read_quantization(path),
+        seconds=time.perf_counter() - began,
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.files import require_json
 from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig, ScorePooling
 from npu_runner.checkpoint.pooling_files import read_pooling
-from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
@@ -143,7 +143,7 @@ class LoadStrategy(ABC):
         """The network with uninitialised parameters, for positions below `num_positions`."""
 
     @abstractmethod
-    def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
+    def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         """Fill `model`; returns the bytes read. Raises WeightsError naming every tensor that does not fit."""
 
     def stage_images(self, model: nn.Module, images: Sequence[ImageInput]) -> Sequence[ImageInput]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from npu_runner.checkpoint.config_reading import RawConfig, reading_config
 from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig
-from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.models.decoder import CausalLM, DecoderLayer, make_layer
@@ -58,7 +58,7 @@ class CausalLMStrategy(LoadStrategy):
         return make_layer(config, layer, cache_layer, context, attention=attention, gated_delta=self.gated_delta_class,
                           layer_class=self.layer_class)
 
-    def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
+    def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         # A tied checkpoint may store the head once more; one that vectors are pooled from may have one nobody needs.
         ignored = ("lm_head.weight",) if model_config.tie_word_embeddings or model_config.pooling else ()
         return load_weights(model, reader, ignored=ignored, ignored_prefixes=self.left_out_prefixes,

@@ -6,14 +6,13 @@ Knows nothing of caches, schedulers or prompts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
 from torch import nn
 
 from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
-from npu_runner.checkpoint.weights_reader import has_tensor
+from npu_runner.checkpoint.weights_reader import has_module
 from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.mixers.attention import DecoderAttention
@@ -24,8 +23,6 @@ from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, tower_fields
 
 _THETA = 1e6
 _SECTION = (16, 24, 24)
-# As published; newer ones have our names.
-_PUBLISHED_NAMES = {"model.visual.": "visual.", "model.language_model.": "model."}
 
 
 class Qwen2VLStrategy(Qwen3VLStrategy):
@@ -54,11 +51,6 @@ class Qwen2VLStrategy(Qwen3VLStrategy):
     def tower(self, vision: VisionConfig, context: LayerContext) -> nn.Module:
         return PlainVisionTower(vision, context)
 
-    def renamed(self, names: Set[str]) -> Mapping[str, str]:
-        is_published = any(name.startswith("visual.") for name in names) and any(
-            name.startswith("model.") for name in names)
-        return _PUBLISHED_NAMES if is_published else super().renamed(names)
-
 
 def _is_tied(config: RawConfig) -> bool:
     """Without a head in the file the embedding's rows serve, unless config.json denies it: then a tensor is missing.
@@ -66,7 +58,7 @@ def _is_tied(config: RawConfig) -> bool:
     What config.json says may stand at its root or in text_config, and one of them may be a default of another release.
     """
     said = [bool(part["tie_word_embeddings"]) for part in (config.raw, config.text) if "tie_word_embeddings" in part]
-    has_head = has_tensor(config.path.parent, "lm_head.weight")
+    has_head = has_module(config.path.parent, "lm_head")
     if has_head is None or (said and not any(said)):
         return any(said)
     return not has_head

@@ -5,7 +5,7 @@ Knows nothing of caches, schedulers or prompts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -62,6 +62,13 @@ class Qwen3VLStrategy(CausalLMStrategy):
 
     def tower(self, vision: VisionConfig, context: LayerContext) -> nn.Module:
         return VisionTower(vision, context)
+
+    def renamed(self, names: Set[str]) -> Mapping[str, str]:
+        if not all(any(name.startswith(part) for name in names) for part in ("visual.", "model.")):
+            return super().renamed(names)
+        if any(name.startswith("model.language_model.") for name in names):
+            return {"model.visual.": "visual."}  # older folders of ModelSlim
+        return {"model.visual.": "visual.", "model.language_model.": "model."}  # Qwen2-VL and 2.5-VL as published
 
     def stage_images(self, model: nn.Module, images: Sequence[ImageInput]) -> Sequence[ImageInput]:
         assert isinstance(model, VisionLanguageModel), f"{type(model).__name__} has no tower"

@@ -20,7 +20,8 @@ from torch import nn
 from npu_runner.checkpoint.config_reading import RawConfig, read_dtype, read_eos, reading_config
 from npu_runner.checkpoint.files import require_json
 from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
-from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.checkpoint.quantization import read_quantization
+from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.layers.parallel import LayerContext
@@ -80,6 +81,10 @@ class TransformersStrategy(LoadStrategy):
             raise ConfigError(f"graph_mode {graph_mode!r}: {served}, which runs eagerly; leave it at auto")
         if config.load_format == "dummy":
             raise ConfigError(f"load_format 'dummy': {served}, with the checkpoint's own weights; leave it at auto")
+        quantization = read_quantization(self.path)
+        if quantization is not None:
+            raise ModelError(f"{self.path}: the weights are quantised ({quantization.method}), and {served}, with "
+                             "weights as they are; take the checkpoint in bfloat16 or float16")
         if self.pooling(config) is not None:
             raise ConfigError(f"runner {config.runner!r}: {served}, which generates text only; set runner to generate, "
                               "or take a checkpoint of a family with a strategy of its own")
@@ -102,7 +107,7 @@ class TransformersStrategy(LoadStrategy):
         causal_lm = self._without_weights(self._config, _SERVING, context.dtype)
         return TransformersModel(causal_lm, self._observed.calls, context)
 
-    def load_weights(self, model: nn.Module, reader: CheckpointReader, model_config: ModelConfig) -> int:
+    def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         assert isinstance(model, TransformersModel), f"{type(model).__name__} is not what build makes"
         _check_dtypes(reader)
         context = model.context
@@ -215,7 +220,7 @@ class TransformersStrategy(LoadStrategy):
         return min(int(positions), rope[1]) if rope else int(positions)
 
 
-def _check_dtypes(reader: CheckpointReader) -> None:
+def _check_dtypes(reader: WeightsReader) -> None:
     for name in sorted(reader.names):
         dtype = reader.dtype(name)
         if dtype not in _FLOATS and name.rsplit(".", 1)[-1] not in _COMPUTED:

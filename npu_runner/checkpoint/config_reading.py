@@ -17,8 +17,8 @@ from typing import Any
 
 from npu_runner.checkpoint.files import read_json, require_json
 from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.errors import ModelError, RequestError
-from npu_runner.request.limits import shown
 from npu_runner.request.sampling_params import SamplingParams
 
 _DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "half": "float16"}
@@ -49,14 +49,14 @@ class RawConfig:
 def reading_config(folder: Path) -> Iterator[RawConfig]:
     """config.json and generation_config.json of a checkpoint folder; what it turns out to lack becomes a ModelError.
 
-    Raises ModelError for a missing or broken file too, and for quantised weights.
+    Raises ModelError for a missing or broken file too, and for weights that are quantised in a way that is not read.
     """
     raw, path = require_json(folder, "config.json"), folder / "config.json"
     try:
         text = raw.get("text_config", raw)
         if not isinstance(text, dict):
             raise TypeError(f"text_config is {text!r}, not an object")
-        _refuse_quantised(raw, text)
+        read_quantization(folder)
         yield RawConfig(path, raw, text, read_generation_config(folder))
     except KeyError as missing:
         raise ModelError(f"{path}: field {missing} is missing for model_type {raw.get('model_type')!r}") from None
@@ -184,17 +184,6 @@ def is_sparse_layer(config: RawConfig, index: int) -> bool:
     if index in (text.get("mlp_only_layers") or ()):
         return False
     return (index + 1) % int(text.get("decoder_sparse_step") or 1) == 0
-
-
-def _refuse_quantised(raw: dict[str, Any], text: dict[str, Any]) -> None:
-    """By transformers' field, the one of older compressed-tensors, and MindIE's."""
-    for name in ("quantization_config", "compression_config", "quantize"):
-        found = raw.get(name) or text.get(name)
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else None
-            named = method or f"{name} {shown(found)}"
-            raise ModelError(f"the weights are quantised ({named}), which is not supported; take the checkpoint in "
-                             "bfloat16 or float16")
 
 
 def read_dtype(config: RawConfig) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 from npu_runner.assets import EMBEDDED
 from npu_runner.errors import JobError, ModelError
 
+MODELSLIM_FILES = "quant_model_description*.json"
+"""Which tensors of a folder of ModelSlim are quantised, and how."""
 _SETTINGS = "*.json"
 _PATTERNS = [_SETTINGS, "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 PROMPT_FILES = (
@@ -38,8 +40,7 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, with_weights:
     False: its JSON files are enough.
 
     A folder that is called like an embedded model goes before it.
-    Raises ModelError when there is neither such a folder nor, without network, such a download, and for a folder of
-    ModelSlim's, whose weights are quantised.
+    Raises ModelError when there is neither such a folder nor, without network, such a download.
     """
     path = Path(model).expanduser()
     if not path.is_dir():
@@ -49,20 +50,17 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, with_weights:
             raise ModelError(f"revision {revision!r} was given, but {model!r} is a local folder")
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json: it is not a checkpoint folder")
-        return _not_quantised(path.resolve())
+        return path.resolve()
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ModelError(f"model {model!r}: there is no such folder, and it is neither a hub id (owner/name) "
                          f"nor embedded ({', '.join(EMBEDDED)})")
-    return _not_quantised(_download(model, revision, _PATTERNS if with_weights else [_SETTINGS]))
+    return _download(model, revision, _PATTERNS if with_weights else [_SETTINGS])
 
 
-def _not_quantised(folder: Path) -> Path:
-    """ModelSlim's folders say it by a file alone: config.json is the float model's, and weights have other names."""
-    for description in sorted(folder.glob("quant_model_description*.json")):
-        raise ModelError(f"{folder} holds {description.name}: its weights were quantised by ModelSlim (msModelSlim; "
-                         "vLLM calls it ascend), which is not supported; take the checkpoint in bfloat16 or float16 "
-                         "that it was made of")
-    return folder
+def is_modelslim(folder: Path) -> bool:
+    """Whether a folder is of ModelSlim (msModelSlim; vLLM calls it ascend). A file alone says so: config.json is the
+    float model's."""
+    return any(folder.glob(MODELSLIM_FILES))
 
 
 def _download(model: str, revision: str | None, patterns: list[str]) -> Path:

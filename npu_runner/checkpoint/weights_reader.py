@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import EllipsisType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from npu_runner.checkpoint.files import require_json
+from npu_runner.checkpoint.files import is_modelslim, require_json
 from npu_runner.errors import WeightsError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_INDICES = "*.safetensors.index.json"
+_Reader = TypeVar("_Reader", bound="WeightsReader")
 
 
-class CheckpointReader:
+class WeightsReader(ABC):
+    """Float tensors of a checkpoint, by name. A context manager."""
+
+    path: Path
+
+    @property
+    @abstractmethod
+    def names(self) -> set[str]: ...
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it: "BF16", "F32", "I8", ..."""
+
+    @abstractmethod
+    def read(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
+        """The tensor, or elements [start, start + length) of it along `dim`, on the CPU in its stored dtype."""
+
+    def pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
+               ) -> Iterator[tuple[slice | EllipsisType, torch.Tensor]]:
+        """What `read` returns, piece by piece: which elements of its first dim (all: ...), and their values."""
+        yield ..., self.read(name, dim, start, length)
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self: _Reader) -> _Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self.close()
+
+
+class CheckpointReader(WeightsReader):
     """A checkpoint of one or many safetensors files, memory-mapped; tensors are copied out one slice at a time.
 
     `progress`: called with (bytes of the tensors that were read so far, bytes of all files), once a percent at most. A
@@ -34,7 +73,7 @@ class CheckpointReader:
         self._num_bytes = sum((path / name).stat().st_size for name in names)
         self._file_of: dict[str, Any] = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         self._check_index()
-        self._unread = self.names
+        self._unread = set(self._file_of)
 
     @property
     def names(self) -> set[str]:
@@ -44,19 +83,21 @@ class CheckpointReader:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it: "BF16", "F32", "I8", ..."""
         return str(self._file_of[name].get_slice(name).get_dtype())
 
     def read(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
-        """The tensor, or elements [start, start + length) of it along `dim`, on the CPU in its stored dtype."""
+        return self._read(name, None if dim is None else (slice(None),) * dim + (slice(start, start + length),))
+
+    def read_block(self, name: str, *spans: tuple[int, int]) -> torch.Tensor:
+        """Elements [start, start + length) along each dim, for spans (start, length)."""
+        return self._read(name, tuple(slice(start, start + length) for start, length in spans))
+
+    def _read(self, name: str, slices: tuple[slice, ...] | None) -> torch.Tensor:
         file = self._file_of[name]
-        if dim is None:
-            values = file.get_tensor(name)
-        else:
-            values = file.get_slice(name)[(slice(None),) * dim + (slice(start, start + length),)]
+        values = file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
         if name in self._unread:
             self._unread.remove(name)
-            self._count(prod(self.shape(name)) * values.element_size())
+            self._count(prod(file.get_slice(name).get_shape()) * values.element_size())
         return values
 
     def _count(self, num_bytes: int) -> None:
@@ -66,11 +107,7 @@ class CheckpointReader:
             self._percent = percent
             self._progress(self._num_read, self._num_bytes)
 
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def close(self) -> None:
         self._files.clear()
         self._file_of.clear()
 
@@ -83,30 +120,53 @@ class CheckpointReader:
             raise WeightsError(f"{file} cannot be read: {broken}") from broken
 
     def _check_index(self) -> None:
-        if not (self.path / _INDEX).exists():
+        index = _index(self.path)
+        if index is None:
             return
-        promised = set(require_json(self.path, _INDEX).get("weight_map", {}))
-        lost = sorted(promised - self.names)
+        promised = set(require_json(self.path, index).get("weight_map", {}))
+        lost = sorted(promised - set(self._file_of))
         if lost:
-            raise WeightsError(f"{self.path / _INDEX} names tensors that no file holds: {_some(lost)}")
+            raise WeightsError(f"{self.path / index} names tensors that no file holds: {_some(lost)}")
 
 
-def has_tensor(path: Path, name: str) -> bool | None:
-    """Whether the checkpoint in `path` has a tensor of that name; None: it has no weights (there is `load_format`)."""
-    if (path / _INDEX).exists():
-        return name in require_json(path, _INDEX).get("weight_map", {})
-    if not (path / _SINGLE).exists():
+def has_module(path: Path, name: str) -> bool | None:
+    """Whether the checkpoint in `path` has a tensor of the module `name`, quantised or not; None: it has no weights
+    (there is `load_format`)."""
+    index, prefix = _index(path), f"{name}."
+    if index is not None:
+        return any(each.startswith(prefix) for each in require_json(path, index).get("weight_map", {}))
+    if not (path / _SINGLE).exists() and not _of_other_names(path):
         return None
     with CheckpointReader(path) as reader:
-        return name in reader.names
+        return any(each.startswith(prefix) for each in reader.names)
+
+
+def _index(path: Path) -> str | None:
+    """The index file; ModelSlim's is called otherwise, and stands before one that was copied along."""
+    if is_modelslim(path):
+        found = sorted((file.name for file in path.glob(_INDICES)), key=lambda name: ("quant" not in name, name))
+        return found[0] if found else None
+    return _INDEX if (path / _INDEX).exists() else None
+
+
+def _of_other_names(path: Path) -> list[str]:
+    """The weights of a folder without an index, where a quantiser chose their names."""
+    if not is_modelslim(path) and not (path / "quantize_config.json").exists():
+        return []
+    return sorted((file.name for file in path.glob("*.safetensors")), key=lambda name: ("quant" not in name, name))
 
 
 def _file_names(path: Path) -> list[str]:
-    if (path / _INDEX).exists():
-        weight_map = require_json(path, _INDEX).get("weight_map")
+    index = _index(path)
+    if index is not None:
+        weight_map = require_json(path, index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise WeightsError(f"{path / _INDEX} has no weight_map")
+            raise WeightsError(f"{path / index} has no weight_map")
         return sorted(set(weight_map.values()))
+    named = _of_other_names(path)
+    if named:
+        quantised = [name for name in named if "quant" in name]
+        return quantised or named
     if (path / _SINGLE).exists():
         return [_SINGLE]
     others = sorted(file.name for file in path.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".gguf"))

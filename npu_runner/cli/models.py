@@ -75,12 +75,14 @@ def explain(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
     # Imported here: these import torch, and what is no checkpoint is said without it.
-    from npu_runner.checkpoint.weights_reader import CheckpointReader
+    from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
+    from npu_runner.checkpoint.quantization import read_quantization
     from npu_runner.strategies import pick_strategy
     from npu_runner.strategies.transformers_model import TransformersStrategy
 
     strategy = pick_strategy(folder)
     config = strategy.resolve_config(named.replace(model=str(folder)))
+    quantization = read_quantization(folder)
     model_config = strategy.model_config_for(config)
     pooling = model_config.pooling
     facts = _facts(type(strategy)) | {"prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
@@ -89,8 +91,11 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
         if facts["videos"] and no_videos is not None:
             facts |= {"videos": False, "why_no_videos": no_videos}
     if Path(named.model).expanduser().is_dir():  # of a hub id only small files need be there
-        with CheckpointReader(folder):
-            pass
+        with open_weights(folder, quantization) as reader:
+            if isinstance(reader, DequantisingReader):
+                facts |= {"quantised_weights": reader.forms}
+    if quantization is not None:
+        facts |= {"quantization": quantization.describe()}
     return {"model_type": model_config.model_type, "task": "generate" if pooling is None else pooling.task,
             "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
 
@@ -105,8 +110,12 @@ def as_line(found: dict[str, Any]) -> str:
     taken = " and ".join(filter(None, (", ".join(takes[:-1]), takes[-1])))
     makes = _MAKES[found["task"]]
     why_no_videos = f"; no videos: {found['why_no_videos']}" if "why_no_videos" in found else ""
+    quantised = ""
+    if "quantization" in found:
+        weights = f" ({found['quantised_weights']})" if "quantised_weights" in found else ""
+        quantised = f"; quantised weights{weights}: {found['quantization']}"
     return (f"{found['model']}: served as {found['model_type']}, {way} {found['strategy']}: {taken} in, {makes} out"
-            f"{why_no_videos}")
+            f"{why_no_videos}{quantised}")
 
 
 def as_lines(rows: list[dict[str, Any]]) -> list[str]:

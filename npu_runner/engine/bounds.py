@@ -34,6 +34,8 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     known = {"tensor_parallel_size": str(config.parallel.tensor_parallel_size), "seed": str(config.seed)}
     if config.max_model_len is not None:
         known["max_model_len"] = str(config.max_model_len)
+    if checkpoint.quantization is not None:
+        known["quantization"] = checkpoint.quantization.describe()
     if pooling is not None:
         known["pooling"] = pooling.describe()
     if config.parallel.tensor_parallel_size == 1:  # else this process loads no platform: ranks do

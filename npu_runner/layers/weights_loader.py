@@ -14,19 +14,19 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.errors import WeightsError
 from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.parallel import WeightPart
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = ("F64", "F32", "F16", "BF16")
 # Buffers that old checkpoints stored and every model computes.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
-def load_weights(model: nn.Module, reader: CheckpointReader, *, ignored: tuple[str, ...] = (),
+def load_weights(model: nn.Module, reader: WeightsReader, *, ignored: tuple[str, ...] = (),
                  ignored_prefixes: tuple[str, ...] = (), renamed: Mapping[str, str] | None = None) -> int:
     """Copy this rank's slices of every tensor into `model`; returns the bytes read.
 
@@ -45,14 +45,12 @@ def load_weights(model: nn.Module, reader: CheckpointReader, *, ignored: tuple[s
     _check(wanted, reader, {*ignored, *left_out})
     num_bytes = 0
     for parameter, part in wanted:
-        values = reader.read(part.name, part.dim, part.start, part.length)
-        if values.dtype not in _DTYPES:
-            raise WeightsError(f"{part.name} holds {values.dtype}; quantised or integer weights are not supported")
         target = part.place(parameter.data)
-        target.copy_(values)
+        for rows, values in reader.pieces(part.name, part.dim, part.start, part.length):
+            target[rows].copy_(values)
+            num_bytes += values.numel() * values.element_size()
         if part.offset:
             target.add_(part.offset)
-        num_bytes += values.numel() * values.element_size()
     _weights_are_loaded(model)
     return num_bytes
 
@@ -104,7 +102,7 @@ def _wanted(model: nn.Module) -> Iterator[tuple[nn.Parameter, WeightPart]]:
                 yield parameter, dataclasses.replace(part, name=prefix + part.name)
 
 
-def _check(wanted: list[tuple[nn.Parameter, WeightPart]], reader: CheckpointReader, ignored: set[str]) -> None:
+def _check(wanted: list[tuple[nn.Parameter, WeightPart]], reader: WeightsReader, ignored: set[str]) -> None:
     expected = {part.name: part.shape for _, part in wanted}
     left_over = {name for name in reader.names - set(expected) - ignored if not name.endswith(_IGNORED_SUFFIXES)}
     problems = [f"missing: {name} {list(expected[name])}" for name in sorted(set(expected) - reader.names)]
@@ -114,6 +112,9 @@ def _check(wanted: list[tuple[nn.Parameter, WeightPart]], reader: CheckpointRead
         if actual != right:
             turned = " (its last two dims the other way round)" if actual == (*right[:-2], *right[:-3:-1]) else ""
             problems.append(f"misshapen: {name} is {list(actual)}, config.json makes it {list(right)}{turned}")
+        if reader.dtype(name) not in _DTYPES:
+            problems.append(f"of another type: {name} holds {reader.dtype(name)}, and nothing in the folder says "
+                            "that it is quantised")
     if problems:
         shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise WeightsError(f"{reader.path}: the weights do not fit the config:\n  {shown}")

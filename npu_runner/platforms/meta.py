@@ -29,11 +29,12 @@ T = TypeVar("T")
 
 
 class LiveBytes(TorchDispatchMode):
-    """While entered: `now`, the bytes of all tensors made on the meta device inside that still live, and `peak`, the
+    """While entered: `now`, the bytes of all tensors made on a kind of device inside that still live, and `peak`, the
     most at once since the last `reset_peak`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
+        self._device_type = device_type
         self.now = self.peak = 0
         self._held: dict[int, weakref.finalize[..., Any]] = {}
 
@@ -43,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and tensor.is_meta:
+            if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
                 self._count(tensor.untyped_storage())
         return results
 

@@ -74,6 +74,9 @@ class Platform(ABC):
     """The graph modes whose compiled graphs can be kept from one run to the next."""
     vision_head_dims: tuple[int, ...] | None = None
     """The head dims that towers are laid out for, rising; None: any."""
+    weight_forms: tuple[str, ...] = ()
+    """Forms of quantised weights that it has products for, by the names of the setting `quantization`; weights of
+    another form are dequantised while loading."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
     lost_error_remedy = "run again with each operation waited for"

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.grammars.matchers import Matchers, Rule
 from npu_runner.layers.attention import bind_kv_cache, make_kv_cache, resolve_windows
 from npu_runner.layers.gated_delta import gated_delta_shape, unbind_states
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms import pick_platform
 from npu_runner.request.limits import size
@@ -40,6 +38,7 @@ from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import model_needs, resolve_settings
 from npu_runner.runner.states import StatePool, StateShape
 from npu_runner.runner.step import StepRunner, StepUnderWay
+from npu_runner.runner.weights import check_quantised_fit, load
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.sampling.token_constraints import ConstrainedRows
 from npu_runner.strategies import OpenedCheckpoint
@@ -149,12 +148,9 @@ class ModelRunner(ModelRunnerBase):
             self.gated_delta = self.platform.make_gated_delta(self.delta_shape, self.dtype)
             logger.info("Gated DeltaNet: %s", self.gated_delta.name)
         context = LayerContext(self.ops, self.attention, self.tp, self.dtype, self.device, self.gated_delta)
+        check_quantised_fit(self.checkpoint, self.settings, context, self.platform.memory)
         self.model = self.strategy.build(self.model_config, self.settings.max_model_len, context)
-        if self.config.load_format == "dummy":
-            fill_with_random_weights(self.model, self.config.seed)
-        else:
-            with CheckpointReader(self.checkpoint.path, self._report_weights) as reader:
-                self.strategy.load_weights(self.model, reader, self.model_config)
+        load(self.model, self.checkpoint, self.dtype, self._report_weights)
         self.model.requires_grad_(False).eval()
         self.windows = resolve_windows(self.model, self.settings.max_model_len)
         self.states: StatePool | None = None

@@ -56,6 +56,10 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     if config.attention_backend not in ("auto", *platform.attention_backends):
         raise ConfigError(f"attention_backend {config.attention_backend!r}: {platform.name} has "
                           f"{', '.join(platform.attention_backends)}")
+    if config.quantization not in ("auto", *platform.weight_forms):
+        forms = ", ".join(platform.weight_forms) or "none of quantised ones"
+        raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no products of such "
+                          f"weights (it has {forms}); leave it at auto")
     dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model_config.dtype)
     return Settings(
         dtype=dtype,

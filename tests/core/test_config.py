@@ -105,12 +105,14 @@ def test_an_unknown_model_type_gets_the_list_of_known_ones(model_type: str | Non
         ({"num_hidden_layers": "many"}, "config.json: invalid literal"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"dtype": "int4"}, "dtype 'int4' is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "weights are quantised (mxfp4), which is not supported"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "weights are quantised (bitsandbytes), which is"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "the weights are quantised (modelopt), which is not"),
         ({"quantization_config": {"bits": 4}}, "quantised (quantization_config {'bits': 4}), which is not"),
         ({"quantization_config": "int8"}, "the weights are quantised (quantization_config 'int8')"),
         ({"text_config": {"quantization_config": {"group_size": 0}}}, "(quantization_config {'group_size': 0})"),
-        ({"compression_config": {"format": "int-quantized"}}, "quantised (compression_config {'format'"),
-        ({"quantize": "w8a8"}, "the weights are quantised (quantize 'w8a8'), which is not supported; take"),
+        ({"compression_config": {"format": "int-quantized"}}, "quantised (compressed-tensors, config_groups None)"),
+        ({"quantize": "w8a8"}, "(quantize 'w8a8'), which is not supported; fp8, compressed-tensors, AWQ, GPTQ and"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
         ({"use_sliding_window": True, "sliding_window": "wide"}, "sliding_window 'wide' is not a number of tokens"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window 0 is not a number of tokens"),
@@ -124,21 +126,6 @@ def test_a_config_that_cannot_be_served_is_explained(config: Any, words: str, ch
     with pytest.raises(ModelError) as caught:
         LLM(spoiled(checkpoint, tmp_path, **config), **SMALL)
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["quant_model_description.json", "quant_model_description_w8a8_dynamic.json"])
-def test_a_folder_of_modelslims_is_refused_before_anything_in_it_is_read(
-    name: str, checkpoint: Any, tmp_path: Path
-) -> None:
-    """Its config.json is the float model's; weights have other names, as here, or the usual ones."""
-    path = spoiled(checkpoint, tmp_path)
-    (path / "model.safetensors").rename(path / "quant_model_weight_w8a8_dynamic.safetensors")
-    for file in ("config.json", "tokenizer.json", name):
-        (path / file).write_text("{")
-    with pytest.raises(ModelError) as caught:
-        LLM(path, **SMALL)
-    assert f"holds {name}: its weights were quantised by ModelSlim" in str(caught.value)
-    assert "take the checkpoint in bfloat16 or float16" in str(caught.value)
 
 
 @pytest.mark.parametrize(

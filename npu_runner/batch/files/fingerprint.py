@@ -30,6 +30,8 @@ _WHOLE = (
     "*preprocessor_config.json",
     "processor_config.json",
     "*.safetensors.index.json",
+    "quantize_config.json",
+    "quant_model_description*.json",
 )
 _WEIGHTS = ("*.safetensors",)
 _NUM_SAMPLES = 64

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from npu_runner.checkpoint.model_config import VisionConfig
+from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weights_loader import expected_tensors, load_weights
 from npu_runner.models.vision.qwen3_vl import VisionTower
@@ -25,7 +26,7 @@ from tests.cann.programs.emulation import calls, reset_counters
 GRIDS = [(8, 12), (4, 4), (4, 4)]
 
 
-class Weights:
+class Weights(WeightsReader):
     """What load_weights reads: random values by name, the same for every platform."""
 
     path = Path("random")
@@ -44,7 +45,13 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.values[name].shape)
 
-    def read(self, name: str, dim: int | None, start: int, length: int) -> torch.Tensor:
+    def dtype(self, name: str) -> str:
+        return "F32"
+
+    def close(self) -> None:
+        """No file is open."""
+
+    def read(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
         value = self.values[name]
         return value if dim is None else value.narrow(dim, start, length)
 
@@ -68,7 +75,7 @@ def outputs(platform_name: str, depth: int, dtype: torch.dtype, activation: str 
     """Main and deepstack embeddings side by side, and what was launched."""
     reference, _ = tower_on("cpu", depth, torch.float32, activation)
     tower, device = tower_on(platform_name, depth, dtype, activation)
-    load_weights(tower, Weights(reference))  # type: ignore[arg-type]
+    load_weights(tower, Weights(reference))
     num_patches = sum(height * width for height, width in GRIDS)
     patches = torch.randn(num_patches, 4 * 4 * 3, generator=torch.Generator().manual_seed(2)).to(device)
     with torch.inference_mode():

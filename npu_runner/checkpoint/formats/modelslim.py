@@ -1,0 +1,231 @@
+"""ModelSlim's folders (msModelSlim; vLLM calls the format ascend): W8A8 with static inputs, W8A8_DYNAMIC, W8A8_MIX,
+W8A16, W4A16 and W4A8_DYNAMIC, as its releases have written them. The description names each tensor's type.
+
+Scales of inputs are used only as far as weights and biases are stored with them. Source: the savers of msModelSlim.
+
+N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from npu_runner.checkpoint.formats.contents import FLOATS, Contents
+from npu_runner.checkpoint.formats.modelslim_static import StaticBias, StaticMatrix, StaticScale
+from npu_runner.checkpoint.formats.stored import Grid, Matrix, PackedMatrix, QuantisedMatrix, StoredMatrix
+from npu_runner.checkpoint.quantization import refusal
+
+_STATIC = ("input_scale", "input_offset", "quant_bias", "deq_scale")
+_KV_CACHE = (".kv_cache_scale", ".kv_cache_offset")
+# What the description says of the whole folder, not of a tensor.
+_OF_ALL = {"model_quant_type", "version", "kv_cache_type", "kv_quant_type", "fa_quant_type", "indexer_quant_type",
+           "reduce_quant_type"}
+
+
+def read(contents: Contents, description: dict[str, Any]) -> None:
+    """Raises ModelError for a type that is not read, and for rotations at run time, by name."""
+    _refuse_more(contents, description)
+    for name in contents.suffixed(*_KV_CACHE):
+        contents.leave("scales of the KV cache", *(f"{name}{suffix}" for suffix in _KV_CACHE))
+    for module in contents.suffixed(".module.weight", ".module.bias"):
+        contents.leave("copies of norms", f"{module}.module.weight", f"{module}.module.bias")
+    _leave_empty_shifts(contents)
+    for name, kind in sorted(description.items()):
+        module = name.removesuffix(".weight")
+        is_copy = module.endswith(".module")
+        if not isinstance(kind, str) or name in _OF_ALL or not name.endswith(".weight") or is_copy:
+            continue
+        if kind == "FLOAT":
+            if contents.has(name) and contents.reader.dtype(name) == "I8":
+                contents.problem(f"of another type: {name} holds I8, its type is FLOAT")
+        elif kind not in _TYPES:
+            raise refusal(f"modelslim, {kind} ({name})")
+        elif contents.has(name) or not module.startswith("mtp."):
+            _TYPES[kind](contents, module, description)
+
+
+def _refuse_more(contents: Contents, description: dict[str, Any]) -> None:
+    if description.get("fa_quant_type"):
+        raise refusal(f"modelslim, attention in 8 bits, fa_quant_type {description['fa_quant_type']}")
+    quarot = (description.get("metadata") or {}).get("quarot") or {}
+    for name in ("heads_rotation", "kronecker_rotation"):
+        if (quarot.get(name) or {}).get("layers"):
+            raise refusal(f"modelslim, QuaRot with {name}: rotations at run time")
+    for module in contents.suffixed(".div.mul_scale"):
+        raise refusal(f"modelslim, inputs of {module} are multiplied at run time, div.mul_scale")
+
+
+def _leave_empty_shifts(contents: Contents) -> None:
+    """Norms of the decoder have no bias; one that is not zero is a shift that this network does not add."""
+    for module in contents.suffixed("layernorm.bias"):
+        name = f"{module}layernorm.bias"
+        if bool(contents.reader.read(name).any()):
+            raise refusal(f"modelslim, outputs of norms are shifted at run time, {name}")
+        contents.leave("shifts of zero", name)
+
+
+def _outputs(contents: Contents, module: str) -> int | None:
+    """N, which weight_scale tells: the weight itself may be packed along either dim."""
+    name = f"{module}.weight_scale"
+    if not contents.take(name, FLOATS):
+        return None
+    return int(contents.reader.shape(name)[0]) if contents.reader.shape(name) else 1
+
+
+def _take_scales(contents: Contents, module: str, shape: tuple[int, int], suffix: str = "") -> bool:
+    """weight_scale and weight_offset of this shape."""
+    shapes = [list(shape), *([[shape[0]]] if shape[1] == 1 else [])]
+    found = contents.take(f"{module}.weight_scale{suffix}", FLOATS, *shapes)
+    offset = f"{module}.weight_offset{suffix}"
+    return found and (not contents.has(offset) or contents.take(offset, (*FLOATS, "I8", "I32"), *shapes))
+
+
+def _is_symmetric(contents: Contents, module: str, suffix: str = "") -> bool:
+    name = f"{module}.weight_offset{suffix}"
+    if contents.has(name) and bool(contents.reader.read(name).any()):
+        return contents.problem(f"not zero: {name}; its type has symmetric weights")
+    return True
+
+
+def _grid(contents: Contents, name: str, shape: tuple[int, int], num_inputs: int) -> Grid:
+    return Grid(StoredMatrix(contents.reader, name, shape), (1, num_inputs // shape[1]))
+
+
+def _shape(contents: Contents, module: str, dtypes: tuple[str, ...] = ("I8",)) -> tuple[int, int] | None:
+    """Of the stored weight."""
+    name = f"{module}.weight"
+    if not contents.take(name, dtypes):
+        return None
+    shape = contents.reader.shape(name)
+    if len(shape) != 2:
+        contents.problem(f"misshapen: {name} is {list(shape)}; a linear's has 2 dims")
+        return None
+    return shape[0], shape[1]
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
+
+
+def _static(contents: Contents, module: str, description: dict[str, Any]) -> None:
+    """W8A8: scales and biases are stored as products with those of inputs."""
+    shape, reader = _shape(contents, module), contents.reader
+    if shape is None:
+        return
+    names = {name: f"{module}.{name}" for name in _STATIC}
+    found = contents.take(names["deq_scale"], ("F32", "I64"), [shape[0]], [shape[0], 1])
+    found &= contents.take(names["quant_bias"], ("I32",), [shape[0]])
+    found &= contents.take(names["input_scale"], FLOATS, [1], [])
+    found &= contents.take(names["input_offset"], (*FLOATS, "I8"), [1], [])
+    contents.leave("second scales of weights", f"{module}.weight_scale", f"{module}.weight_offset")
+    if not found:
+        return
+    values = StoredMatrix(reader, f"{module}.weight")
+    bias = StaticBias(reader, values, names["quant_bias"], names["deq_scale"], names["input_offset"])
+    scale = Grid(StaticScale(reader, names["deq_scale"], names["input_scale"], shape[0]), (1, shape[1]))
+    has_bias = contents.has(f"{module}.bias")
+    contents.made[f"{module}.weight"] = StaticMatrix("int8 by row, static inputs", values, (scale,),
+                                                     must_be_empty=None if has_bias else bias)
+    if has_bias and contents.take(f"{module}.bias", FLOATS, [shape[0]]):
+        contents.made[f"{module}.bias"] = bias
+
+
+def _dynamic(contents: Contents, module: str, description: dict[str, Any]) -> None:
+    """W8A8_DYNAMIC, and W8A8_MIX without its static half."""
+    shape = _shape(contents, module)
+    contents.leave("scales of inputs", *(f"{module}.{name}" for name in _STATIC))
+    if shape is None or not _take_scales(contents, module, (shape[0], 1)) or not _is_symmetric(contents, module):
+        return
+    contents.made[f"{module}.weight"] = QuantisedMatrix(
+        "int8 by row", StoredMatrix(contents.reader, f"{module}.weight"),
+        (_grid(contents, f"{module}.weight_scale", (shape[0], 1), shape[1]),))
+
+
+def _int8_weights(contents: Contents, module: str, description: dict[str, Any]) -> None:
+    """W8A16, by rows or groups; offsets count."""
+    shape = _shape(contents, module)
+    if shape is None:
+        return
+    _grouped(contents, module, StoredMatrix(contents.reader, f"{module}.weight"), 8, description)
+
+
+def _int4_weights(contents: Contents, module: str, description: dict[str, Any]) -> None:
+    """W4A16: nibbles packed along N or K, or, by older savers, one a byte."""
+    stored, num_outputs = _shape(contents, module), _outputs(contents, module)
+    if stored is None or num_outputs is None:
+        return
+    along_columns = stored[0] == num_outputs and "version" in description
+    values = _nibbles(contents, module, stored, num_outputs, along_columns=along_columns)
+    if values is not None:
+        _grouped(contents, module, values, 4, description)
+
+
+def _int4_dynamic(contents: Contents, module: str, description: dict[str, Any]) -> None:
+    """W4A8_DYNAMIC: packed along N, or one a byte; scales by row, and where it has groups, a second one for each."""
+    stored, num_outputs = _shape(contents, module), _outputs(contents, module)
+    contents.leave("corrections of a kernel", f"{module}.scale_bias")
+    if stored is None or num_outputs is None:
+        return
+    values = _nibbles(contents, module, stored, num_outputs, along_columns=False)
+    if values is None or not _take_scales(contents, module, (num_outputs, 1)) or not _is_symmetric(contents, module):
+        return
+    scales = [_grid(contents, f"{module}.weight_scale", (num_outputs, 1), values.shape[1])]
+    second = f"{module}.weight_scale_second"
+    if contents.has(second):
+        groups = _num_groups(contents, module, second, values.shape[1], description)
+        if groups is None or not _take_scales(contents, module, (num_outputs, groups), "_second") or not _is_symmetric(
+                contents, module, "_second"):
+            return
+        scales.append(_grid(contents, second, (num_outputs, groups), values.shape[1]))
+    form = "int4 by row" if len(scales) == 1 else f"int4 in groups of {scales[1].block[1]}"
+    contents.made[f"{module}.weight"] = QuantisedMatrix(form, values, tuple(scales))
+
+
+def _nibbles(contents: Contents, module: str, stored: tuple[int, int], num_outputs: int, *, along_columns: bool
+             ) -> Matrix | None:
+    """Two's complement, the low nibble first. The file's shape tells whether they are packed along N."""
+    name = f"{module}.weight"
+    if 2 * stored[0] == num_outputs:
+        return PackedMatrix(contents.reader, name, (num_outputs, stored[1]), bits=4, dim=0, word_bits=8, is_signed=True)
+    if stored[0] != num_outputs:
+        contents.problem(f"misshapen: {name} is {list(stored)}, its scales are of {num_outputs} outputs")
+        return None
+    if along_columns:
+        return PackedMatrix(contents.reader, name, (num_outputs, 2 * stored[1]), bits=4, dim=1, word_bits=8,
+                            is_signed=True)
+    return StoredMatrix(contents.reader, name)
+
+
+def _grouped(contents: Contents, module: str, values: Matrix, bits: int, description: dict[str, Any]) -> None:
+    """(values - weight_offset) * weight_scale."""
+    num_outputs, num_inputs = values.shape
+    scale, offset = f"{module}.weight_scale", f"{module}.weight_offset"
+    groups = _num_groups(contents, module, scale, num_inputs, description)
+    if groups is None or not _take_scales(contents, module, (num_outputs, groups)):
+        return
+    shape = (num_outputs, groups)
+    form = f"int{bits} by row" if groups == 1 else f"int{bits} in groups of {num_inputs // groups}"
+    zeros = _grid(contents, offset, shape, num_inputs) if contents.has(offset) else None
+    scales = _grid(contents, scale, shape, num_inputs)
+    contents.made[f"{module}.weight"] = QuantisedMatrix(form, values, (scales,), zeros)
+
+
+def _num_groups(contents: Contents, module: str, scale: str, num_inputs: int, description: dict[str, Any]
+                ) -> int | None:
+    """By the scale's shape; a size that the description names must be the same."""
+    if not contents.take(scale, FLOATS):
+        return None
+    shape = contents.reader.shape(scale)
+    groups, told = (shape[1] if len(shape) > 1 else 1), int(description.get("group_size") or 0)
+    if groups < 1 or num_inputs % groups or (groups > 1 and told > 0 and num_inputs // groups != told):
+        of = f" of {told}" if told > 0 else ""
+        contents.problem(f"misshapen: {scale} is {list(shape)}; {num_inputs} inputs of {module} do not divide into "
+                         f"such groups{of}")
+        return None
+    return int(groups)
+
+
+_TYPES: dict[str, Callable[[Contents, str, dict[str, Any]], None]] = {
+    "W8A8": _static, "W8A8_DYNAMIC": _dynamic, "W8A8_MIX": _dynamic, "W8A16": _int8_weights, "W4A16": _int4_weights,
+    "W4A8_DYNAMIC": _int4_dynamic,
+}  # fmt: skip

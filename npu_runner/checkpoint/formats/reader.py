@@ -1,0 +1,108 @@
+"""Opens a checkpoint's weights, quantised or not: what is quantised is dequantised in slices while it is read.
+
+Knows formats by their modules, no model and no platform.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from types import EllipsisType
+
+import torch
+
+from npu_runner.checkpoint.formats.contents import Contents
+from npu_runner.checkpoint.quantization import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, MODELSLIM, Quantization
+from npu_runner.checkpoint.weights_reader import CheckpointReader, WeightsReader
+from npu_runner.errors import WeightsError
+from npu_runner.request.limits import size
+
+logger = logging.getLogger(__name__)
+
+_MODULES: Mapping[str, str] = {AWQ: "awq", COMPRESSED_TENSORS: "compressed_tensors", FP8: "fp8", GPTQ: "gptq",
+                               MODELSLIM: "modelslim"}
+_ELEMENTS_AT_ONCE = 4 << 20
+"""Of one tensor, in float32: what loading takes beside the weights."""
+
+
+def open_weights(path: Path, quantization: Quantization | None,
+                 progress: Callable[[int, int], None] = lambda num_read, num_bytes: None) -> WeightsReader:
+    """The tensors of a float checkpoint. Raises WeightsError for files that are broken or do not fit their format,
+    ModelError for a format's setting that is not read; both before weights are."""
+    stored = CheckpointReader(path, progress)
+    if quantization is None:
+        return stored
+    with ExitStack() as stack:
+        stack.enter_context(stored)
+        reader = DequantisingReader(stored, quantization)
+        stack.pop_all()
+    return reader
+
+
+class DequantisingReader(WeightsReader):
+    """Tensors as a float checkpoint would have them. What is computed is float32, from a slice of what is stored."""
+
+    def __init__(self, stored: CheckpointReader, quantization: Quantization):
+        self.path, self._stored, self._method = stored.path, stored, quantization.method
+        self._contents = Contents(stored)
+        import_module(f"npu_runner.checkpoint.formats.{_MODULES[quantization.method]}").read(
+            self._contents, quantization.settings)
+        self._contents.raise_problems()
+        if not self._contents.made:
+            raise WeightsError(f"{self.path}: its small files say that weights are quantised ({quantization.method}), "
+                               "and no tensor is; copy the checkpoint again from its source")
+        self._names = (stored.names - self._contents.taken) | set(self._contents.made)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        made = self._contents.made.get(name)
+        return self._stored.shape(name) if made is None else made.shape
+
+    def dtype(self, name: str) -> str:
+        return "F32" if name in self._contents.made else self._stored.dtype(name)
+
+    def read(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
+        made = self._contents.made.get(name)
+        if made is None:
+            return self._stored.read(name, dim, start, length)
+        return made.read(_spans(made.shape, dim, start, length))
+
+    def pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
+               ) -> Iterator[tuple[slice | EllipsisType, torch.Tensor]]:
+        made = self._contents.made.get(name)
+        if made is None:
+            yield from self._stored.pieces(name, dim, start, length)
+            return
+        (first, count), *rest = _spans(made.shape, dim, start, length)
+        step = max(1, _ELEMENTS_AT_ONCE // max(1, math.prod(length for _, length in rest)))
+        for done in range(0, count, step):
+            taken = min(step, count - done)
+            yield slice(done, done + taken), made.read([(first + done, taken), *rest])
+
+    def close(self) -> None:
+        self._stored.close()
+
+    @property
+    def forms(self) -> str:
+        """How many weights are stored in which form."""
+        return self._contents.describe()
+
+    def describe(self, dtype: torch.dtype) -> str:
+        """For the log: what is dequantised, its bytes in the files and as `dtype`, and what nothing is computed from.
+        """
+        contents = self._contents
+        unused = "".join(f"; {count} {what} are not used" for what, count in sorted(contents.unused.items()))
+        num_bytes, name = contents.num_elements * dtype.itemsize, str(dtype).removeprefix("torch.")
+        return (f"quantised weights ({self._method}): {self.forms}; {size(contents.stored_bytes)} of the "
+                f"files become {size(num_bytes)} of {name} while loading, and inputs are not quantised{unused}")
+
+
+def _spans(shape: tuple[int, ...], dim: int | None, start: int, length: int) -> list[tuple[int, int]]:
+    return [(start, length) if axis == dim else (0, whole) for axis, whole in enumerate(shape)]

@@ -1,0 +1,74 @@
+"""What a folder's small files say about quantised weights: the format's name and its settings. Refuses by name the
+kinds that are not read.
+
+Knows no tensor; a format's settings are checked where its tensors are read (formats/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from npu_runner.checkpoint.files import MODELSLIM_FILES, is_modelslim, require_json
+from npu_runner.errors import ModelError
+from npu_runner.request.limits import shown
+
+MODELSLIM, COMPRESSED_TENSORS, FP8, AWQ, GPTQ = "modelslim", "compressed-tensors", "fp8", "awq", "gptq"
+_NAMED_BY_CONFIG = (COMPRESSED_TENSORS, FP8, AWQ, GPTQ)
+_READ = "fp8, compressed-tensors, AWQ, GPTQ and ModelSlim are read"
+INPUTS_AS_THEY_ARE = "dequantised at load, inputs not quantised"
+"""The arithmetic of weights that a platform has no quantised product for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How the weights of a checkpoint are quantised, as its files say."""
+
+    method: str
+    """modelslim, or transformers' name: compressed-tensors, fp8, awq, gptq."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The format's own, as they stand in the file."""
+
+    def describe(self) -> str:
+        """Format and arithmetic, for a manifest."""
+        return f"{self.method}, {INPUTS_AS_THEY_ARE}"
+
+
+def read_quantization(folder: Path) -> Quantization | None:
+    """None: the weights are not quantised. Raises ModelError for a kind that is not read."""
+    raw = require_json(folder, "config.json")
+    if is_modelslim(folder):
+        return Quantization(method=MODELSLIM, settings=_description(folder))
+    text = raw.get("text_config")
+    for name in ("quantization_config", "compression_config", "quantize"):
+        found = raw.get(name) or (text.get(name) if isinstance(text, dict) else None)
+        if found:
+            return _named(name, found)
+    if (folder / "quantize_config.json").is_file():  # of AutoGPTQ, before transformers had a place for it
+        settings = require_json(folder, "quantize_config.json")
+        return _named("quantize_config.json", {"quant_method": GPTQ, **settings})
+    return None
+
+
+def _named(name: str, found: Any) -> Quantization:
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if name == "compression_config" and isinstance(found, dict):  # the name that older releases wrote
+        method = COMPRESSED_TENSORS
+    if method in _NAMED_BY_CONFIG:
+        return Quantization(method=str(method), settings=dict(found))
+    raise refusal(str(method) if method else f"{name} {shown(found)}")
+
+
+def refusal(kind: str) -> ModelError:
+    """For weights of a kind that is not read."""
+    return ModelError(f"the weights are quantised ({kind}), which is not supported; {_READ}, or take the checkpoint in "
+                      "bfloat16 or float16")
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    """ModelSlim's; the newest of its names is the shortest."""
+    names = sorted((file.name for file in folder.glob(MODELSLIM_FILES)), key=lambda name: (len(name), name))
+    if len(names) > 1 and names[0] != "quant_model_description.json":
+        raise ModelError(f"{folder} holds {' and '.join(names)}; keep the one that describes its weights")
+    return require_json(folder, names[0])

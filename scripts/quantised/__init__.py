@@ -1,0 +1,1 @@
+"""Quantised copies of checkpoints: each format by rounding to the nearest, and whole folders of them."""

@@ -1,0 +1,191 @@
+"""A quantised copy of a checkpoint's folder: which weights are quantised, in which format, and the files. Knows no
+layout of a format (formats.py).
+
+N outputs, K inputs, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.errors import ModelError
+
+from . import formats
+
+_STAY = re.compile(r"embed|lm_head|norm|mlp\.gate\.|shared_expert_gate|pos_embed|merger|in_proj_(a|b|ba)\.|conv1d")
+_TOWER = re.compile(r"(^|\.)visual\.")
+_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+_SHARD_BYTES = 4 << 30
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """`write`: the tensors of one weight (N, K). `config`: quantization_config of config.json; for ModelSlim, what its
+    description says of the whole folder, and `modelslim`, the type of each tensor."""
+
+    write: Callable[[Tensor], formats.Tensors]
+    config: Config
+    modelslim: str | None = None
+    fuses_experts: bool = False
+
+
+_Make = Callable[[int], Format]
+
+
+def _block_config(size: int) -> Config:
+    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
+
+
+def _gptq(bits: int) -> _Make:
+    return lambda size: Format(partial(formats.gptq, bits=bits, group_size=size), {
+        "quant_method": "gptq", "bits": bits, "group_size": size, "sym": True, "desc_act": False})
+
+
+def _packed(bits: int, *, symmetric: bool = True) -> _Make:
+    return lambda size: _compressed(
+        partial(formats.compressed_int, bits=bits, group_size=size, packed=True, symmetric=symmetric), "pack-quantized",
+        bits, size, symmetric=symmetric)
+
+
+def _compressed(write: Callable[[Tensor], formats.Tensors], form: str, bits: int, group_size: int, *,
+                symmetric: bool = True, kind: str = "int") -> Format:
+    weights: Config = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": "channel", "dynamic": False}
+    if group_size > 0:
+        weights |= {"strategy": "group", "group_size": group_size}
+    inputs = None
+    if form != "pack-quantized":
+        inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return Format(write, {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+                          "config_groups": {"group_0": group}, "kv_cache_scheme": None})
+
+
+def _modelslim(write: Callable[[Tensor], formats.Tensors], kind: str, group_size: int = 0) -> Format:
+    return Format(write, {"model_quant_type": kind, "version": "1.0.0", "group_size": group_size}, modelslim=kind)
+
+
+FORMATS: dict[str, _Make] = {
+    "fp8-block": lambda size: Format(partial(formats.fp8_block, block=(size, size)), _block_config(size),
+                                     fuses_experts=True),
+    "fp8-tensor": lambda size: Format(partial(formats.fp8_rows, by_tensor=True), {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}),
+    "fp8-dynamic": lambda size: _compressed(partial(formats.fp8_rows, by_tensor=False), "float-quantized", 8, -1,
+                                            kind="float"),
+    "w8a8": lambda size: _compressed(formats.compressed_int, "int-quantized", 8, -1),
+    "w8a16": _packed(8), "w4a16": _packed(4), "w4a16-asym": _packed(4, symmetric=False),
+    "awq": lambda size: Format(partial(formats.awq, group_size=size), {
+        "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}),
+    "gptq": _gptq(4), "gptq-int8": _gptq(8),
+    "modelslim-w8a8-dynamic": lambda size: _modelslim(formats.modelslim_int8, "W8A8_DYNAMIC"),
+    "modelslim-w8a16": lambda size: _modelslim(partial(formats.modelslim_int8, symmetric=False), "W8A16"),
+    "modelslim-w4a16": lambda size: _modelslim(partial(formats.modelslim_int4, group_size=size), "W4A16", size),
+    "modelslim-w4a8-dynamic": lambda size: _modelslim(formats.modelslim_int4, "W4A8_DYNAMIC"),
+}  # fmt: skip
+"""By their names on the command line; each takes the size of a group, or of a block's side."""
+
+
+def quantise(source: Path, target: Path, name: str, *, group_size: int = 128, with_tower: bool = False) -> int:
+    """Write the checkpoint; returns how many weights are quantised. Raises ModelError for a size that does not divide,
+    and where nothing is to be done."""
+    form = FORMATS[name](group_size)
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and ".safetensors" not in file.name:
+            shutil.copy(file, target / file.name)
+    with CheckpointReader(source) as reader:
+        chosen = {tensor for tensor in reader.names if _is_chosen(tensor, reader.shape(tensor), with_tower=with_tower)}
+        if not chosen:
+            raise ModelError(f"{source}: no weight is one that {name} is for")
+        left = _write(target, reader, form, chosen)
+    _write_config(target, form, left)
+    return len(chosen)
+
+
+def _is_chosen(name: str, shape: tuple[int, ...], *, with_tower: bool) -> bool:
+    is_linear = (len(shape) == 2 and name.endswith(".weight")) or (len(shape) == 3 and _FUSED.search(name) is not None)
+    return is_linear and not _STAY.search(name) and (with_tower or not _TOWER.search(name))
+
+
+def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str]) -> list[str]:
+    """In shards of some GiB; returns the linears that stay as they are."""
+    weight_map: dict[str, str] = {}
+    types: Config = {}
+    shard: formats.Tensors = {}
+    kind = "quant_model_weights" if form.modelslim else "model"
+
+    def flush() -> None:
+        file = f"{kind}-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        save_file(shard, target / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for name in sorted(reader.names):
+        for made, tensor, is_quantised in _tensors_of(name, reader, form, is_chosen=name in chosen):
+            shard[made] = tensor.contiguous()
+            types[made] = form.modelslim if is_quantised and not made.endswith(".bias") else "FLOAT"
+        if sum(tensor.nbytes for tensor in shard.values()) > _SHARD_BYTES:
+            flush()
+    if shard:
+        flush()
+    (target / f"{kind}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    if form.modelslim:
+        (target / "quant_model_description.json").write_text(json.dumps(form.config | types, indent=1))
+    return [name.removesuffix(".weight") for name in sorted(reader.names - chosen)
+            if name.endswith(".weight") and len(reader.shape(name)) == 2]
+
+
+def _tensors_of(name: str, reader: CheckpointReader, form: Format, *, is_chosen: bool
+                ) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, whether it is of a quantised weight)."""
+    weight = reader.read(name)
+    if not is_chosen:
+        yield name, weight, False
+        return
+    if weight.ndim == 3 and form.fuses_experts:
+        made = form.write(weight)
+        yield name, made["weight"], True
+        yield f"{name}_scale_inv", made["weight_scale_inv"], True
+        return
+    for part, matrix in _single(name, weight, _hidden_size(reader.path)) if weight.ndim == 3 else [(name, weight)]:
+        try:
+            made = form.write(matrix)
+        except RuntimeError as error:  # of torch, where groups do not divide
+            raise ModelError(f"{part} {list(matrix.shape)} does not divide into such groups: {error}") from error
+        for suffix, tensor in made.items():
+            yield f"{part.removesuffix('.weight')}.{suffix}", tensor, True
+
+
+def _single(name: str, experts: Tensor, hidden_size: int) -> Iterator[tuple[str, Tensor]]:
+    """Experts of a fused tensor one by one; (E, in, out) and (E, out, in) both occur."""
+    prefix, _, kind = name.rpartition(".")
+    outputs_first = experts.shape[2 if kind == "gate_up_proj" else 1] == hidden_size
+    for number, expert in enumerate(experts if outputs_first else experts.transpose(1, 2)):
+        halves = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+        for part, matrix in halves if kind == "gate_up_proj" else [(kind, expert)]:
+            yield f"{prefix}.{number}.{part}.weight", matrix
+
+
+def _hidden_size(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    return int(config.get("text_config", config)["hidden_size"])
+
+
+def _write_config(target: Path, form: Format, left: list[str]) -> None:
+    if form.modelslim:
+        return
+    config = json.loads((target / "config.json").read_text())
+    stay = "ignore" if form.config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
+    config["quantization_config"] = {**form.config, **({} if form.config["quant_method"] == "gptq" else {stay: left})}
+    (target / "config.json").write_text(json.dumps(config, indent=2))

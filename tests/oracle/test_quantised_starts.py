@@ -1,0 +1,99 @@
+"""What a start with quantised weights says, refuses and puts into a manifest; what the commands say that only look."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_runner import LLM
+from npu_runner.batch.files.fingerprint import fingerprint_model
+from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.cli.main import main
+from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError, WeightsError
+from npu_runner.platforms import pick_platform
+from scripts.quantised.writing import quantise
+from tests.oracle.running import SMALL
+
+SAYS = "fp8, dequantised at load, inputs not quantised"
+
+
+@pytest.fixture
+def quantised(checkpoint: Any, tmp_path: Path) -> Path:
+    quantise(checkpoint("qwen3"), tmp_path / "quantised", "fp8-block", group_size=32)
+    return tmp_path / "quantised"
+
+
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("read", "read_block"):
+        monkeypatch.setattr(CheckpointReader, name, lambda *_: pytest.fail("a weight is read"))
+
+
+def test_a_start_without_memory_for_dequantised_weights_is_refused(quantised: Path, monkeypatch: pytest.MonkeyPatch
+                                                                  ) -> None:
+    no_weights(monkeypatch)
+    memory = pick_platform("cpu").memory
+    with LLM(quantised, platform="cpu", load_format="dummy", **SMALL) as llm:
+        need = sum(tensor.nbytes for tensor in llm.engine._executor._runner.model.parameters())  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(memory), "free_bytes", lambda self: need // 2)
+    with pytest.raises(OutOfMemoryError, match=r"quantised \(fp8\) and take .* in float32, .* no products of such"):
+        LLM(quantised, platform="cpu", **SMALL)
+
+
+def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_weights(monkeypatch)
+    with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no products of such weights"):
+        LLM(quantised, platform="cpu", quantization="int8", **SMALL)
+    with pytest.raises(ConfigError, match="quantization: 'awq' is not one of auto, int8"):
+        LLM(quantised, platform="cpu", quantization="awq", **SMALL)
+
+
+def test_a_start_says_what_is_dequantised_and_an_output_in_which_arithmetic(
+        quantised: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), LLM(quantised, platform="cpu", **SMALL) as llm:
+        assert llm.engine.describe()["quantization"] == SAYS
+    (line,) = [each for each in caplog.messages if each.startswith("quantised weights")]
+    assert line.startswith("quantised weights (fp8): 21 as fp8 by block of 32 x 32; ")
+    assert "of float32 while loading, and inputs are not quantised" in line
+
+
+def test_a_model_that_only_transformers_knows_is_refused_with_quantised_weights(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"quantised \(gptq\), and model_type 'gpt2' is served through transformers"):
+        LLM(tmp_path, platform="cpu", **SMALL)
+
+
+def test_a_shard_that_is_cut_is_named(quantised: Path, tmp_path: Path) -> None:
+    path: Path = shutil.copytree(quantised, tmp_path / "cut")
+    (file,) = path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(WeightsError, match="cannot be read"):
+        LLM(path, platform="cpu", **SMALL)
+
+
+def test_the_commands_that_only_look_say_how_it_is_served(
+        quantised: Path, checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", str(quantised)]) == 0
+    assert capsys.readouterr().out.endswith(f"; quantised weights (21 as fp8 by block of 32 x 32): {SAYS}\n")
+    assert main(["models", str(quantised / "config.json")]) == 0
+    assert capsys.readouterr().out.endswith(f"; quantised weights: {SAYS}\n")
+    asked = ["doctor", "--device-memory", "64G", "--platform", "npu", "--max-model-len", "1024", "--fits"]
+    assert main([*asked, str(quantised)]) == 0
+    assert f"  weights count as float32: {SAYS}" in capsys.readouterr().out
+    assert main([*asked, str(quantised), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main([*asked, str(checkpoint("qwen3")), "--json"]) == 0
+    assert found == json.loads(capsys.readouterr().out) | {"quantization": SAYS}, "as its twin that is not quantised"
+
+
+@pytest.mark.parametrize("name", ["quant_model_description.json", "quantize_config.json"])
+def test_another_description_of_the_weights_is_another_model(name: str, quantised: Path) -> None:
+    (quantised / name).write_text("{}")
+    before = fingerprint_model(quantised)
+    (quantised / name).write_text('{"group_size": 64}')
+    after = fingerprint_model(quantised)
+    assert {each for each in before if before[each] != after[each]} == {name}
