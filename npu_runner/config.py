@@ -232,6 +232,9 @@ class RunnerConfig:
     quantization: str = one_of("auto", "int8")
     """auto: as the checkpoint is; quantised weights that the platform has no products for are dequantised while
     loading. int8 makes int8 weights of 16 bits while loading, where the platform multiplies them (none does yet)."""
+    lora: str | None = dataclasses.field(default=None, metadata={"values": "PATH"})
+    """Folder of a LoRA adapter that PEFT has saved. It is merged into the weights while they are read, in float32, and
+    so serves all requests. None: no adapter."""
     max_model_len: int | None = None
     """Most tokens of a prompt and its answer together; None: the checkpoint's, 32,768 at most, lowered to what the KV
     cache holds."""

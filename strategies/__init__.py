@@ -11,7 +11,7 @@ A checkpoint's folder is opened once (`open_checkpoint`), and what that found is
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -19,6 +19,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from npu_runner.checkpoint.files import require_json, resolve_checkpoint
+from npu_runner.checkpoint.lora import Adapter, read_adapter
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.checkpoint.quantization import Quantization, read_quantization
 from npu_runner.config import RunnerConfig
@@ -106,6 +107,8 @@ class OpenedCheckpoint:
     processor: ChatProcessor
     quantization: Quantization | None
     """None: its weights are not quantised."""
+    adapter: Adapter | None
+    """To be merged into the weights."""
     seconds: float
     """That opening it took."""
 
@@ -130,8 +133,19 @@ def open_checkpoint(config: RunnerConfig) -> OpenedCheckpoint:
     path = resolve_checkpoint(config.model, config.revision)
     strategy = pick_strategy(path)
     resolved = strategy.resolve_config(config)
+    model_config, quantization = strategy.model_config_for(resolved), read_quantization(path)
+    adapter = None if config.lora is None else _adapter(config.lora, quantization)
+    if adapter is not None and model_config.tie_word_embeddings and adapter.has("lm_head.weight"):
+        model_config = replace(model_config, tie_word_embeddings=False)  # its head is the embedding's no more
     return OpenedCheckpoint(
-        path=path, strategy=strategy, config=resolved, model_config=strategy.model_config_for(resolved),
-        processor=strategy.processor(resolved), quantization=read_quantization(path),
-        seconds=time.perf_counter() - began,
+        path=path, strategy=strategy, config=resolved, model_config=model_config, adapter=adapter,
+        processor=strategy.processor(resolved), quantization=quantization, seconds=time.perf_counter() - began,
     )
+
+
+def _adapter(folder: str, quantization: Quantization | None) -> Adapter:
+    """Raises ModelError for a base that is quantised: what the adapter adds would be lost in its rounding."""
+    if quantization is not None:
+        raise ModelError(f"lora {folder}: the checkpoint's weights are quantised ({quantization.method}); take the "
+                         "checkpoint in bfloat16 or float16 that it was made of")
+    return read_adapter(Path(folder).expanduser())

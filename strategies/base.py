@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -141,6 +141,10 @@ class LoadStrategy(ABC):
     @abstractmethod
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
         """The network with uninitialised parameters, for positions below `num_positions`."""
+
+    def renamed(self, names: Set[str]) -> Mapping[str, str]:
+        """How the checkpoint's `names` begin, by how the model's do."""
+        return {}
 
     @abstractmethod
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:

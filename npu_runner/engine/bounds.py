@@ -36,6 +36,8 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
         known["max_model_len"] = str(config.max_model_len)
     if checkpoint.quantization is not None:
         known["quantization"] = checkpoint.quantization.describe()
+    if checkpoint.adapter is not None:
+        known["lora"] = checkpoint.adapter.fingerprint
     if pooling is not None:
         known["pooling"] = pooling.describe()
     if config.parallel.tensor_parallel_size == 1:  # else this process loads no platform: ranks do

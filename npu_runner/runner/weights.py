@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from npu_runner.checkpoint.adapted_weights import AdaptedReader
 from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
 from npu_runner.errors import OutOfMemoryError
 from npu_runner.layers.parallel import LayerContext
@@ -50,4 +51,7 @@ def load(model: nn.Module, checkpoint: OpenedCheckpoint, dtype: torch.dtype,
     with open_weights(checkpoint.path, checkpoint.quantization, progress) as reader:
         if isinstance(reader, DequantisingReader):
             logger.info("%s", reader.describe(dtype))
+        if checkpoint.adapter is not None:
+            reader = AdaptedReader(reader, checkpoint.adapter, checkpoint.strategy.renamed(reader.names))
+            logger.info("the adapter %s is merged into %d weights", checkpoint.adapter.path, reader.num_changed)
         checkpoint.strategy.load_weights(model, reader, checkpoint.model_config)

@@ -24,9 +24,9 @@ _PROCESSOR_KWARGS = {
     "min_pixels": "image_min_pixels", "max_pixels": "image_max_pixels", "fps": "video_fps",
     "num_frames": "video_num_frames", "max_frames": "video_max_frames",
 }  # fmt: skip
+_FORMATS = ("awq", "gptq", "compressed-tensors", "ascend")
 _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "no code of a checkpoint is ever run; docs/models.md says which models are served"),
-    "quantization": ((), "quantised weights are not served; take the checkpoint in bfloat16 or float16"),
     "disable_log_stats": ((_ANY,), ""),
     "tokenizer_mode": (("auto", "hf"), "tokenizer.json of the checkpoint is read"),
     "tokenizer_revision": ((), "the tokenizer is the checkpoint's; revision names its version"),
@@ -45,7 +45,7 @@ _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "generation_config": (("auto",), "generation_config.json is read; SamplingParams say otherwise"),
     "override_generation_config": (({},), "give SamplingParams"),
     "model_impl": (("auto",), "docs/generic.md says when transformers' code is taken"),
-    "enable_lora": ((False,), "merge the adapter into the checkpoint"),
+    "enable_lora": ((False,), "lora=PATH merges one adapter for all requests"),
     "speculative_config": ((), "there is no speculative decoding; leave it out"),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size, and data_parallel_size"),
     "enable_expert_parallel": ((False,), "experts are divided by tensor_parallel_size"),
@@ -120,6 +120,11 @@ def _tokenizer(model: str, value: Any) -> dict[str, Any]:
                       "tokenizer.json into a copy of the folder")
 
 
+def _quantization(_: str, value: Any) -> dict[str, Any]:
+    """A format's name asks for what the checkpoint says of itself. vLLM's fp8 makes such weights of others, too."""
+    return {} if value is None or value in _FORMATS else {"quantization": value}
+
+
 def _swap_space(_: str, value: Any) -> dict[str, Any]:
     if value:
         logger.warning("swap_space %s: there is none here; a preempted sequence is computed again, mostly out of the "
@@ -165,5 +170,5 @@ def _limit_of_kinds(_: str, value: Any) -> dict[str, Any]:
 
 _SPECIAL: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "load_format": _load_format, "tokenizer": _tokenizer, "swap_space": _swap_space, "max_logprobs": _max_logprobs,
-    "task": _task, "mm_processor_kwargs": _processor_kwargs, "limit_mm_per_prompt": _limit_of_kinds,
+    "task": _task, "quantization": _quantization, "mm_processor_kwargs": _processor_kwargs, "limit_mm_per_prompt": _limit_of_kinds,
 }  # fmt: skip
