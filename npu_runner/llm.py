@@ -24,7 +24,8 @@ from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import plain_template_kwargs, shown
 from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
-from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.pooling_outputs import PoolingRequestOutput
+from npu_runner.request.pooling_params import TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from npu_runner.serving.calls.prompt_server import Request
@@ -47,6 +48,7 @@ Params = SamplingParams | Iterable[SamplingParams] | None
 PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
 EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
+PoolingResults = Iterator[tuple[int, PoolingRequestOutput]]
 _AnyParams = SamplingParams | PoolingParams
 _Parse = Callable[[Any], PromptTask | PromptInputs]
 _NO_MORE = object()
@@ -215,6 +217,37 @@ class LLM:
             return [EmbeddingRequestOutput.of(output) for output in results]
         return ((index, EmbeddingRequestOutput.of(output)) for index, output in results)
 
+    @overload
+    def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+               pooling_task: str, use_tqdm: bool = False, stream_results: Literal[False] = False,
+               return_errors: bool = False) -> list[PoolingRequestOutput]: ...
+    @overload
+    def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+               pooling_task: str, use_tqdm: bool = False, stream_results: Literal[True],
+               return_errors: bool = False) -> PoolingResults: ...
+    def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+               pooling_task: str, use_tqdm: bool = False, stream_results: bool = False,
+               return_errors: bool = False) -> list[PoolingRequestOutput] | PoolingResults:
+        """Arrays of raw prompts, of a model that was loaded for vectors. `pooling_task`, as vLLM calls them:
+
+        - token_embed: the hidden state behind the final norm of every token, float32 (T, D), as it is, not normalised.
+          Each step's come to the host with it. Nothing is taken from the prefix cache.
+        - embed: the vector that `embed` gives.
+
+        Everything else is as in `embed`. Raises RequestError for another task.
+        """
+        task = {TOKEN_EMBED: TOKEN_EMBED, "embed": None}
+        if pooling_task not in task:
+            raise RequestError(f"pooling_task: {shown(pooling_task)} is not one of {', '.join(task)}", "invalid_value",
+                               "pooling_task")
+        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
+        self.processor.check_runner("pooling")
+        results = self._run(items, _with_task(pooling_params, task[pooling_task]), _text_task, use_tqdm, stream_results,
+                            return_errors)
+        if isinstance(results, list):
+            return [PoolingRequestOutput.of(output) for output in results]
+        return ((index, PoolingRequestOutput.of(output)) for index, output in results)
+
     def stats(self) -> EngineStats:
         """Counters and gauges; of several replicas their sums, as they told last."""
         return self._service.stats()
@@ -361,6 +394,19 @@ def _no_params(given: Any) -> RequestError:
 
 def _text_task(item: Any) -> PromptTask | PromptInputs:
     return item if isinstance(item, PromptInputs) else text_task(raw_prompt(item))
+
+
+def _with_task(given: PoolingRequests, task: str | None) -> PoolingParams | Iterable[Any]:
+    """`given`, for `task`. What is no PoolingParams stays what it is, and is refused where it is read."""
+    if given is None:
+        return PoolingParams(task=task)
+
+    def of(one: Any) -> Any:
+        return one.replace(task=task) if isinstance(one, PoolingParams) else one
+
+    if isinstance(given, PoolingParams) or not isinstance(given, Iterable):
+        return of(given)
+    return list(map(of, given)) if isinstance(given, Sequence) else map(of, given)
 
 
 def _with_index(index: int, error: RequestError) -> RequestError:

@@ -61,6 +61,7 @@ class Generation:
         self.sequence = sequence
         self.logprobs = None if params.logprobs is None else LogprobsRecord(params.logprobs)
         self.embedding: np.ndarray | None = None
+        self.token_states: np.ndarray | None = None
         self.finished: CompletionOutput | None = None
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(params, tokenizer)
@@ -139,8 +140,16 @@ class Generation:
             token_ids = token_ids[max(0, num_tokens - detection.longest_span) : num_tokens]
         return detection.is_repetition(token_ids)
 
+    def put_states(self, place: int, states_LD: np.ndarray) -> None:
+        """Those of the prompt's tokens from `place` on, in order. A prompt that begins anew brings them again."""
+        if self.token_states is None:
+            self.token_states = np.empty((self.sequence.num_prompt_tokens, states_LD.shape[1]), dtype=np.float32)
+        self.token_states[place : place + len(states_LD)] = states_LD
+
     def take_vector(self, vector_D: np.ndarray) -> End:
-        """Ends an embedding request with its vector."""
+        """Ends an embedding request with its vector, or with the states that are there by now."""
+        if self.token_states is not None:
+            return End("stop") if np.isfinite(self.token_states).all() else _NOT_A_NUMBER
         if not np.isfinite(vector_D).all():
             return _NOT_A_NUMBER
         self.embedding = vector_D

@@ -142,6 +142,8 @@ class CompletionOutput:
     """Tokens of it, without the tags around it."""
     embedding: np.ndarray | None = None
     """float32 (D,), where the request was for a vector: then there is no text."""
+    token_states: np.ndarray | None = None
+    """float32 (T, D), where it was for the hidden states of the prompt's T tokens."""
 
     @property
     def is_repetition(self) -> bool:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import shown
 
+TOKEN_EMBED = "token_embed"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
@@ -26,11 +28,24 @@ class PoolingParams:
     """Keep the last so many tokens of a longer prompt; -1: as many as the model takes. A prompt with images is not
     cut but refused."""
 
+    task: str | None = None
+    """token_embed: the final hidden state of every token, which is not cut; None: what the model was loaded for."""
+
     def __post_init__(self) -> None:
         self._check("dimensions", self.dimensions, 1)
         self._check("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
         if self.truncate_prompt_tokens == 0:
             raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
+        if self.task not in (None, TOKEN_EMBED):
+            raise _error("task", f"{shown(self.task)} is not {TOKEN_EMBED}, the only one beside what the model was "
+                                 "loaded for; LLM.encode takes the others by name")
+        if self.keeps_tokens and self.dimensions is not None:
+            raise _error("dimensions", f"states of all tokens ({TOKEN_EMBED}) are not cut; leave it out")
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the hidden state of every token is wanted."""
+        return self.task == TOKEN_EMBED
 
     def _check(self, name: str, value: Any, low: int) -> None:
         if value is None:

@@ -33,6 +33,8 @@ def test_vectors_and_scores_of_prompts_equal_the_cpus(checkpoint: Any, tmp_path:
         assert found["fallbacks"] == {}, "nothing leaves the AI core, nor sorts indices"
         for ours, theirs in zip(found["vectors"], expected["vectors"], strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        for ours, theirs in zip(found["states"], expected["states"], strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
         for ours, theirs in zip(found["scores"], expected["scores"], strict=True):
             np.testing.assert_allclose(np.array(ours)[:, 1:], np.array(theirs)[:, 1:], atol=1e-3)
             assert np.mean(np.array(ours)[:, 0] == np.array(theirs)[:, 0]) > 0.95, "but for near ties"
