@@ -210,7 +210,7 @@ class LLM:
         Prompts are those of `generate`, instructions and template included; everything else is as in `chat`.
         """
         items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        self.processor.check_runner("pooling")
+        self.processor.check_task("embed")
         given = PoolingParams() if pooling_params is None else pooling_params
         results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
         if isinstance(results, list):
@@ -241,7 +241,7 @@ class LLM:
             raise RequestError(f"pooling_task: {shown(pooling_task)} is not one of {', '.join(task)}", "invalid_value",
                                "pooling_task")
         items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        self.processor.check_runner("pooling")
+        self.processor.check_task(pooling_task)
         results = self._run(items, _with_task(pooling_params, task[pooling_task]), _text_task, use_tqdm, stream_results,
                             return_errors)
         if isinstance(results, list):

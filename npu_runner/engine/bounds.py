@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 
-from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.checkpoint.model_config import ModelConfig, VectorPooling
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.state_snapshots import StateSnapshots, state_alignment
@@ -64,9 +64,10 @@ def scheduler_limits(info: RunnerInfo) -> SchedulerLimits:
 
 def warn_of_what_is_not_done(model_config: ModelConfig) -> None:
     """What the checkpoint's own files ask for beside the model."""
-    if model_config.pooling is not None and model_config.pooling.default_prompt is not None:
+    pooling = model_config.pooling
+    if isinstance(pooling, VectorPooling) and pooling.default_prompt is not None:
         logger.warning("the checkpoint's config_sentence_transformers.json puts its prompt %r before every text, which "
-                       "is not done here: write it into the texts that need it", model_config.pooling.default_prompt)
+                       "is not done here: write it into the texts that need it", pooling.default_prompt)
     if model_config.generation_not_served:
         logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
                        "from those it was made for: %s", model_config.generation_not_served)

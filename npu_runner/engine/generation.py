@@ -60,8 +60,7 @@ class Generation:
         params = sequence.params
         self.sequence = sequence
         self.logprobs = None if params.logprobs is None else LogprobsRecord(params.logprobs)
-        self.embedding: np.ndarray | None = None
-        self.token_states: np.ndarray | None = None
+        self.pooled: np.ndarray | None = None
         self.finished: CompletionOutput | None = None
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(params, tokenizer)
@@ -142,17 +141,19 @@ class Generation:
 
     def put_states(self, place: int, states_LD: np.ndarray) -> None:
         """Those of the prompt's tokens from `place` on, in order. A prompt that begins anew brings them again."""
-        if self.token_states is None:
-            self.token_states = np.empty((self.sequence.num_prompt_tokens, states_LD.shape[1]), dtype=np.float32)
-        self.token_states[place : place + len(states_LD)] = states_LD
+        if self.pooled is None:
+            self.pooled = np.empty((self.sequence.num_prompt_tokens, states_LD.shape[1]), dtype=np.float32)
+        self.pooled[place : place + len(states_LD)] = states_LD
 
-    def take_vector(self, vector_D: np.ndarray) -> End:
-        """Ends an embedding request with its vector, or with the states that are there by now."""
-        if self.token_states is not None:
-            return End("stop") if np.isfinite(self.token_states).all() else _NOT_A_NUMBER
-        if not np.isfinite(vector_D).all():
+    def take_pooled(self, values_W: np.ndarray) -> End:
+        """Ends a prompt that is pooled with its W numbers, or with the states of its tokens, which are there by now."""
+        pooling = self.sequence.pooling
+        if pooling is not None and pooling.keeps_tokens:
+            assert self.pooled is not None, "the states come with the steps that compute them"
+            values_W = self.pooled
+        if not np.isfinite(values_W).all():
             return _NOT_A_NUMBER
-        self.embedding = vector_D
+        self.pooled = values_W
         return End("stop")
 
     def finish_text(self) -> str:

@@ -227,8 +227,8 @@ class LLMEngine:
 
     def _book(self, batch: ScheduledBatch, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
         """What a step brings to those that still wait for it; in short, since it is done for every generated token."""
-        if output.vectors is not None:
-            self._book_vectors(sequences, output, output.vectors)
+        if output.pooled is not None:
+            self._book_pooled(sequences, output, output.pooled)
             return
         if output.prompt_scores:
             self._book_prompt_scores(sequences, output)
@@ -267,16 +267,16 @@ class LLMEngine:
                 record.put(place, records)
                 sequence.scores_prompt = not record.is_whole
 
-    def _book_vectors(self, sequences: list[Sequence | None], output: ModelRunnerOutput,
-                      vectors: Mapping[int, np.ndarray]) -> None:
+    def _book_pooled(self, sequences: list[Sequence | None], output: ModelRunnerOutput,
+                     pooled: Mapping[int, np.ndarray]) -> None:
         for row, place, states_LD in output.prompt_states:
             if (sequence := sequences[row]) is not None:
                 self._generation_of[sequence.seq_id].put_states(place, states_LD)
-        for row, vector_D in vectors.items():
+        for row, values_W in pooled.items():
             sequence = sequences[row]
             if sequence is not None:
                 request, generation = self._requests[sequence.request_id], self._generation_of[sequence.seq_id]
-                end = generation.take_vector(vector_D)
+                end = generation.take_pooled(values_W)
                 if end.reason == "error" and self.scheduler.compute_apart(sequence):
                     continue
                 request.num_cached_tokens = (request.num_cached_tokens or 0) + sequence.num_cached_tokens
@@ -307,8 +307,8 @@ class LLMEngine:
         generation.finished = CompletionOutput(
             index=sequence.index, text=answer.content, token_ids=token_ids, finish_reason=end.reason,
             stop_reason=end.stop_reason, error=end.error, error_code=end.code, reasoning_content=answer.reasoning,
-            num_reasoning_tokens=answer.num_reasoning_tokens, embedding=generation.embedding,
-            token_states=generation.token_states if end.reason == "stop" else None,
+            num_reasoning_tokens=answer.num_reasoning_tokens,
+            pooled=generation.pooled if end.reason == "stop" else None,
             logprobs=None if record is None else record.finish(token_ids, self._token_text),
         )
         del self._generation_of[sequence.seq_id]

@@ -19,7 +19,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from npu_runner.checkpoint.files import file_digests, model_folder, package_versions, refuse_changes, require_json
-from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig
+from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig, VectorPooling
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
@@ -28,6 +28,7 @@ from npu_runner.prompts.media.largest_image import largest_image
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.prompt_forms import plain_ids
+from npu_runner.prompts.tasks import GENERATE, task_of, wrong_task
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
 from npu_runner.prompts.text.chat_template import read_chat_template
 from npu_runner.prompts.text.control_tokens import ControlTokens
@@ -46,7 +47,7 @@ from npu_runner.prompts.vision_prompts import (
     read_vision_tokens,
 )
 from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
-from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.pooling_params import TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import ImageInput, PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
@@ -65,7 +66,7 @@ class ProcessorSettings(PromptConfig):
     uses_mrope: bool | None = None
     """None: as the checkpoint's config says."""
     pooling: PoolingConfig | None = None
-    """Prompts are for vectors, made so."""
+    """What is made of prompts; None: text."""
 
     def of_videos(self) -> dict[str, float | int | None]:
         return {"video_fps": self.video_fps, "video_max_frames": self.video_max_frames}
@@ -289,19 +290,17 @@ class ChatProcessor:
             ids.append(token_id)
         return tuple(i for i in ids if i < model_config.vocab_size)  # the model cannot say the others
 
-    def check_runner(self, runner: str) -> None:
-        """Raises RequestError where a request is for text (`generate`) and the model gives vectors, or the other way
-        round (`pooling`)."""
-        if runner == "pooling" and self.pooling is None:
-            raise RequestError(
-                "the model generates text and was loaded for that: a vector needs a checkpoint whose modules.json says "
-                "how it is pooled, or runner pooling (--runner pooling)", "wrong_endpoint",
-            )  # fmt: skip
-        if runner == "generate" and self.pooling is not None:
-            raise RequestError(
-                "the model was loaded for vectors and generates no text: ask for embeddings (/v1/embeddings, "
-                "LLM.embed), or load it with runner generate (--runner generate)", "wrong_endpoint",
-            )  # fmt: skip
+    @property
+    def task(self) -> str:
+        """What the model is loaded for."""
+        return task_of(self.pooling)
+
+    def check_task(self, asked: str) -> None:
+        """Raises RequestError where a request is for something else than the model is loaded for. States of all tokens
+        are there whatever it pools."""
+        has_states = asked == TOKEN_EMBED and self.pooling is not None
+        if asked != self.task and not has_states:
+            raise wrong_task(self.task, asked)
 
     def check_rules(self, params: Iterable[object]) -> None:
         """Check the rules for answers of many requests, several at once; `resolve_params` finds what came of it."""
@@ -318,14 +317,15 @@ class ChatProcessor:
         called twice.
 
         Raises RequestError for token ids that the model lacks, and for more log probabilities than an answer may hold.
-        The same for a schema, expression or grammar that cannot be served or forces too long a text. `check_runner`
-        raises it for params that the model was not loaded for.
+        The same for a schema, expression or grammar that cannot be served or forces too long a text, and for params
+        that the model was not loaded for.
         """
         if isinstance(params, PoolingParams):
-            self.check_runner("pooling")
+            if self.pooling is None:
+                raise wrong_task(self.task, VectorPooling.task)
             self._check_dimensions(params.dimensions)
             return params
-        self.check_runner("generate")
+        self.check_task(GENERATE)
         check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
 
         def encode(text: str) -> list[int]:
@@ -341,8 +341,11 @@ class ChatProcessor:
         return params if fitting is structured else params.replace(structured_outputs=fitting)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
-        if dimensions is None or self.pooling is None:
+        if dimensions is None:
             return
+        if not isinstance(self.pooling, VectorPooling):
+            message = f"dimensions: they are for vectors, and the model is loaded for task {self.task}; leave them out"
+            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
         served = self.pooling.dimensions
         if served is not None and dimensions not in served:
             message = f"dimensions: {dimensions} is none of those the checkpoint names, {', '.join(map(str, served))}"

@@ -140,10 +140,9 @@ class CompletionOutput:
     """The model's reasoning; None: there is none, or it was not split off (`reasoning_parser`)."""
     num_reasoning_tokens: int = 0
     """Tokens of it, without the tags around it."""
-    embedding: np.ndarray | None = None
-    """float32 (D,), where the request was for a vector: then there is no text."""
-    token_states: np.ndarray | None = None
-    """float32 (T, D), where it was for the hidden states of the prompt's T tokens."""
+    pooled: np.ndarray | None = None
+    """float32 (W,), where the request was not for text: a vector's numbers, a score's one, ... (`PoolingConfig`); (T, D)
+    where it was for the hidden states of the prompt's T tokens."""
 
     @property
     def is_repetition(self) -> bool:
@@ -158,7 +157,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request with all its completions, in index order; where it was for vectors, one for each prompt."""
+    """One finished request with all its completions, in index order; where they are pooled, one for each prompt."""
 
     request_id: str
     completions: list[CompletionOutput] = field(default_factory=list)
@@ -238,7 +237,7 @@ class EmbeddingRequestOutput:
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
         """Of a request for one vector."""
         (vector,) = output.completions
-        outputs = None if vector.embedding is None else EmbeddingOutput(vector.embedding)
+        outputs = None if vector.pooled is None else EmbeddingOutput(vector.pooled)
         return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, vector.error,
                    vector.error_code)
 

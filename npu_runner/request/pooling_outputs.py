@@ -33,9 +33,9 @@ class PoolingRequestOutput:
     def of(cls, output: RequestOutput) -> PoolingRequestOutput:
         """Of a request for one prompt."""
         (pooled,) = output.completions
-        data = pooled.embedding if pooled.token_states is None else pooled.token_states
-        return cls(output.request_id, None if data is None else PoolingOutput(data), output.num_prompt_tokens,
-                   output.num_cached_tokens, pooled.error, pooled.error_code)
+        outputs = None if pooled.pooled is None else PoolingOutput(pooled.pooled)
+        return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, pooled.error,
+                   pooled.error_code)
 
     @property
     def data(self) -> np.ndarray:

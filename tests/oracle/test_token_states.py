@@ -83,13 +83,11 @@ def test_vectors_and_states_go_together(llm: LLM, path: Path, prompts: list[list
     assert isinstance(outputs, list)
     for index, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
         (completion,) = output.completions
+        assert completion.pooled is not None
         if index % 2:
-            assert completion.embedding is None
-            np.testing.assert_allclose(completion.token_states, expected_states(path, prompt), rtol=0, atol=1e-4)
+            np.testing.assert_allclose(completion.pooled, expected_states(path, prompt), rtol=0, atol=1e-4)
         else:
-            assert completion.token_states is None
-            assert completion.embedding is not None
-            assert_same(completion.embedding, expected_vector(path, prompt))
+            assert_same(completion.pooled, expected_vector(path, prompt))
 
 
 def test_a_vector_can_be_asked_for_by_its_task(llm: LLM, prompts: list[list[int]]) -> None:

@@ -39,7 +39,7 @@ def _tag_of_input(value: Any) -> str | None:
 class EmbeddingBody(RowBody):
     """The embedding request, as far as it is served. None means: not asked for."""
 
-    runner: ClassVar[str] = "pooling"
+    task: ClassVar[str] = "embed"
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (), "normalize": (True,), "priority": (0,), "softmax": (), "use_activation": (True,),
     }  # fmt: skip
@@ -137,9 +137,9 @@ class EmbeddingForm(AnswerForm):
     is_base64: bool = False
 
     def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
-        assert completion.embedding is not None, "a request for vectors that ended well has them"
+        assert completion.pooled is not None, "a request for vectors that ended well has them"
         row.write(opened({"object": "embedding", "index": completion.index}, "embedding"))
-        row.write(_base64(completion.embedding) if self.is_base64 else _numbers(completion.embedding))
+        row.write(_base64(completion.pooled) if self.is_base64 else _numbers(completion.pooled))
         row.write("}")
 
 

@@ -26,7 +26,7 @@ from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsP
 
 RequestParams = SamplingParams | PoolingParams
 Prompts = PromptInputs | tuple[PromptInputs, ...]
-"""One prompt, or of a row for vectors one or several."""
+"""One prompt, or of a row that is pooled one or several."""
 
 # What a field can have too much of, when it is of the type that it should be.
 _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
@@ -184,8 +184,8 @@ class AnswerForm:
 class RowBody(Strict):
     """What bodies of all endpoints have. None means: not asked for."""
 
-    runner: ClassVar[str] = "generate"
-    """What the model has to be loaded for."""
+    task: ClassVar[str] = "generate"
+    """What the model has to be loaded for: generate, or a PoolingConfig's."""
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are known and not served, with the values that ask for nothing and are let through."""
     instead: ClassVar[Mapping[str, str]] = {}
