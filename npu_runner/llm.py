@@ -6,11 +6,12 @@ Knows nothing of files or rows; the batch job has those.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from itertools import islice, repeat
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from tqdm import tqdm
 
@@ -24,8 +25,8 @@ from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import plain_template_kwargs, shown
 from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
-from npu_runner.request.pooling_outputs import PoolingRequestOutput
-from npu_runner.request.pooling_params import TOKEN_EMBED, PoolingParams
+from npu_runner.request.pooling_outputs import ClassificationRequestOutput, PoolingRequestOutput
+from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from npu_runner.serving.calls.prompt_server import Request
@@ -49,9 +50,13 @@ PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
 EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
 PoolingResults = Iterator[tuple[int, PoolingRequestOutput]]
+ClassificationResults = Iterator[tuple[int, ClassificationRequestOutput]]
 _AnyParams = SamplingParams | PoolingParams
 _Parse = Callable[[Any], PromptTask | PromptInputs]
+_T = TypeVar("_T")
 _NO_MORE = object()
+_TASKS = {TOKEN_EMBED: TOKEN_EMBED, "embed": None, CLASSIFY: None}
+"""What PoolingParams call the tasks of `encode`."""
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
 _READ_SECONDS = 0.05
 
@@ -209,13 +214,8 @@ class LLM:
 
         Prompts are those of `generate`, instructions and template included; everything else is as in `chat`.
         """
-        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        self.processor.check_task("embed")
-        given = PoolingParams() if pooling_params is None else pooling_params
-        results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
-        if isinstance(results, list):
-            return [EmbeddingRequestOutput.of(output) for output in results]
-        return ((index, EmbeddingRequestOutput.of(output)) for index, output in results)
+        return self._pool(prompts, pooling_params, "embed", EmbeddingRequestOutput.of, use_tqdm, stream_results,
+                          return_errors)
 
     @overload
     def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
@@ -228,25 +228,39 @@ class LLM:
     def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
                pooling_task: str, use_tqdm: bool = False, stream_results: bool = False,
                return_errors: bool = False) -> list[PoolingRequestOutput] | PoolingResults:
-        """Arrays of raw prompts, of a model that was loaded for vectors. `pooling_task`, as vLLM calls them:
+        """Arrays of raw prompts, of a model that was loaded for numbers. `pooling_task`, as vLLM calls them:
 
         - token_embed: the hidden state behind the final norm of every token, float32 (T, D), as it is, not normalised.
           Each step's come to the host with it. Nothing is taken from the prefix cache.
-        - embed: the vector that `embed` gives.
+        - embed: the vector that `embed` gives. classify: the probabilities that `classify` gives.
 
         Everything else is as in `embed`. Raises RequestError for another task.
         """
-        task = {TOKEN_EMBED: TOKEN_EMBED, "embed": None}
-        if pooling_task not in task:
-            raise RequestError(f"pooling_task: {shown(pooling_task)} is not one of {', '.join(task)}", "invalid_value",
-                               "pooling_task")
-        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        self.processor.check_task(pooling_task)
-        results = self._run(items, _with_task(pooling_params, task[pooling_task]), _text_task, use_tqdm, stream_results,
-                            return_errors)
-        if isinstance(results, list):
-            return [PoolingRequestOutput.of(output) for output in results]
-        return ((index, PoolingRequestOutput.of(output)) for index, output in results)
+        if pooling_task not in _TASKS:
+            raise RequestError(f"pooling_task: {shown(pooling_task)} is not one of {', '.join(_TASKS)}",
+                               "invalid_value", "pooling_task")
+        classes = self.processor.classes if pooling_task == CLASSIFY else None
+        of = partial(PoolingRequestOutput.of, classes=classes)
+        return self._pool(prompts, _with_task(pooling_params, _TASKS[pooling_task]), pooling_task, of, use_tqdm,
+                          stream_results, return_errors)
+
+    @overload
+    def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+                 use_tqdm: bool = False, stream_results: Literal[False] = False,
+                 return_errors: bool = False) -> list[ClassificationRequestOutput]: ...
+    @overload
+    def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+                 use_tqdm: bool = False, stream_results: Literal[True],
+                 return_errors: bool = False) -> ClassificationResults: ...
+    def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, *,
+                 use_tqdm: bool = False, stream_results: bool = False,
+                 return_errors: bool = False) -> list[ClassificationRequestOutput] | ClassificationResults:
+        """The probabilities of classes of each raw prompt, of a classifier (a *ForSequenceClassification).
+
+        Prompts are those of `generate`, template included; everything else is as in `chat`.
+        """
+        of = partial(ClassificationRequestOutput.of, classes=self.processor.classes)
+        return self._pool(prompts, pooling_params, CLASSIFY, of, use_tqdm, stream_results, return_errors)
 
     def stats(self) -> EngineStats:
         """Counters and gauges; of several replicas their sums, as they told last."""
@@ -273,6 +287,18 @@ class LLM:
         return MediaRules(
             allowed_dir=allowed_dir, max_images=self.config.prompts.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
+
+    def _pool(self, prompts: Prompt | Iterable[Prompt], params: PoolingRequests, task: str,
+              of: Callable[[RequestOutput], _T], use_tqdm: bool, stream_results: bool,
+              return_errors: bool) -> list[_T] | Iterator[tuple[int, _T]]:
+        """A request for `task` of each prompt; `of` makes of its output what the caller gets."""
+        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
+        self.processor.check_task(task)
+        given = PoolingParams() if params is None else params
+        results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
+        if isinstance(results, list):
+            return [of(output) for output in results]
+        return ((index, of(output)) for index, output in results)
 
     def _run(self, items: Iterable[Any], sampling_params: _AnyParams | Iterable[_AnyParams] | None, parse: _Parse,
              use_tqdm: bool, stream_results: bool, return_errors: bool,

@@ -19,7 +19,14 @@ from torch import nn
 
 from npu_runner.checkpoint.config_reading import RawConfig, read_dtype, read_eos, reading_config
 from npu_runner.checkpoint.files import require_json
-from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
+from npu_runner.checkpoint.model_config import (
+    AttentionConfig,
+    ClassPooling,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, ModelError, WeightsError
@@ -80,6 +87,9 @@ class TransformersStrategy(LoadStrategy):
             raise ConfigError(f"graph_mode {graph_mode!r}: {served}, which runs eagerly; leave it at auto")
         if config.load_format == "dummy":
             raise ConfigError(f"load_format 'dummy': {served}, with the checkpoint's own weights; leave it at auto")
+        if isinstance(self.pooling(config), ClassPooling):
+            raise ConfigError(f"{served}, which generates text only, and the checkpoint is a classifier; take one of a "
+                              "family with a strategy of its own")
         if self.pooling(config) is not None:
             raise ConfigError(f"runner {config.runner!r}: {served}, which generates text only; set runner to generate, "
                               "or take a checkpoint of a family with a strategy of its own")

@@ -18,6 +18,7 @@ from typing import overload
 
 import numpy as np
 
+from npu_runner.checkpoint.model_config import ClassPooling
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
@@ -122,6 +123,9 @@ class LLMEngine:
         """A sequence for each prompt, which ends with what stands where its first token would."""
         plain = SamplingParams(temperature=0.0, max_tokens=1)
         request = self._requests[request_id] = _Request(request_id, sum(len(prompt.token_ids) for prompt in prompts))
+        pooling = self.model_config.pooling
+        if isinstance(pooling, ClassPooling) and pooling.pad_token_id is not None and not params.keeps_tokens:
+            prompts = [prompt.without_trailing(pooling.pad_token_id) for prompt in prompts]
         for index, prompt in enumerate(prompts):
             sequence = Sequence(
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,

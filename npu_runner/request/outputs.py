@@ -141,8 +141,8 @@ class CompletionOutput:
     num_reasoning_tokens: int = 0
     """Tokens of it, without the tags around it."""
     pooled: np.ndarray | None = None
-    """float32 (W,), where the request was not for text: a vector's numbers, a score's one, ... (`PoolingConfig`); (T, D)
-    where it was for the hidden states of the prompt's T tokens."""
+    """float32 (W,), where the request was not for text: a vector's numbers, a score's one, ... (`PoolingConfig`). Where
+    it was for the hidden states of the prompt's T tokens, (T, D)."""
 
     @property
     def is_repetition(self) -> bool:

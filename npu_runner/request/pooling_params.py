@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import shown
 
-TOKEN_EMBED = "token_embed"
+CLASSIFY, TOKEN_EMBED = "classify", "token_embed"
+"""Tasks, as vLLM calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -70,3 +70,13 @@ class PromptInputs:
     positions_3T: np.ndarray | None = None
     position_delta: int = 0
     thinking: Thinking | None = None
+
+    def without_trailing(self, token_id: int) -> PromptInputs:
+        """Itself without such tokens at its end; of nothing but these the first stays."""
+        length = len(self.token_ids)
+        while length > 1 and self.token_ids[length - 1] == token_id:
+            length -= 1
+        if length == len(self.token_ids):
+            return self
+        positions = None if self.positions_3T is None else self.positions_3T[:, :length]
+        return replace(self, token_ids=self.token_ids[:length], positions_3T=positions)
