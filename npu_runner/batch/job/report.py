@@ -27,7 +27,7 @@ from npu_runner.batch.job.summary import is_as_expected, is_json
 from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.endpoint import asks_for_json
 from npu_runner.batch.rows.openai_format import read_json
-from npu_runner.batch.rows.openai_response import is_cut_off, is_repetition, texts_of
+from npu_runner.batch.rows.openai_response import answer_of, is_cut_off, is_repetition, texts_of
 from npu_runner.errors import JobError, RequestError
 from npu_runner.serving.replica import RawRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
@@ -268,15 +268,16 @@ def _outcome(request: dict[str, Any], answer: dict[str, Any]) -> str:
     if answer["error"] is not None:
         return FAILED
     expected = _metadata(request).get("expected")
-    if expected is None or "choices" not in answer["response"]["body"]:
+    given = None if expected is None else answer_of(answer["response"]["body"])
+    if given is None:
         return ANSWERED
-    return EXPECTED if is_as_expected(_texts(answer)[0], str(expected)) else UNEXPECTED
+    return EXPECTED if is_as_expected(given, str(expected)) else UNEXPECTED
 
 
 def _flaws(request: dict[str, Any], answer: dict[str, Any], has_schema: bool) -> list[str]:
     """What the job counts of an answered row beside its outcome. Prompts of token ids have no text that an echo could
     be told by."""
-    body = answer["response"]["body"]  # without choices: it failed, or its answer is vectors
+    body = answer["response"]["body"]  # without choices: it failed, or its answer is numbers
     flaws = [flaw for flaw, is_so in ((CUT_OFF, is_cut_off), (REPETITION, is_repetition)) if is_so(body)]
     asked = request.get("body", {})
     if not body.get("choices") or not asks_for_json(asked, has_rule_of_job=has_schema):

@@ -18,7 +18,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS, check_count, shown
-from npu_runner.request.outputs import CompletionOutput, PromptLogprobs
+from npu_runner.request.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -171,10 +171,14 @@ class AnswerForm:
     prompt_logprobs_in_body: ClassVar[bool] = False
     """True: log probabilities of the prompt stand beside the completions; False: `write_choice` writes them."""
     has_text: ClassVar[bool] = True
-    """False: they are vectors; then there is no id, no time and no fingerprint in the answer, as OpenAI has it."""
+    """False: they are numbers; then there is no id, no time and no fingerprint in the answer, as OpenAI has it."""
 
     model: str | None = None
     """What the row calls the model."""
+
+    def answer_of(self, output: RequestOutput) -> str:
+        """What the row's `expected` is compared with."""
+        return output.text
 
     @abstractmethod
     def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:

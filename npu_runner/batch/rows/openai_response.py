@@ -103,8 +103,14 @@ def _is_repetition(choice: Mapping[str, Any]) -> bool:
 def texts_of(body: Mapping[str, Any]) -> list[str]:
     """What an answer that was written says, completion by completion, whatever endpoint it is of."""
     if "choices" not in body:
-        return [_length_of(item["embedding"]) for item in body["data"]]
+        return [item["label"] if "label" in item else _length_of(item["embedding"]) for item in body["data"]]
     return [_text_of(choice) for choice in body["choices"]]
+
+
+def answer_of(body: Mapping[str, Any]) -> str | None:
+    """What, of an answer that was written, the row's `expected` is compared with: a text or a label; None: neither."""
+    has_answer = "choices" in body or "label" in body["data"][0]
+    return texts_of(body)[0] if has_answer else None
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
