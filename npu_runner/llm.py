@@ -19,22 +19,30 @@ from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.prompt_forms import plain_number, raw_prompt
 from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import plain_template_kwargs, shown
-from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
+from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
 from npu_runner.request.pooling_outputs import ClassificationRequestOutput, PoolingRequestOutput
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from npu_runner.serving.calls.arguments import (
+    as_text_task,
+    is_one_conversation,
+    is_one_prompt,
+    no_params,
+    with_index,
+    with_task,
+)
 from npu_runner.serving.calls.prompt_server import Request
 from npu_runner.serving.calls.prompt_service import make_service
 from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.calls.unsaid_limit import UnsaidLimit
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
-from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, text_task
+from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, pair_task
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptInputs
 """Text, token ids (a list, an array or a tensor), {"prompt": text or ids, "images": [PIL image or bytes, ...],
@@ -43,6 +51,8 @@ optionally with "mm_processor_kwargs", or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; image parts are {"type": "image", "image": PIL image or bytes}, or OpenAI's image_url; video
 parts {"type": "video", "video": bytes} or vLLM's video_url."""
+Sided = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
+"""A query or a document, or several: text, or vLLM's {"content": parts} with parts as in a conversation."""
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI's functions: {"type": "function", "function": {"name", "description", "parameters"}}."""
 Params = SamplingParams | Iterable[SamplingParams] | None
@@ -51,6 +61,7 @@ Results = Iterator[tuple[int, RequestOutput]]
 EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
 PoolingResults = Iterator[tuple[int, PoolingRequestOutput]]
 ClassificationResults = Iterator[tuple[int, ClassificationRequestOutput]]
+ScoringResults = Iterator[tuple[int, ScoringRequestOutput]]
 _AnyParams = SamplingParams | PoolingParams
 _Parse = Callable[[Any], PromptTask | PromptInputs]
 _T = TypeVar("_T")
@@ -136,8 +147,8 @@ class LLM:
         Without max_tokens a completion has the checkpoint's max_new_tokens, or 16, as rows of /v1/completions. Where
         such a limit cuts one off, that is logged once a process. Everything else is as in `chat`.
         """
-        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
-        return self._run(items, sampling_params, _text_task, use_tqdm, stream_results, return_errors,
+        items: Iterable[Any] = [prompts] if is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
+        return self._run(items, sampling_params, as_text_task, use_tqdm, stream_results, return_errors,
                          DEFAULT_MAX_TOKENS)
 
     @overload
@@ -196,7 +207,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                 mm_processor_kwargs=mm_processor_kwargs)
 
-        items: Iterable[Any] = [conversations] if _is_one_conversation(conversations) else conversations
+        items: Iterable[Any] = [conversations] if is_one_conversation(conversations) else conversations
         return self._run(items, sampling_params, parse, use_tqdm, stream_results, return_errors)
 
     @overload
@@ -241,7 +252,7 @@ class LLM:
                                "invalid_value", "pooling_task")
         classes = self.processor.classes if pooling_task == CLASSIFY else None
         of = partial(PoolingRequestOutput.of, classes=classes)
-        return self._pool(prompts, _with_task(pooling_params, _TASKS[pooling_task]), pooling_task, of, use_tqdm,
+        return self._pool(prompts, with_task(pooling_params, _TASKS[pooling_task]), pooling_task, of, use_tqdm,
                           stream_results, return_errors)
 
     @overload
@@ -261,6 +272,46 @@ class LLM:
         """
         of = partial(ClassificationRequestOutput.of, classes=self.processor.classes)
         return self._pool(prompts, pooling_params, CLASSIFY, of, use_tqdm, stream_results, return_errors)
+
+    @overload
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: bool = False,
+              pooling_params: PoolingParams | None = None, instruction: str | None = None,
+              chat_template_kwargs: Mapping[str, Any] | None = None,
+              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
+              stream_results: Literal[False] = False, return_errors: bool = False) -> list[ScoringRequestOutput]: ...
+    @overload
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: bool = False,
+              pooling_params: PoolingParams | None = None, instruction: str | None = None,
+              chat_template_kwargs: Mapping[str, Any] | None = None,
+              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
+              stream_results: Literal[True], return_errors: bool = False) -> ScoringResults: ...
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: bool = False,
+              pooling_params: PoolingParams | None = None, instruction: str | None = None,
+              chat_template_kwargs: Mapping[str, Any] | None = None,
+              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
+              stream_results: bool = False, return_errors: bool = False
+              ) -> list[ScoringRequestOutput] | ScoringResults:
+        """How well each document of `data_2` answers its query in `data_1`, of a model that was loaded for that
+        (setting `task`). One query serves all documents.
+
+        `instruction` says what is looked for; without one the checkpoint's own counts. `pooling_params`:
+        `use_activation` False gives differences of logits instead of their sigmoids, `truncate_prompt_tokens` leaves
+        out the end of a longer document. Everything else is as in `chat`.
+        """
+        self.processor.check_task("score")
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise RequestError(f"pooling_params: one PoolingParams is needed, not {type(params).__name__}",
+                               "invalid_type", "pooling_params")
+        rules, has_vision = self._media_rules(allowed_media_dir), self.processor.has_vision
+        options = {"instruction": instruction, "mm_processor_kwargs": mm_processor_kwargs,
+                   "truncate_prompt_tokens": self.processor.most_prompt_tokens(params),
+                   "chat_template_kwargs": plain_template_kwargs(dict(chat_template_kwargs or {}))}
+        results = self._run(pairs_of(data_1, data_2), params,
+                            lambda pair: pair_task(pair, rules, has_vision=has_vision, options=options),
+                            use_tqdm, stream_results, return_errors)
+        of = partial(ScoringRequestOutput.of, is_raw=params.use_activation is False)
+        return list(map(of, results)) if isinstance(results, list) else ((index, of(one)) for index, one in results)
 
     def stats(self) -> EngineStats:
         """Counters and gauges; of several replicas their sums, as they told last."""
@@ -292,10 +343,10 @@ class LLM:
               of: Callable[[RequestOutput], _T], use_tqdm: bool, stream_results: bool,
               return_errors: bool) -> list[_T] | Iterator[tuple[int, _T]]:
         """A request for `task` of each prompt; `of` makes of its output what the caller gets."""
-        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
+        items: Iterable[Any] = [prompts] if is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
         self.processor.check_task(task)
         given = PoolingParams() if params is None else params
-        results = self._run(items, given, _text_task, use_tqdm, stream_results, return_errors)
+        results = self._run(items, given, as_text_task, use_tqdm, stream_results, return_errors)
         if isinstance(results, list):
             return [of(output) for output in results]
         return ((index, of(output)) for index, output in results)
@@ -313,7 +364,7 @@ class LLM:
             self.processor.check_rules(params if isinstance(params, Sequence) else ())
             for index, request in enumerate(self._requests(items, params, parse, limit)):
                 if isinstance(request.prompt, RequestError):
-                    raise _with_index(index, request.prompt)
+                    raise with_index(index, request.prompt)
         requests = self._requests(items, params, parse, limit)
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
@@ -332,7 +383,7 @@ class LLM:
         if given is None:
             return SamplingParams(**self.generation_defaults)
         if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, (SamplingParams, PoolingParams, Iterable)):
-            raise _no_params(given)
+            raise no_params(given)
         if count is not None and isinstance(given, Sized) and len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
         if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
@@ -350,7 +401,7 @@ class LLM:
                 raise RequestError(f"{index} sampling_params for more prompts; pass one, or one for each")
             try:
                 if not isinstance(one, (SamplingParams, PoolingParams)):
-                    raise _no_params(one)
+                    raise no_params(one)
                 if one is not last or resolved is None:
                     last, resolved = one, self.processor.resolve_params(limit.bounded(one))
                 prompt: PromptTask | PromptInputs | RequestError = parse(item)
@@ -369,7 +420,7 @@ class LLM:
             with tqdm(total=total, disable=not use_tqdm, unit="request") as bar:
                 for index, found in self._service.answers(requests, read_seconds):
                     if isinstance(found, RequestError) and not return_errors:
-                        raise _with_index(index, found)
+                        raise with_index(index, found)
                     bar.update()
                     if isinstance(found, RequestError):
                         found = RequestOutput.failed(f"request-{first + index}", found)
@@ -393,47 +444,3 @@ class LLM:
         """Whatever is under way is aborted. Nothing is repaired, all is made again."""
         self._service.reset()
         self._is_torn = False
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    """A list is a list of prompts, unless it is one prompt's token ids."""
-    num_dims = getattr(prompts, "ndim", None)  # an array's
-    if isinstance(prompts, (str, bytes, Mapping, PromptInputs)) or num_dims == 0:
-        return True
-    if not isinstance(prompts, Sequence) and num_dims is None:
-        return False
-    return isinstance(plain_number(next(iter(prompts), None)), int)
-
-
-def _is_one_conversation(conversations: Any) -> bool:
-    if isinstance(conversations, (str, bytes, Mapping)):
-        return True  # which is said to be none
-    return isinstance(conversations, Sequence) and len(conversations) > 0 and isinstance(conversations[0], Mapping)
-
-
-def _no_params(given: Any) -> RequestError:
-    return RequestError(
-        f"sampling_params: {type(given).__name__} {shown(given)} is not SamplingParams (for embed: PoolingParams), nor "
-        "a list of them; write SamplingParams(max_tokens=3), or SamplingParams(**fields)", "invalid_type",
-        "sampling_params")
-
-
-def _text_task(item: Any) -> PromptTask | PromptInputs:
-    return item if isinstance(item, PromptInputs) else text_task(raw_prompt(item))
-
-
-def _with_task(given: PoolingRequests, task: str | None) -> PoolingParams | Iterable[Any]:
-    """`given`, for `task`. What is no PoolingParams stays what it is, and is refused where it is read."""
-    if given is None:
-        return PoolingParams(task=task)
-
-    def of(one: Any) -> Any:
-        return one.replace(task=task) if isinstance(one, PoolingParams) else one
-
-    if isinstance(given, PoolingParams) or not isinstance(given, Iterable):
-        return of(given)
-    return list(map(of, given)) if isinstance(given, Sequence) else map(of, given)
-
-
-def _with_index(index: int, error: RequestError) -> RequestError:
-    return RequestError(f"prompt {index}: {error.message}", error.code, error.param)

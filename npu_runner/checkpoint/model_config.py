@@ -148,6 +148,21 @@ class VectorPooling(PoolingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairSettings:
+    """What a checkpoint's files say of prompts of a query and a document."""
+
+    is_saved: bool = False
+    """They were saved with the checkpoint: then its template is made for pairs, though it may not name them."""
+    template_name: str | None = None
+    """Of several chat templates; None: the default one."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the template."""
+    add_generation_prompt: bool = True
+    instruction: str | None = None
+    """What the template is told where a request does not say what is looked for; None: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScorePooling(PoolingConfig):
     """The logit of a token (yes) less the logit of another (no): how well a document answers a query."""
 
@@ -156,6 +171,7 @@ class ScorePooling(PoolingConfig):
     true_token_id: int
     false_token_id: int | None = None
     """None: nothing is taken off."""
+    pairs: PairSettings = PairSettings()
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -13,10 +13,15 @@ from typing import Any
 
 from npu_runner.checkpoint.class_files import SUFFIX, classifier_architecture, read_classes
 from npu_runner.checkpoint.files import read_json, read_text, require_json
-from npu_runner.checkpoint.model_config import ClassPooling, PoolingConfig, ScorePooling, VectorPooling
+from npu_runner.checkpoint.model_config import ClassPooling, PairSettings, PoolingConfig, ScorePooling, VectorPooling
 from npu_runner.errors import ModelError
 
-_MODULES_FILE = "modules.json"
+_MODULES_FILE, _TEXT_FILE = "modules.json", "sentence_bert_config.json"
+_LIBRARY_FILE = "config_sentence_transformers.json"
+PAIR_FILES = (_MODULES_FILE, _TEXT_FILE, _LIBRARY_FILE)
+"""What prompts of pairs are made of, beside the template and its tokens."""
+_OF_TOKENS = ("truncation", "max_length", "padding", "return_tensors", "restore_suffix")
+"""Stand beside a template's variables there, and say how long a prompt may be; the settings say that here."""
 _TRANSFORMER, _POOLING, _NORMALIZE, _SCORE = "Transformer", "Pooling", "Normalize", "LogitScore"
 _SERVED = ([_TRANSFORMER, _POOLING], [_TRANSFORMER, _POOLING, _NORMALIZE], [_TRANSFORMER, _SCORE])
 _LAST_TOKEN = "lasttoken"
@@ -77,9 +82,9 @@ def _of_modules(folder: Path, modules: list[tuple[str, str]]) -> PoolingConfig:
                          f"Transformer, Pooling and, if it is there, Normalize; or Transformer, LogitScore{_INSTEAD}")
     _check_text(folder / modules[0][1])
     if kinds[1] == _SCORE:
-        return _read_score(folder / modules[1][1])
+        return _read_score(folder / modules[1][1], _read_pairs(folder, folder / modules[0][1]))
     _check_mode(folder / modules[1][1])
-    library = read_json(folder, "config_sentence_transformers.json") or {}
+    library = read_json(folder, _LIBRARY_FILE) or {}
     return VectorPooling(is_normalised=_NORMALIZE in kinds, dimensions=_vector_lengths(folder),
                          default_prompt=library.get("default_prompt_name"))
 
@@ -105,9 +110,9 @@ def _as_list(modules: Any) -> list[Any]:
 
 
 def _check_text(folder: Path) -> None:
-    settings = read_json(folder, "sentence_bert_config.json") or {}
+    settings = read_json(folder, _TEXT_FILE) or {}
     if settings.get("do_lower_case"):
-        raise ModelError(f"{folder / 'sentence_bert_config.json'}: do_lower_case is not served{_INSTEAD}")
+        raise ModelError(f"{folder / _TEXT_FILE}: do_lower_case is not served{_INSTEAD}")
 
 
 def _check_mode(folder: Path) -> None:
@@ -123,7 +128,26 @@ def _check_mode(folder: Path) -> None:
                          f"last token's state ({_LAST_TOKEN}) is{_INSTEAD}")
 
 
-def _read_score(folder: Path) -> ScorePooling:
+def _read_pairs(folder: Path, transformer: Path) -> PairSettings:
+    """What the text module of a CrossEncoder gives its chat template, and the prompt that stands before every pair."""
+    processing = (read_json(transformer, _TEXT_FILE) or {}).get("processing_kwargs") or {}
+    library = read_json(folder, _LIBRARY_FILE) or {}
+    try:
+        kwargs = dict(processing.get("chat_template") or {})
+        name, add_prompt = kwargs.pop("chat_template", None), kwargs.pop("add_generation_prompt", False)
+        default = library.get("default_prompt_name")
+        instruction = None if default is None else library["prompts"][default]
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}: {_TEXT_FILE} and {_LIBRARY_FILE} do not say how a query and a document are shown "
+                         f"({type(error).__name__}: {error}); copy them again from their source") from error
+    if not isinstance(name, (str, type(None))) or "/" in (name or ""):
+        raise ModelError(f"{transformer / _TEXT_FILE}: chat_template {name!r} is no name of a chat template")
+    kept = {key: value for key, value in kwargs.items() if key not in _OF_TOKENS}
+    return PairSettings(is_saved=True, template_name=name, template_kwargs=kept,
+                        add_generation_prompt=bool(add_prompt), instruction=instruction or None)
+
+
+def _read_score(folder: Path, pairs: PairSettings) -> ScorePooling:
     config, path = require_json(folder, "config.json"), folder / "config.json"
     source = config.get("module_input_name", _LOGITS)
     if source != _LOGITS:
@@ -132,7 +156,7 @@ def _read_score(folder: Path) -> ScorePooling:
     for name, value in (("true_token_id", yes), ("false_token_id", 0 if no is None else no)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ModelError(f"{path}: {name} {value!r} is no token id; correct it there")
-    return ScorePooling(true_token_id=yes, false_token_id=no)  # type: ignore[arg-type]
+    return ScorePooling(true_token_id=yes, false_token_id=no, pairs=pairs)  # type: ignore[arg-type]
 
 
 def _needed(token: str, folder: Path, token_id: Callable[[str], int | None]) -> int:

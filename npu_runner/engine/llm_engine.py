@@ -96,8 +96,11 @@ class LLMEngine:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
         prompts = [prompt] if isinstance(prompt, PromptInputs) else list(prompt)
         if isinstance(params, PoolingParams):
-            for each in prompts:
-                self.check_request(each, params)
+            for index, each in enumerate(prompts):
+                try:
+                    self.check_request(each, params)
+                except RequestError as error:
+                    raise RequestError(error.message, error.code, error.param, prompt_index=index) from error
             self._add_poolings(request_id, prompts, params)
             return
         (only,) = prompts

@@ -18,8 +18,15 @@ import tokenizers
 from PIL import Image
 from tokenizers import Tokenizer
 
-from npu_runner.checkpoint.files import file_digests, model_folder, package_versions, refuse_changes, require_json
-from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, VectorPooling
+from npu_runner.checkpoint.files import (
+    PROMPT_FILES,
+    file_digests,
+    model_folder,
+    package_versions,
+    refuse_changes,
+    require_json,
+)
+from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, ScorePooling
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
@@ -27,10 +34,11 @@ from npu_runner.prompts.media.image_settings import ImageSettings, read_image_se
 from npu_runner.prompts.media.largest_image import largest_image
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
+from npu_runner.prompts.pair_prompts import PairPrompts, pair_files, read_pair_template
 from npu_runner.prompts.prompt_forms import plain_ids
-from npu_runner.prompts.tasks import GENERATE, task_of, wrong_task
+from npu_runner.prompts.tasks import GENERATE, check_pooling_params, task_of, wrong_task
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
-from npu_runner.prompts.text.chat_template import read_chat_template
+from npu_runner.prompts.text.chat_template import ChatTemplate, read_chat_template
 from npu_runner.prompts.text.control_tokens import ControlTokens
 from npu_runner.prompts.text.messages import check_ending, checked_text, parse_messages
 from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thinking_after
@@ -89,8 +97,9 @@ class ChatProcessor:
         self.pooling = settings.pooling
         self.max_logprobs = settings.max_logprobs_per_request
         folder = model_folder(model_path)
+        scores = settings.pooling if isinstance(settings.pooling, ScorePooling) else None
         # Before anything is read: what changes in between is another file to every worker.
-        self._file_digests = file_digests(folder)
+        self._file_digests = file_digests(folder, (*PROMPT_FILES, *(pair_files(scores.pairs) if scores else ())))
         config = require_json(folder, "config.json")
         self.tokenizer: Tokenizer = read_tokenizer(folder)
         self._eos_token = read_special_tokens(folder).get("eos_token")
@@ -109,7 +118,11 @@ class ChatProcessor:
                                                       max_pixels=settings.image_max_pixels)
         self._vision = self._vision_prompts(folder, config)
         self._package_versions = package_versions(["pillow", "tokenizers", *self._decoders()])
-        self._template = read_chat_template(folder, has_vision=self.has_vision)
+        self._template: ChatTemplate | None = None
+        if scores is None:
+            self._template = read_chat_template(folder, has_vision=self.has_vision)
+        else:
+            self._template = read_pair_template(folder, scores.pairs, config, self.tokenizer)
         finds_reasoning = settings.reasoning_parser == "auto"
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if finds_reasoning else None
         """Answers to conversations are split at them; None: they stay as they are."""
@@ -122,6 +135,12 @@ class ChatProcessor:
         self._chat = ChatPrompts(model_path=self.model_path, template=self._template, control=self._control,
                                  adds_special_tokens=self.has_vision)
         self._template_kwargs = self._kwargs_of_settings()
+        self.pairs: PairPrompts | None = None
+        """Makes prompts of a query and a document, where the model is loaded for scores."""
+        if scores is not None:
+            self.pairs = PairPrompts(chat=self._chat, vision=self._vision, text_length=self._text_length,
+                                     settings=scores.pairs, template_kwargs=self._template_kwargs,
+                                     max_images=settings.max_images_per_prompt)
 
     def _kwargs_of_settings(self) -> dict[str, Any]:
         try:
@@ -329,9 +348,7 @@ class ChatProcessor:
         that the model was not loaded for.
         """
         if isinstance(params, PoolingParams):
-            if self.pooling is None:
-                raise wrong_task(self.task, VectorPooling.task)
-            self._check_dimensions(params.dimensions)
+            check_pooling_params(params, self.pooling, self.hidden_size)
             return params
         self.check_task(GENERATE)
         check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
@@ -347,20 +364,6 @@ class ChatProcessor:
             return params
         fitting = with_room(with_grammar(structured), encode, self._text_length)
         return params if fitting is structured else params.replace(structured_outputs=fitting)
-
-    def _check_dimensions(self, dimensions: int | None) -> None:
-        if dimensions is None:
-            return
-        if not isinstance(self.pooling, VectorPooling):
-            message = f"dimensions: they are for vectors, and the model is loaded for task {self.task}; leave them out"
-            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
-        served = self.pooling.dimensions
-        if served is not None and dimensions not in served:
-            message = f"dimensions: {dimensions} is none of those the checkpoint names, {', '.join(map(str, served))}"
-            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
-        if self.hidden_size is not None and dimensions > self.hidden_size:
-            message = f"dimensions: {dimensions} is more than the vector has, which is {self.hidden_size}"
-            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
 
     def largest_image(self, max_tokens: int) -> ImageInput:
         """A grey image for memory profiling, with the most tokens that any image or pair of frames can get."""
@@ -388,6 +391,7 @@ class ChatProcessor:
             # Only where they say something: an output that was begun before they existed goes on with them unset.
             **({"decoders": decoders} if (decoders := self._decoders()) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
+            **({"pairs": self.pairs.identity()} if self.pairs is not None else {}),
             **({"reasoning_tokens": self.reasoning_tokens.to_json()} if self.reasoning_tokens else {}),
             **{name: value for name, value in self.settings.of_videos().items() if value is not None},
             # What auto comes to follows from the template.

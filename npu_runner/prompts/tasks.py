@@ -1,10 +1,10 @@
-"""What a model may be loaded for, in words: for requests that ask it for something else. Knows no checkpoint."""
+"""What a model may be loaded for, and what requests may ask of it then. Knows no checkpoint's files and no prompts."""
 
 from __future__ import annotations
 
-from npu_runner.checkpoint.model_config import PoolingConfig
+from npu_runner.checkpoint.model_config import ClassPooling, PoolingConfig, VectorPooling
 from npu_runner.errors import RequestError
-from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED
+from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 
 GENERATE = "generate"
 
@@ -34,3 +34,34 @@ def wrong_task(loaded: str, asked: str) -> RequestError:
     """The error of a request for `asked` where the model is loaded for `loaded`."""
     needed = "take the checkpoint that it was made of" if loaded == CLASSIFY else _NEEDS[asked]
     return RequestError(f"{_LOADED_FOR[loaded]}: {needed}", "wrong_endpoint")
+
+
+def check_pooling_params(params: PoolingParams, pooling: PoolingConfig | None, hidden_size: int | None) -> None:
+    """Raises RequestError for what the model does not give. `hidden_size`: None, if it is not known."""
+    if pooling is None:
+        raise wrong_task(GENERATE, VectorPooling.task)
+    if params.keeps_tokens:
+        return
+    if isinstance(pooling, ClassPooling) and params.use_activation is False:
+        raise _refusal("use_activation", "outputs.logits of LLM.classify has what probabilities are made of")
+    if isinstance(pooling, VectorPooling):
+        if params.use_activation is False:
+            raise _refusal("use_activation", "the checkpoint's modules.json says whether vectors are normalised")
+        _check_dimensions(params.dimensions, pooling, hidden_size)
+    elif params.dimensions is not None:
+        raise _refusal("dimensions", f"they are for vectors, and the model is loaded for task {pooling.task}")
+
+
+def _check_dimensions(dimensions: int | None, pooling: VectorPooling, hidden_size: int | None) -> None:
+    served = pooling.dimensions
+    if dimensions is None:
+        return
+    if served is not None and dimensions not in served:
+        named = ", ".join(map(str, served))
+        raise _refusal("dimensions", f"{dimensions} is none of those the checkpoint names, {named}")
+    if hidden_size is not None and dimensions > hidden_size:
+        raise _refusal("dimensions", f"{dimensions} is more than the vector has, which is {hidden_size}")
+
+
+def _refusal(name: str, why: str) -> RequestError:
+    return RequestError(f"{name}: {why}", "invalid_pooling_parameter", name)

@@ -41,10 +41,12 @@ class Usage(BaseModel):
 
 
 class Response(BaseModel):
-    """vLLM's ClassificationResponse, without an id and a time."""
+    """vLLM's ClassificationResponse."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    id: str
     object: str
+    created: int
     model: str
     data: list[Data]
     usage: Usage
@@ -114,6 +116,7 @@ def test_every_answer_is_one_of_vllms(answers: dict[str, dict[str, Any]]) -> Non
     for answer in served.values():
         parsed = response(answer)
         assert parsed.object == "list"
+        assert parsed.id.startswith("classify-")
         assert parsed.usage.total_tokens == parsed.usage.prompt_tokens > 0
         assert [item.index for item in parsed.data] == list(range(len(parsed.data)))
         for item in parsed.data:

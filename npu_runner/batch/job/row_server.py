@@ -19,7 +19,7 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.summary import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import RowSource
-from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
+from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, placed, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, RequestError
@@ -182,7 +182,7 @@ class RowEndpoint(Endpoint):
 
     def answer(self, flight: Flight, output: RequestOutput) -> FinishedRow:
         name, of = output.request_id, flight.row
-        error = why_unanswered(output)
+        error = why_unanswered(output, of.form)
         if error is not None:
             return _failed(of.row, name, error)
         assert self._stamp is not None, "no row is answered before the job begins"
@@ -191,7 +191,8 @@ class RowEndpoint(Endpoint):
         return FinishedRow(flight.number, outcome, data)
 
     def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
-        return _failed(flight.row.row, name, RowError(code=error.code, message=error.message, param=error.param))
+        refused = RowError(code=error.code, message=error.message, param=error.param)
+        return _failed(flight.row.row, name, placed(refused, flight.row.form, error.prompt_index))
 
 
 def _failed(row: RawRow, custom_id: str | None, error: RowError) -> FinishedRow:

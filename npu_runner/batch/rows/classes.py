@@ -35,13 +35,15 @@ class ClassifyBody(PooledBody):
     use_activation: bool | None = None
 
     def form(self, processor: ChatProcessor) -> AnswerForm:
-        return ClassifyForm(model=self.model, classes=processor.classes, has_logits=self.use_activation is False)
+        return ClassifyForm(model=self.model, classes=processor.classes, has_logits=self.use_activation is False,
+                            places=self.places)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyForm(AnswerForm):
     """Of each prompt the likeliest label and all probabilities, or with `has_logits` what these are made of."""
 
+    id_prefix: ClassVar[str] = "classify-"
     object: ClassVar[str] = "list"
     list_name: ClassVar[str] = "data"
     has_text: ClassVar[bool] = False

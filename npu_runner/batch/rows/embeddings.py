@@ -45,7 +45,7 @@ class EmbeddingBody(PooledBody):
         return PoolingParams(dimensions=self.dimensions, truncate_prompt_tokens=self.truncate_prompt_tokens)
 
     def form(self, processor: ChatProcessor) -> AnswerForm:
-        return EmbeddingForm(model=self.model, is_base64=self.encoding_format == "base64")
+        return EmbeddingForm(model=self.model, is_base64=self.encoding_format == "base64", places=self.places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ class EmbeddingForm(AnswerForm):
 
     object: ClassVar[str] = "list"
     list_name: ClassVar[str] = "data"
+    has_created: ClassVar[bool] = False
     has_text: ClassVar[bool] = False
 
     is_base64: bool = False

@@ -76,6 +76,12 @@ class PooledBody(RowBody):
     def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> PoolingParams:
         return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens)
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Of several prompts, the field that each stands in; () of one."""
+        count = len(self.input) if isinstance(self.input, list) and not isinstance(self.input[0], int) else 0
+        return tuple(f"input[{number}]" for number in range(count if count > 1 else 0))
+
     @abstractmethod
     def form(self, processor: ChatProcessor) -> AnswerForm:
         """How the row's answer is to be written."""
