@@ -215,11 +215,12 @@ class RunnerConfig:
     """Branch, tag or commit where the model is a hub id."""
     runner: str = one_of("auto", "generate", "pooling")
     """generate answers with text, pooling with numbers (see task). auto: pooling where the checkpoint's modules.json
-    (sentence-transformers) or task says so, else generate."""
-    task: str = one_of("auto", "embed", "score")
+    (sentence-transformers), its architectures (a classifier's) or task says so, else generate."""
+    task: str = one_of("auto", "embed", "score", "classify")
     """What runner pooling makes of a prompt: embed, a vector (/v1/embeddings, LLM.embed); score, how well a document
-    answers a query, as the logit of yes less that of no (/v1/score, /v1/rerank, LLM.score). auto: as modules.json says,
-    else embed."""
+    answers a query, as the logit of yes less that of no (/v1/score, /v1/rerank, LLM.score). classify, the
+    probabilities of classes (/v1/classify, LLM.classify), of a checkpoint whose architectures name a
+    *ForSequenceClassification. auto: as modules.json or architectures say, else embed."""
     platform: str = "auto"
     """npu, cuda, cpu, or the name of an installed package's; auto takes the usable one of highest priority (ours: in
     that order), and is an error where devices are there and cannot be used."""

@@ -13,7 +13,7 @@ from itertools import islice, repeat
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from tqdm import tqdm
 
@@ -23,13 +23,14 @@ from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.prompt_forms import plain_number
 from npu_runner.prompts.text.tokenizer import transformers_tokenizer
 from npu_runner.request.limits import plain_template_kwargs, shown
 from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
-from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.pooling_outputs import ClassificationRequestOutput, PoolingRequestOutput
+from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from npu_runner.serving.calls.arguments import is_one_conversation, is_one_prompt, no_params, with_index, with_task
 from npu_runner.serving.calls.call_options import (
     ChatOptions,
     Parse,
@@ -66,9 +67,14 @@ Params = SamplingParams | Iterable[SamplingParams] | None
 PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
 EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
+PoolingResults = Iterator[tuple[int, PoolingRequestOutput]]
+ClassificationResults = Iterator[tuple[int, ClassificationRequestOutput]]
 ScoringResults = Iterator[tuple[int, ScoringRequestOutput]]
 _AnyParams = SamplingParams | PoolingParams
+_T = TypeVar("_T")
 _NO_MORE = object()
+_TASKS = {TOKEN_EMBED: TOKEN_EMBED, "embed": None, CLASSIFY: None}
+"""What PoolingParams call the tasks of `encode`."""
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
 _READ_SECONDS = 0.05
 
@@ -161,7 +167,7 @@ class LLM:
         Without max_tokens a completion has the checkpoint's max_new_tokens, or 16, as rows of /v1/completions. Where
         such a limit cuts one off, that is logged once a process. Everything else is as in `chat`.
         """
-        items: Iterable[Any] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
+        items: Iterable[Any] = [prompts] if is_one_prompt(prompts) else prompts  # type: ignore[list-item,assignment]
         checked_options("generate", options, PromptOptions)
         return self._run(items, sampling_params, parse_prompt, use_tqdm, stream_results, return_errors,
                          DEFAULT_MAX_TOKENS)
@@ -207,7 +213,7 @@ class LLM:
         """
         asked = checked_options("chat", options, ChatOptions)
         parse = chat_parser(self.processor, self._media_rules(asked.pop("allowed_media_dir", None)), **asked)
-        items: Iterable[Any] = [messages] if _is_one_conversation(messages) else messages
+        items: Iterable[Any] = [messages] if is_one_conversation(messages) else messages
         return self._run(items, sampling_params, parse, use_tqdm, stream_results, return_errors)
 
     @overload
@@ -227,17 +233,54 @@ class LLM:
         template, with the options of `chat`; its prompt ends behind the last message, unless `add_generation_prompt` is
         True. Everything else is as in `chat`.
         """
-        is_one = _is_one_prompt(prompts) or is_conversation(prompts)
-        items: Iterable[Any] = [prompts] if is_one else prompts  # type: ignore[list-item,assignment]
-        self.processor.check_task("embed")
         asked = checked_options("embed", options, ChatOptions)
         rules = self._media_rules(asked.pop("allowed_media_dir", None))
-        given = PoolingParams() if pooling_params is None else pooling_params
-        results = self._run(items, given, prompt_or_chat_parser(self.processor, rules, asked), use_tqdm, stream_results,
-                            return_errors)
-        if isinstance(results, list):
-            return [EmbeddingRequestOutput.of(output) for output in results]
-        return ((index, EmbeddingRequestOutput.of(output)) for index, output in results)
+        return self._pool(prompts, pooling_params, "embed", EmbeddingRequestOutput.of, use_tqdm, stream_results,
+                          return_errors, prompt_or_chat_parser(self.processor, rules, asked))
+
+    @overload
+    def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
+               *, pooling_task: str, stream_results: Literal[False] = False,
+               return_errors: bool = False) -> list[PoolingRequestOutput]: ...
+    @overload
+    def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
+               *, pooling_task: str, stream_results: Literal[True], return_errors: bool = False) -> PoolingResults: ...
+    def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
+               *, pooling_task: str, stream_results: bool = False,
+               return_errors: bool = False) -> list[PoolingRequestOutput] | PoolingResults:
+        """Arrays of raw prompts, of a model that was loaded for numbers. `pooling_task`, as vLLM calls them:
+
+        - token_embed: the hidden state behind the final norm of every token, float32 (T, D), as it is, not normalised.
+          Each step's come to the host with it. Nothing is taken from the prefix cache.
+        - embed: the vector that `embed` gives. classify: the probabilities that `classify` gives.
+
+        Everything else is as in `embed`. Raises RequestError for another task.
+        """
+        if pooling_task not in _TASKS:
+            raise RequestError(f"pooling_task: {shown(pooling_task)} is not one of {', '.join(_TASKS)}",
+                               "invalid_value", "pooling_task")
+        classes = self.processor.classes if pooling_task == CLASSIFY else None
+        of = partial(PoolingRequestOutput.of, classes=classes)
+        return self._pool(prompts, with_task(pooling_params, _TASKS[pooling_task]), pooling_task, of, use_tqdm,
+                          stream_results, return_errors)
+
+    @overload
+    def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
+                 use_tqdm: Bar = None, *, stream_results: Literal[False] = False,
+                 return_errors: bool = False) -> list[ClassificationRequestOutput]: ...
+    @overload
+    def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
+                 use_tqdm: Bar = None, *, stream_results: Literal[True],
+                 return_errors: bool = False) -> ClassificationResults: ...
+    def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
+                 use_tqdm: Bar = None, *, stream_results: bool = False,
+                 return_errors: bool = False) -> list[ClassificationRequestOutput] | ClassificationResults:
+        """The probabilities of classes of each raw prompt, of a classifier (a *ForSequenceClassification).
+
+        Prompts are those of `generate`, template included; everything else is as in `chat`.
+        """
+        of = partial(ClassificationRequestOutput.of, classes=self.processor.classes)
+        return self._pool(prompts, pooling_params, CLASSIFY, of, use_tqdm, stream_results, return_errors)
 
     @overload
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
@@ -305,6 +348,18 @@ class LLM:
             allowed_dir=allowed_dir, max_images=self.config.prompts.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
 
+    def _pool(self, prompts: Any, params: PoolingRequests, task: str, of: Callable[[RequestOutput], _T], use_tqdm: Bar,
+              stream_results: bool, return_errors: bool,
+              parse: Parse = parse_prompt) -> list[_T] | Iterator[tuple[int, _T]]:
+        """A request for `task` of each prompt; `of` makes of its output what the caller gets."""
+        is_one = is_one_prompt(prompts) or is_conversation(prompts)
+        self.processor.check_task(task)
+        given = PoolingParams() if params is None else params
+        results = self._run([prompts] if is_one else prompts, given, parse, use_tqdm, stream_results, return_errors)
+        if isinstance(results, list):
+            return [of(output) for output in results]
+        return ((index, of(output)) for index, output in results)
+
     def _run(self, items: Iterable[Any], sampling_params: _AnyParams | Iterable[_AnyParams] | None, parse: Parse,
              use_tqdm: Bar, stream_results: bool, return_errors: bool,
              max_tokens: int | None = None) -> list[RequestOutput] | Results:
@@ -318,7 +373,7 @@ class LLM:
             self.processor.check_rules(params if isinstance(params, Sequence) else ())
             for index, request in enumerate(self._requests(items, params, parse, limit)):
                 if isinstance(request.prompt, RequestError):
-                    raise _with_index(index, request.prompt)
+                    raise with_index(index, request.prompt)
         requests = self._requests(items, params, parse, limit)
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
@@ -339,7 +394,7 @@ class LLM:
         if given is None:
             return SamplingParams(**self.generation_defaults)
         if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, (SamplingParams, PoolingParams, Iterable)):
-            raise _no_params(given)
+            raise no_params(given)
         if count is not None and isinstance(given, Sized) and len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
         if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
@@ -357,7 +412,7 @@ class LLM:
                 raise RequestError(f"{index} sampling_params for more prompts; pass one, or one for each")
             try:
                 if not isinstance(one, (SamplingParams, PoolingParams)):
-                    raise _no_params(one)
+                    raise no_params(one)
                 if one is not last or resolved is None:
                     last, resolved = one, self.processor.resolve_params(limit.bounded(one))
                 prompt: PromptTask | PromptInputs | RequestError = parse(item)
@@ -380,7 +435,7 @@ class LLM:
             with make_bar(total=total, disable=not use_tqdm, unit="request") as bar:
                 for index, found in self._service.answers(requests, read_seconds):
                     if isinstance(found, RequestError) and not return_errors:
-                        raise _with_index(index, found)
+                        raise with_index(index, found)
                     bar.update()
                     if isinstance(found, RequestError):
                         found = RequestOutput.failed(f"request-{first + index}", found)
@@ -404,30 +459,3 @@ class LLM:
         """Whatever is under way is aborted. Nothing is repaired, all is made again."""
         self._service.reset()
         self._is_torn = False
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    """A list is a list of prompts, unless it is one prompt's token ids."""
-    num_dims = getattr(prompts, "ndim", None)  # an array's
-    if isinstance(prompts, (str, bytes, Mapping, PromptInputs)) or num_dims == 0:
-        return True
-    if not isinstance(prompts, Sequence) and num_dims is None:
-        return False
-    return isinstance(plain_number(next(iter(prompts), None)), int)
-
-
-def _is_one_conversation(conversations: Any) -> bool:
-    if isinstance(conversations, (str, bytes, Mapping)):
-        return True  # which is said to be none
-    return isinstance(conversations, Sequence) and len(conversations) > 0 and isinstance(conversations[0], Mapping)
-
-
-def _no_params(given: Any) -> RequestError:
-    return RequestError(
-        f"sampling_params: {type(given).__name__} {shown(given)} is not SamplingParams (for embed: PoolingParams), nor "
-        "a list of them; write SamplingParams(max_tokens=3), or SamplingParams(**fields)", "invalid_type",
-        "sampling_params")
-
-
-def _with_index(index: int, error: RequestError) -> RequestError:
-    return RequestError(f"prompt {index}: {error.message}", error.code, error.param)

@@ -19,7 +19,14 @@ from torch import nn
 
 from npu_runner.checkpoint.config_reading import RawConfig, read_dtype, read_eos, reading_config
 from npu_runner.checkpoint.files import require_json
-from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
+from npu_runner.checkpoint.model_config import (
+    AttentionConfig,
+    ClassPooling,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.config import RunnerConfig
@@ -85,6 +92,9 @@ class TransformersStrategy(LoadStrategy):
         if quantization is not None:
             raise ModelError(f"{self.path}: the weights are quantised ({quantization.method}), and {served}, with "
                              "weights as they are; take the checkpoint in bfloat16 or float16")
+        if isinstance(self.pooling(config), ClassPooling):
+            raise ConfigError(f"{served}, which generates text only, and the checkpoint is a classifier; take one of a "
+                              "family with a strategy of its own")
         if self.pooling(config) is not None:
             raise ConfigError(f"runner {config.runner!r}: {served}, which generates text only; set runner to generate, "
                               "or take a checkpoint of a family with a strategy of its own")

@@ -9,6 +9,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from npu_runner.request.classes import Classes
+from npu_runner.request.pooling_params import CLASSIFY
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -181,6 +184,25 @@ class ScorePooling(PoolingConfig):
     def describe(self) -> str:
         less = "" if self.false_token_id is None else f" less token {self.false_token_id}"
         return f"score: logit of token {self.true_token_id}{less}, last token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassPooling(PoolingConfig):
+    """A logit for each class: the product of the head, a tensor of the checkpoint, and the hidden state of the last
+    token that is no padding."""
+
+    task: ClassVar[str] = CLASSIFY
+
+    classes: Classes
+    pad_token_id: int | None = None
+    """Such tokens at the end of a prompt are not read; None: all are."""
+
+    def num_values(self, hidden_size: int) -> int:
+        return len(self.classes.labels)
+
+    def describe(self) -> str:
+        padding = "" if self.pad_token_id is None else f" that is not {self.pad_token_id}"
+        return f"{len(self.classes.labels)} classes, {self.classes.activation}, last token{padding}"
 
 
 @dataclass(frozen=True, kw_only=True)

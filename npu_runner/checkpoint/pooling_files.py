@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from npu_runner.checkpoint.class_files import SUFFIX, classifier_architecture, read_classes
 from npu_runner.checkpoint.files import read_json, read_text, require_json
-from npu_runner.checkpoint.model_config import PairSettings, PoolingConfig, ScorePooling, VectorPooling
+from npu_runner.checkpoint.model_config import ClassPooling, PairSettings, PoolingConfig, ScorePooling, VectorPooling
 from npu_runner.errors import ModelError
 
 _MODULES_FILE, _TEXT_FILE = "modules.json", "sentence_bert_config.json"
@@ -38,12 +39,22 @@ def read_pooling(
 
     `runner` (auto, generate, pooling) and `task` (auto, or a PoolingConfig's) are the settings. `token_id`: the id of a
     token in the checkpoint's tokenizer. Raises ModelError for a modules.json that asks for what is not served, or for
-    another task than `task`.
+    another task than `task`; and for a classifier that is asked for anything else.
     """
     if runner == "generate":
+        _refuse_classifier(folder, "runner generate")
         return None
     modules = _read_modules(folder)
+    if modules is None or [kind for kind, _ in modules] == [_TRANSFORMER]:
+        classes = read_classes(folder)
+        if classes is not None:
+            if task not in ("auto", classes.task):
+                _refuse_classifier(folder, f"task {task}")
+            return classes
     if modules is None:
+        if task == ClassPooling.task:
+            raise ModelError(f"{folder / 'config.json'}: task {task} needs a classifier's head, and architectures "
+                             f"names no *{SUFFIX}; leave task at auto, or take another checkpoint")
         if task == ScorePooling.task:
             return ScorePooling(true_token_id=_needed(_YES, folder, token_id),
                                 false_token_id=_needed(_NO, folder, token_id))
@@ -54,6 +65,14 @@ def read_pooling(
         raise ModelError(f"{folder / _MODULES_FILE}: its modules are for task {pooling.task}, not {task}; leave task "
                          "at auto, or take the file out")
     return pooling
+
+
+def _refuse_classifier(folder: Path, setting: str) -> None:
+    name = classifier_architecture(folder)
+    if name is not None:
+        raise ModelError(f"{folder / 'config.json'}: {setting}: architectures names {name}, a classifier, whose head "
+                         "gives probabilities of classes and nothing else; leave runner and task at auto, or take the "
+                         "checkpoint that it was made of")
 
 
 def _of_modules(folder: Path, modules: list[tuple[str, str]]) -> PoolingConfig:

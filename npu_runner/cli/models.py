@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from npu_runner.strategies import LoadStrategy
 
 _COLUMNS = ("model_type", "images", "videos", "ranks", "prefix_cache", "decode_graphs", "strategy")
-_MAKES = {"generate": "text", "embed": "vectors (/v1/embeddings)", "score": "scores (/v1/score, /v1/rerank)"}
+_MAKES = {"generate": "text", "embed": "vectors (/v1/embeddings)", "score": "scores (/v1/score, /v1/rerank)",
+          "classify": "classes (/v1/classify)"}
 OTHERS = "others"
 """What stands for all model types that only transformers knows."""
 

@@ -62,6 +62,19 @@ class PromptScore:
     num_top: int
 
 
+@dataclass(frozen=True)
+class PromptStates:
+    """Tokens of a row's chunk whose final hidden states are wanted.
+
+    [first_token, first_token + num_tokens) in the step; `place` is the first one's in the prompt.
+    """
+
+    row: int
+    first_token: int
+    num_tokens: int
+    place: int
+
+
 @dataclass
 class ScheduledBatch:
     """One prefill or decode step.
@@ -89,6 +102,7 @@ class ScheduledBatch:
     """Distinct images that this step's tokens touch."""
     image_slices: list[ImageSlice] = field(default_factory=list)
     prompt_scores: list[PromptScore] = field(default_factory=list)
+    prompt_states: list[PromptStates] = field(default_factory=list)
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     """(snapshot slot, slot) of the state pool: copied before the step's forward."""
     state_saves: list[tuple[int, int, int]] = field(default_factory=list)
@@ -249,10 +263,13 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
     images: dict[bytes, ImageInput] = {}
     slices: list[ImageSlice] = []
     scores: list[PromptScore] = []
+    states: list[PromptStates] = []
     token_row = 0
     for row, (seq, num) in enumerate(chunks):
         if seq.scores_prompt:
             scores.append(_prompt_score(seq, num, row, token_row))
+        if seq.pooling is not None and seq.pooling.keeps_tokens:
+            states.append(PromptStates(row, token_row, num, seq.num_computed_tokens))
         for image, image_slice in _image_slices(seq, num, token_row):
             images.setdefault(image.content_hash, image)
             slices.append(image_slice)
@@ -273,6 +290,7 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         images=list(images.values()),
         image_slices=slices,
         prompt_scores=[score for score in scores if len(score.targets)],
+        prompt_states=states,
         state_loads=[_state_load(seq) for seq, _ in chunks if seq.state_source is not None and seq.is_at_its_start],
         state_saves=state_saves,
     )

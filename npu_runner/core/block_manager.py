@@ -163,7 +163,7 @@ class BlockManager:
         self._note_peak()
 
     def _may_share(self, seq: Sequence) -> bool:
-        return self.enable_prefix_caching and not (seq.scores_prompt or seq.is_apart)
+        return self.enable_prefix_caching and not seq.is_computed_whole
 
     def _cached_blocks(self, seq: Sequence) -> list[int]:
         """Those that `seq` starts with; null behind the sliding window of what comes after them."""

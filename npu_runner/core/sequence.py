@@ -111,6 +111,11 @@ class Sequence:
         return [*self.prompt.token_ids[start:num_prompt], *output] if start < num_prompt else output
 
     @property
+    def is_computed_whole(self) -> bool:
+        """It takes nothing from the prefix cache, which has keys and values of tokens, but not what is wanted here."""
+        return self.scores_prompt or self.is_apart or (self.pooling is not None and self.pooling.keeps_tokens)
+
+    @property
     def num_known_tokens(self) -> int:
         """Of prompt and output, those that have arrived."""
         return self.num_tokens - self.num_expected

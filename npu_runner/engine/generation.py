@@ -133,8 +133,18 @@ class Generation:
             token_ids = token_ids[max(0, num_tokens - detection.longest_span) : num_tokens]
         return detection.is_repetition(token_ids)
 
+    def put_states(self, place: int, states_LD: np.ndarray) -> None:
+        """Those of the prompt's tokens from `place` on, in order. A prompt that begins anew brings them again."""
+        if self.pooled is None:
+            self.pooled = np.empty((self.sequence.num_prompt_tokens, states_LD.shape[1]), dtype=np.float32)
+        self.pooled[place : place + len(states_LD)] = states_LD
+
     def take_pooled(self, values_W: np.ndarray) -> End:
-        """Ends a prompt that is pooled with its W numbers."""
+        """Ends a prompt that is pooled with its W numbers, or with the states of its tokens, which are there by now."""
+        pooling = self.sequence.pooling
+        if pooling is not None and pooling.keeps_tokens:
+            assert self.pooled is not None, "the states come with the steps that compute them"
+            values_W = self.pooled
         if not np.isfinite(values_W).all():
             return _NOT_A_NUMBER
         self.pooled = values_W

@@ -18,6 +18,7 @@ from typing import overload
 
 import numpy as np
 
+from npu_runner.checkpoint.model_config import ClassPooling
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
@@ -116,6 +117,9 @@ class LLMEngine:
         """A sequence for each prompt, which ends with what stands where its first token would."""
         plain = SamplingParams(temperature=0.0, max_tokens=1)
         request = self._requests[request_id] = UnfinishedRequest(request_id, prompts)
+        pooling = self.model_config.pooling
+        if isinstance(pooling, ClassPooling) and pooling.pad_token_id is not None and not params.keeps_tokens:
+            prompts = [prompt.without_trailing(pooling.pad_token_id) for prompt in prompts]
         for index, prompt in enumerate(prompts):
             sequence = Sequence(
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
@@ -222,7 +226,7 @@ class LLMEngine:
     def _book(self, batch: ScheduledBatch, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
         """What a step brings to those that still wait for it; in short, since it is done for every generated token."""
         if output.pooled is not None:
-            self._book_pooled(sequences, output.pooled)
+            self._book_pooled(sequences, output, output.pooled)
             return
         if output.prompt_scores:
             self._book_prompt_scores(sequences, output)
@@ -261,7 +265,11 @@ class LLMEngine:
                 record.put(place, records)
                 sequence.scores_prompt = not record.is_whole
 
-    def _book_pooled(self, sequences: list[Sequence | None], pooled: Mapping[int, np.ndarray]) -> None:
+    def _book_pooled(self, sequences: list[Sequence | None], output: ModelRunnerOutput,
+                     pooled: Mapping[int, np.ndarray]) -> None:
+        for row, place, states_LD in output.prompt_states:
+            if (sequence := sequences[row]) is not None:
+                self._generation_of[sequence.seq_id].put_states(place, states_LD)
         for row, values_W in pooled.items():
             sequence = sequences[row]
             if sequence is not None:
@@ -298,7 +306,8 @@ class LLMEngine:
         generation.finished = CompletionOutput(
             index=sequence.index, text=answer.content, token_ids=token_ids, finish_reason=end.reason,
             stop_reason=end.stop_reason, error=end.error, error_code=end.code, reasoning_content=answer.reasoning,
-            num_reasoning_tokens=answer.num_reasoning_tokens, pooled=generation.pooled,
+            num_reasoning_tokens=answer.num_reasoning_tokens,
+            pooled=generation.pooled if end.reason == "stop" else None,
             logprobs=None if record is None else record.finish(token_ids, self._token_text),
         )
         del self._generation_of[sequence.seq_id]

@@ -11,9 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.layers.parallel import LayerContext, WeightPart
+
+
+class ClassHead(nn.Module):
+    """A logit for each of W classes, from the checkpoint's tensor score.weight (W, D), which is kept in float32."""
+
+    def __init__(self, num_classes: int, hidden_size: int, context: LayerContext):
+        super().__init__()
+        self.weight = context.parameter(num_classes, hidden_size, dtype=torch.float32)
+        self.weight_parts = {"weight": [WeightPart("score.weight", (num_classes, hidden_size))]}
+
+    def forward(self, hidden_BD: Tensor) -> Tensor:
+        return F.linear(hidden_BD.float(), self.weight)
 
 
 class TokenScoreHead(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import (
     AttentionConfig,
+    ClassPooling,
     LayerConfig,
     MLPConfig,
     ModelConfig,
@@ -24,7 +25,7 @@ from npu_runner.checkpoint.model_config import (
 from npu_runner.layers.linear import OutputHead, TokenEmbedding
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.layers.pooling_heads import TokenScoreHead
+from npu_runner.layers.pooling_heads import ClassHead, TokenScoreHead
 from npu_runner.layers.rotary import RotaryTable
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.models.mixers.mlp import DecoderMLP, SparseMoE
@@ -130,6 +131,8 @@ def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext, *,
     if isinstance(pooling, ScorePooling):
         rows = f"{place}.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         return TokenScoreHead(rows, config.vocab_size, config.hidden_size, pooling.token_ids, context)
+    if isinstance(pooling, ClassPooling):
+        return ClassHead(len(pooling.classes.labels), config.hidden_size, context)
     if pooling is not None:
         assert not pooling.has_head, f"{type(pooling).__name__} has a head, and none is built for it"
         return None

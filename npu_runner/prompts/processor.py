@@ -27,7 +27,7 @@ from npu_runner.checkpoint.files import (
     refuse_changes,
     require_json,
 )
-from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig, ScorePooling
+from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, ScorePooling
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
@@ -57,8 +57,9 @@ from npu_runner.prompts.vision_prompts import (
     read_video_prompts,
     read_vision_tokens,
 )
+from npu_runner.request.classes import Classes
 from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
-from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import ImageInput, PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
@@ -330,9 +331,18 @@ class ChatProcessor:
         """What the model is loaded for."""
         return task_of(self.pooling)
 
+    @property
+    def classes(self) -> Classes:
+        """What the model tells apart. Raises RequestError where it is not loaded for that."""
+        if not isinstance(self.pooling, ClassPooling):
+            raise wrong_task(self.task, CLASSIFY)
+        return self.pooling.classes
+
     def check_task(self, asked: str) -> None:
-        """Raises RequestError where a request is for something else than the model is loaded for."""
-        if asked != self.task:
+        """Raises RequestError where a request is for something else than the model is loaded for. States of all tokens
+        are there whatever it pools."""
+        has_states = asked == TOKEN_EMBED and self.pooling is not None
+        if asked != self.task and not has_states:
             raise wrong_task(self.task, asked)
 
     def check_rules(self, params: Iterable[object]) -> None:

@@ -39,7 +39,8 @@ class CompletionOutput:
     num_reasoning_tokens: int = 0
     """Tokens of it, without the tags around it."""
     pooled: np.ndarray | None = None
-    """float32 (W,), where the request was not for text: a vector's numbers, a score's one, ... (`PoolingConfig`)."""
+    """float32 (W,), where the request was not for text: a vector's numbers, a score's one, ... (`PoolingConfig`). Where
+    it was for the hidden states of the prompt's T tokens, (T, D)."""
 
     @property
     def cumulative_logprob(self) -> float | None:

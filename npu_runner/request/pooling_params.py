@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import shown
 
+CLASSIFY, TOKEN_EMBED = "classify", "token_embed"
+"""Tasks, as vLLM calls them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
@@ -28,6 +31,9 @@ class PoolingParams:
     use_activation: bool | None = None
     """Of a score: False gives the difference of the two logits instead of its sigmoid. None is True."""
 
+    task: str | None = None
+    """token_embed: the final hidden state of every token, which is not cut; None: what the model was loaded for."""
+
     def __post_init__(self) -> None:
         self._check("dimensions", self.dimensions, 1)
         self._check("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
@@ -35,6 +41,18 @@ class PoolingParams:
             raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
         if not isinstance(self.use_activation, (bool, type(None))):
             raise _error("use_activation", f"{shown(self.use_activation)} is neither true nor false")
+        if self.task not in (None, TOKEN_EMBED):
+            raise _error("task", f"{shown(self.task)} is not {TOKEN_EMBED}, the only one beside what the model was "
+                                 "loaded for; LLM.encode takes the others by name")
+        if self.keeps_tokens and self.dimensions is not None:
+            raise _error("dimensions", f"states of all tokens ({TOKEN_EMBED}) are not cut; leave it out")
+        if self.keeps_tokens and self.use_activation:
+            raise _error("use_activation", f"states of all tokens ({TOKEN_EMBED}) are not normalised; leave it out")
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the hidden state of every token is wanted."""
+        return self.task == TOKEN_EMBED
 
     def _check(self, name: str, value: Any, low: int) -> None:
         if value is None:

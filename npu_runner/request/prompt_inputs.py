@@ -77,3 +77,13 @@ class PromptInputs:
     def without_text(self) -> PromptInputs:
         """The same, for one who is told no text."""
         return self if self.text is None else replace(self, text=None)
+
+    def without_trailing(self, token_id: int) -> PromptInputs:
+        """Itself without such tokens at its end; of nothing but these the first stays."""
+        length = len(self.token_ids)
+        while length > 1 and self.token_ids[length - 1] == token_id:
+            length -= 1
+        if length == len(self.token_ids):
+            return self
+        positions = None if self.positions_3T is None else self.positions_3T[:, :length]
+        return replace(self, token_ids=self.token_ids[:length], positions_3T=positions)

@@ -22,6 +22,7 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay
+from npu_runner.runner.token_states import TokenStates, send_states
 
 _SMALLEST_LENGTH = 1e-12  # as torch.nn.functional.normalize has it
 
@@ -64,6 +65,12 @@ class PoolingStepRunner(StepRunner):
         """What the head makes of the hidden states (B, W); without a head, themselves."""
         return self.model.compute_logits(hidden_BD) if self.pooling.has_head else hidden_BD
 
+    def look_at_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> TokenStates | None:
+        """Send hidden states of all tokens of a chunk to the host, where they are wanted."""
+        if self.tp.rank != 0 or not step.batch.prompt_states:
+            return None
+        return send_states(step.batch.prompt_states, hidden_TD, self.platform.memory.download)
+
     def make_result(self, step: PreparedStep, values_BW: Tensor,
                     of_rows: dict[str, np.ndarray]) -> PooledValues | None:
         """Hand out the pooling; None where this rank, or this step, pools nothing."""
@@ -86,12 +93,13 @@ class PoolingStepRunner(StepRunner):
         if self.tp.rank != 0:
             return None
         batch = step.batch
+        states = under_way.of_prompts.to_host() if under_way.of_prompts is not None else []
         found: dict[int, np.ndarray] = {}
         if pooled is not None:
             receipts_B, on_host = pooled.to_host()
             self.check_receipts(step, receipts_B)
             found = dict(zip(np.flatnonzero(batch.samples_B).tolist(), on_host, strict=True))
-        return ModelRunnerOutput([[] for _ in range(batch.batch_size)], pooled=found)
+        return ModelRunnerOutput([[] for _ in range(batch.batch_size)], pooled=found, prompt_states=states)
 
 
 def cut(x_BD: Tensor, dimensions_B: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
 from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.images import ImageEncoder, StepImages
 from npu_runner.runner.memory import MemoryGuard
-from npu_runner.runner.prompt_logprobs import PromptScores, score_prompts
+from npu_runner.runner.prompt_logprobs import score_prompts
 from npu_runner.runner.states import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
@@ -73,10 +73,10 @@ class PreparedStep:
 @dataclass(frozen=True)
 class Launched:
     """The results of a submitted forward. `last_BX`: logits (B, V) or hidden states (B, D) of rows with all their
-    tokens. `prompt_scores`, if log probabilities of prompts are requested."""
+    tokens. `of_prompts`: what was asked for of all tokens of prompts."""
 
     last_BX: Tensor
-    prompt_scores: PromptScores | None = None
+    of_prompts: StepResult | None = None
 
 
 class StepResult(Protocol):
@@ -106,16 +106,16 @@ class StepUnderWay:
 
     step: PreparedStep
     sampled: StepResult | None
-    prompt_scores: PromptScores | None = None
+    of_prompts: StepResult | None = None
     mark: Mark | None = None
 
     def is_done(self) -> bool:
         """Whether nothing has to be waited for any more."""
-        return all(result is None or result.is_done() for result in (self.sampled, self.prompt_scores, self.mark))
+        return all(result is None or result.is_done() for result in (self.sampled, self.of_prompts, self.mark))
 
     def wait(self) -> None:
         """Until it has run, as far as this rank can tell."""
-        for result in (self.sampled, self.prompt_scores, self.mark):
+        for result in (self.sampled, self.of_prompts, self.mark):
             if result is not None:
                 result.to_host()
 
@@ -177,7 +177,7 @@ class StepRunner:
         result = self.make_result(step, launched.last_BX, of_rows)
         mark = self._mark(step, result)
         self.clock.end()
-        return StepUnderWay(step, result, launched.prompt_scores, mark)
+        return StepUnderWay(step, result, launched.of_prompts, mark)
 
     def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> StepResult | None:
         """Hand out what makes the step's result; None where this rank, or this step, has none."""
@@ -299,7 +299,7 @@ class StepRunner:
         if self.sampler is None:
             return None
         batch = step.batch
-        scores = under_way.prompt_scores.to_host() if under_way.prompt_scores is not None else []
+        scores = under_way.of_prompts.to_host() if under_way.of_prompts is not None else []
         if sampled is None:
             return ModelRunnerOutput([[] for _ in range(batch.batch_size)], prompt_scores=scores)
         assert isinstance(sampled, SamplerOutput), f"a step that samples left {type(sampled).__name__}"
@@ -334,15 +334,19 @@ class StepRunner:
             x_TD, deepstack = self.image_encoder.show(batch, step.images, x_TD, step.tensors["image_rows"])
         metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
-        scores = None
-        if batch.prompt_scores:
-            scores = score_prompts(
-                batch, hidden_TD, step.tensors["prompt_targets"], keeps=self.sampler is not None,
-                max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits,
-                download=self.platform.memory.download)
+        of_prompts = self.look_at_prompts(step, hidden_TD)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]
-        return Launched(self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0], scores)
+        return Launched(self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0], of_prompts)
+
+    def look_at_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> StepResult | None:
+        """Hand out what is wanted of all tokens of a prefill: log probabilities. None where this rank keeps none."""
+        if not step.batch.prompt_scores:
+            return None
+        return score_prompts(
+            step.batch, hidden_TD, step.tensors["prompt_targets"], keeps=self.sampler is not None,
+            max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits,
+            download=self.platform.memory.download)
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
         """What is made of the final hidden states of rows whose prompt has ended: logits (B, V)."""

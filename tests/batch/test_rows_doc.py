@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from npu_runner.batch.rows.chat import ChatBody, Message
+from npu_runner.batch.rows.classes import ClassifyBody
 from npu_runner.batch.rows.completions import CompletionBody
 from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.endpoint import RowBody
@@ -18,24 +19,26 @@ from npu_runner.batch.rows.openai_format import ENDPOINTS
 from npu_runner.batch.rows.scores import RerankBody, ScoreBody
 from npu_runner.cli import main as cli
 from tests.batch.scripted import read_rows
+from tests.oracle.classifiers import make_classifier
 
 DOC = (Path(__file__).parents[2] / "docs" / "rows.md").read_text()
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
-JOBS = {"": [], " pooling": ["--runner", "pooling"], " ranking": ["--task", "score"]}
-"""What stands behind a block's language, and the options of the job that runs it."""
+JOBS = {"": [], " pooling": ["--runner", "pooling"], " ranking": ["--task", "score"], " classes": []}
+"""What stands behind a block's language, and the options of the job that runs it; classes are a classifier's."""
 BLOCKS = re.findall(r"```jsonl([a-z ]*)\n(.*?)```", DOC, re.DOTALL)
 ROWS_OF = {job: [line for mark, block in BLOCKS if mark == job for line in block.splitlines()] for job in JOBS}
 EXAMPLES = [line for rows in ROWS_OF.values() for line in rows]
 FIELDS = {"custom_id", "method", "url", "body", *ChatBody.model_fields, *CompletionBody.model_fields,
-          *EmbeddingBody.model_fields, *ScoreBody.model_fields, *RerankBody.model_fields,
+          *EmbeddingBody.model_fields, *ClassifyBody.model_fields, *ScoreBody.model_fields, *RerankBody.model_fields,
           *Message.model_fields}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def answers(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("rows")
+    of_classes = ["--model", str(make_classifier(checkpoint("qwen3_5"), folder / "classifier"))]
     found = {}
-    for job, options in JOBS.items():
+    for job, options in (JOBS | {" classes": of_classes}).items():
         (folder / "rows.jsonl").write_text("\n".join(ROWS_OF[job]) + "\n")
         output = folder / f"answers{job}.jsonl"
         files = ["-i", str(folder / "rows.jsonl"), "-o", str(output), "--allowed-media-dir", str(folder)]

@@ -53,6 +53,16 @@ def test_a_folder_a_config_alone_and_an_embedded_model_are_served(
             0, f"{model}: served as qwen3_vl, by {STRATEGY}: text, images and videos in, text out")
 
 
+def test_a_classifier_gives_classes_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(folder / "config.json", architectures=["Qwen3VLForSequenceClassification"])
+    assert ask(capsys, str(folder)) == (
+        0, f"{folder}: served as qwen3_vl, by {STRATEGY}: text, images and videos in, classes (/v1/classify) out")
+    for option, value in (("--runner", "generate"), ("--task", "embed")):
+        status, line = ask(capsys, str(folder), option, value)
+        assert status == 1
+        assert f"{option[2:]} {value}: architectures names Qwen3VLForSequenceClassification, a classifier" in line
+
+
 def test_of_a_hub_id_the_small_files_in_the_cache_are_enough(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     files = make_hub_cache(tmp_path, monkeypatch)

@@ -187,7 +187,8 @@ class RowEndpoint(Endpoint):
             return _failed(of.row, name, error)
         assert self._stamp is not None, "no row is answered before the job begins"
         data = answer_row(output, custom_id=name, form=of.form, stamp=self._stamp)
-        return FinishedRow(flight.number, answered(output, of.expected, has_json_rule=of.has_json_rule), data)
+        outcome = answered(output, of.form.answer_of(output), of.expected, has_json_rule=of.has_json_rule)
+        return FinishedRow(flight.number, outcome, data)
 
     def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
         refused = RowError(code=error.code, message=error.message, param=error.param)

@@ -41,8 +41,8 @@ class Outcome:
     """None: nobody said what to expect."""
 
 
-def answered(output: RequestOutput, expected: str | None, *, has_json_rule: bool) -> Outcome:
-    """`has_json_rule`: the answer is to be JSON, by a schema or without one."""
+def answered(output: RequestOutput, answer: str, expected: str | None, *, has_json_rule: bool) -> Outcome:
+    """`answer`: what `expected` is compared with. `has_json_rule`: it is to be JSON, by a schema or without one."""
     return Outcome(
         is_cut_off=any(completion.is_cut_off for completion in output.completions),
         is_repetition=any(completion.is_repetition for completion in output.completions),
@@ -51,7 +51,7 @@ def answered(output: RequestOutput, expected: str | None, *, has_json_rule: bool
         num_cached_tokens=output.num_cached_tokens,
         num_completion_tokens=sum(len(completion.token_ids) for completion in output.completions),
         num_reasoning_tokens=sum(completion.num_reasoning_tokens for completion in output.completions),
-        is_as_expected=None if expected is None else is_as_expected(output.text, expected),
+        is_as_expected=None if expected is None else is_as_expected(answer, expected),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from npu_runner.batch.rows.endpoint import asks_for_json
 from npu_runner.batch.rows.judging import is_as_expected, is_json
-from npu_runner.batch.rows.openai_response import is_cut_off, is_repetition, texts_of
+from npu_runner.batch.rows.openai_response import answer_of, is_cut_off, is_repetition, texts_of
 from npu_runner.batch.rows.scores import sides_of
 
 MAX_TEXT = 4000
@@ -85,9 +85,10 @@ def outcome_of(request: dict[str, Any], answer: dict[str, Any]) -> str:
     if answer["error"] is not None:
         return FAILED
     expected = metadata_of(request).get("expected")
-    if expected is None or "choices" not in answer["response"]["body"]:
+    given = None if expected is None else answer_of(answer["response"]["body"])
+    if given is None:
         return ANSWERED
-    return EXPECTED if is_as_expected(texts_of(answer["response"]["body"])[0], str(expected)) else UNEXPECTED
+    return EXPECTED if is_as_expected(given, str(expected)) else UNEXPECTED
 
 
 def flaws_of(request: dict[str, Any], answer: dict[str, Any], *, has_schema: bool) -> list[str]:

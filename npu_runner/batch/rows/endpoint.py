@@ -19,7 +19,7 @@ from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS, check_count, shown
 from npu_runner.request.logprobs import PromptLogprobs
-from npu_runner.request.outputs import CompletionOutput
+from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -186,6 +186,10 @@ class AnswerForm:
     def in_order(self, completions: Sequence[CompletionOutput]) -> Sequence[CompletionOutput]:
         """Those that the answer has, as it has them."""
         return completions
+
+    def answer_of(self, output: RequestOutput) -> str:
+        """What the row's `expected` is compared with."""
+        return output.text
 
     @abstractmethod
     def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from npu_runner.batch.rows.chat import ChatBody
+from npu_runner.batch.rows.classes import ClassifyBody
 from npu_runner.batch.rows.completions import CompletionBody
 from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.endpoint import AnswerRules, RowBody, Strict
@@ -24,6 +25,7 @@ from npu_runner.request.limits import LIMITS, check_count, shown
 ENDPOINTS: dict[str, type[RowBody]] = {
     "/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody, "/v1/embeddings": EmbeddingBody,
     "/v1/score": ScoreBody, "/v1/rerank": RerankBody,
+    "/v1/classify": ClassifyBody,
 }  # fmt: skip
 
 

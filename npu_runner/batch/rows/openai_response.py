@@ -116,7 +116,19 @@ def texts_of(body: Mapping[str, Any]) -> list[str]:
         return [_text_of(choice) for choice in body["choices"]]
     if "results" in body:
         return [f"document {item['index']}: {item['relevance_score']:.4f}" for item in body["results"]]
-    return [_length_of(item["embedding"]) if "embedding" in item else f"{item['score']:.4f}" for item in body["data"]]
+    return [_text_of_numbers(item) for item in body["data"]]
+
+
+def answer_of(body: Mapping[str, Any]) -> str | None:
+    """What, of an answer that was written, the row's `expected` is compared with: a text or a label; None: neither."""
+    has_answer = "choices" in body or "label" in next(iter(body.get("data", ())), ())
+    return texts_of(body)[0] if has_answer else None
+
+
+def _text_of_numbers(item: Mapping[str, Any]) -> str:
+    if "label" in item:
+        return str(item["label"])
+    return _length_of(item["embedding"]) if "embedding" in item else f"{item['score']:.4f}"
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

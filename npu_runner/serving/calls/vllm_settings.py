@@ -170,5 +170,6 @@ def _limit_of_kinds(_: str, value: Any) -> dict[str, Any]:
 
 _SPECIAL: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "load_format": _load_format, "tokenizer": _tokenizer, "swap_space": _swap_space, "max_logprobs": _max_logprobs,
-    "task": _task, "quantization": _quantization, "mm_processor_kwargs": _processor_kwargs, "limit_mm_per_prompt": _limit_of_kinds,
+    "task": _task, "quantization": _quantization, "mm_processor_kwargs": _processor_kwargs,
+    "limit_mm_per_prompt": _limit_of_kinds,
 }  # fmt: skip
