@@ -20,7 +20,7 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.prompts.media.image_settings import read_image_settings
+from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.largest_image import largest_image
 from npu_runner.prompts.media.video_settings import VideoForm, read_video_settings
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
@@ -87,6 +87,8 @@ class LoadStrategy(ABC):
     has_states: ClassVar[bool] = False
     """Some of its layers keep a state instead of keys and values, so the prefix cache holds snapshots."""
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
+    image_defaults: ClassVar[ImageSettings] = QWEN2_VL_IMAGES
+    """How images are resized, and what the checkpoint's file does not say of them."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -114,6 +116,7 @@ class LoadStrategy(ABC):
             **flat_values(config.prompts),
             takes_videos=self.takes_videos,
             video_form=self.video_form,
+            image_defaults=self.image_defaults,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,
             pooling=self.pooling(config),
@@ -124,7 +127,8 @@ class LoadStrategy(ABC):
         """Makes the largest image of up to so many tokens. Reads the settings of images and videos alone, where
         `processor` needs a tokenizer."""
         raw = require_json(self.path, "config.json")
-        images = read_image_settings(self.path, raw, min_pixels=config.prompts.image_min_pixels,
+        images = read_image_settings(self.path, raw, default=self.image_defaults,
+                                     min_pixels=config.prompts.image_min_pixels,
                                      max_pixels=config.prompts.image_max_pixels)
         videos = None
         if self.takes_videos:

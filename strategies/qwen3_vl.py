@@ -47,7 +47,8 @@ class Qwen3VLStrategy(CausalLMStrategy):
 
     @cached_property
     def image_settings(self) -> ImageSettings:
-        return read_image_settings(self.path, require_json(self.path, "config.json"))
+        config = require_json(self.path, "config.json")
+        return read_image_settings(self.path, config, default=self.image_defaults)
 
     @cached_property
     def frame_settings(self) -> ImageSettings:

@@ -26,6 +26,7 @@ from npu_runner.prompts.media.image_settings import (
     positive_integer,
     settings_from,
 )
+from npu_runner.prompts.media.resizing import grown, within_bounds
 from npu_runner.request.limits import LIMITS, shown
 
 _IMAGES_FILE = "preprocessor_config.json"
@@ -93,24 +94,13 @@ class VideoSettings:
         """
         side, group = self.frame.side_multiple, self.frame.temporal_patch_size
         num_frames = max(num_frames, group)  # a video of one frame shows it twice
-        least, most = self.frame.min_pixels, self._most_pixels(num_frames)
+        bounds = self.frame.min_pixels, self._most_pixels(num_frames)
         if min(height, width) < side:
-            grow = max(side / height, side / width)
-            height, width = int(height * grow), int(width * grow)
+            height, width = grown(height, width, side)
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
             raise _too_thin(height, width)
-        fitted = round(height / side) * side, round(width / side) * side
-        num_pixels = round(num_frames / group) * group * fitted[0] * fitted[1]
-        if num_pixels > most:
-            shrink = math.sqrt((num_frames * height * width) / most)
-            return (
-                max(side, math.floor(height / shrink / side) * side),
-                max(side, math.floor(width / shrink / side) * side),
-            )
-        if num_pixels < least:
-            grow = math.sqrt(least / (num_frames * height * width))
-            return math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
-        return fitted
+        return within_bounds(height, width, side, bounds, num_frames=num_frames,
+                             num_counted=round(num_frames / group) * group)
 
     def _most_pixels(self, num_frames: int) -> int:
         most = self.frame.max_pixels
