@@ -48,6 +48,19 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedVisionConfig(VisionConfig):
+    """A tower of RMS norms and gated MLPs, as in GLM-4.1V and GLM-OCR."""
+
+    norm_eps: float
+    merger_intermediate_size: int
+    qkv_bias: bool
+    bias: bool
+    """Of the other products of a block."""
+    has_head_norms: bool
+    """Queries and keys of each head are normed before they turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """A sequence mixer over the paged cache, as far as a cache is planned for it; heads and head dim are the model's.
 
@@ -75,6 +88,8 @@ class MLPConfig:
 
     intermediate_size: int
     bias: bool = False
+    is_fused: bool = False
+    """The checkpoint has gate and up as one tensor, gate_up_proj, the gate's rows first."""
 
 
 @dataclass(frozen=True, kw_only=True)
