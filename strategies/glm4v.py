@@ -31,6 +31,7 @@ from npu_runner.models.vision.glm import GatedVisionTower
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.resizing import Resizing
+from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, tower_fields
 
 _SECTION = (8, 12, 12)
@@ -60,7 +61,7 @@ class Glm4vStrategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("glm4v",)
     attention_class = PairRotationAttention
     layer_class = SandwichLayer
-    takes_videos = False
+    video_form = VideoForm.WHOLE_SECONDS_BEHIND
     image_defaults = ImageSettings(min_pixels=112 * 112, max_pixels=28 * 28 * 15000, resizing=Resizing.FRAMES)
 
     def model_config(self, config: RawConfig) -> ModelConfig:

@@ -7,9 +7,10 @@ The rules are those of transformers' video processors for GLM-4.1V and GLM-4.6V.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,12 +20,11 @@ from npu_runner.prompts.media.video_settings import VideoSettings
 
 # Up to how many seconds a video has how many pairs of frames a second; a longer one is seen as one of the last length.
 _PAIRS_PER_SECOND = ((30, 3.0), (300, 1.0), (2400, 0.5))
-# A length in seconds is a fraction, and float64 may put it just below a whole number.
-_DIGITS = 9
+_LARGEST_DENOMINATOR = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Paced(VideoSettings):
+class _Paced(VideoSettings, ABC):
     """An even number of frames: the last one is repeated where they are odd."""
 
     unread: ClassVar[frozenset[str]] = VideoSettings.unread | {
@@ -60,7 +60,7 @@ class SteadyVideoSettings(_Paced):
         return {"max_duration": positive_integer(values.get("max_duration"), cls.max_duration)}
 
     def paced(self, num_source_frames: int, source_fps: float) -> Iterable[int]:
-        seconds, most = round(num_source_frames / source_fps, _DIGITS), int(self.max_duration * self.fps)
+        seconds, most = _seconds(num_source_frames, source_fps), int(self.max_duration * self.fps)
         if seconds <= self.max_duration:
             count = max(1, math.floor(seconds * self.fps))
             places = [number * source_fps / self.fps for number in range(count)]
@@ -81,7 +81,7 @@ class SlowingVideoSettings(_Paced):
     max_frames: int = 640
 
     def paced(self, num_source_frames: int, source_fps: float) -> Iterable[int]:
-        seconds, longest = round(num_source_frames / source_fps, _DIGITS), _PAIRS_PER_SECOND[-1]
+        seconds, longest = _seconds(num_source_frames, source_fps), _PAIRS_PER_SECOND[-1]
         _, pairs = next((pace for pace in _PAIRS_PER_SECOND if seconds <= pace[0]), longest)
         pace = self.fps or pairs * self.frame.temporal_patch_size
         wanted = min(int(min(seconds, longest[0]) * pace), self.max_frames)
@@ -91,6 +91,11 @@ class SlowingVideoSettings(_Paced):
         if len(chosen) < wanted:
             return _between(chosen[0], chosen[-1], wanted)
         return chosen if len(chosen) == wanted else _between(0, num_source_frames - 1, wanted)
+
+
+def _seconds(num_frames: int, fps: float) -> float:
+    """A file's rate is a fraction, and so is the length: rounded once, a whole number of seconds is one."""
+    return float(num_frames / Fraction(fps).limit_denominator(_LARGEST_DENOMINATOR))
 
 
 def _by_the_clock(num_frames: int, frame_seconds: float, step_seconds: float, end_seconds: int) -> list[int]:
