@@ -125,7 +125,8 @@ def test_the_table_says_what_the_strategy_is_and_what_the_tests_run(model_type: 
     assert "npu" in cells["decode graphs"].split(", ")
     found = explain({"model": str(path)})
     assert found["prefix_cache"] == cells["prefix cache"], "as the layers that are read from its config.json"
-    kinds = {"no": "text", "yes": "text, images and videos"}[cells["videos"]]
+    kinds = {("no", "no"): "text", ("yes", "no"): "text and images", ("yes", "yes"): "text, images and videos"}[
+        cells["images"], cells["videos"]]
     name = f"{OWN[model_type].__module__}.{OWN[model_type].__qualname__}"
     assert as_line(found) == f"{path}: served as {model_type}, by {name}: {kinds} in, text out"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -29,9 +30,11 @@ def load_model(path: Path) -> Any:
 
 @lru_cache(maxsize=8)
 def load_image_processor(path: Path) -> Any:
-    from transformers import Qwen2VLImageProcessorPil
+    """The one that the checkpoint names, in the form that works with Pillow alone."""
+    import transformers
 
-    return Qwen2VLImageProcessorPil.from_pretrained(path)
+    name = json.loads((path / "preprocessor_config.json").read_text())["image_processor_type"]
+    return getattr(transformers, f"{name}Pil").from_pretrained(path)
 
 
 def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Any] = ()) -> dict[str, torch.Tensor]:
