@@ -88,6 +88,8 @@ class LoadStrategy(ABC):
     has_states: ClassVar[bool] = False
     """Some of its layers keep a state instead of keys and values, so the prefix cache holds snapshots."""
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
+    no_videos: ClassVar[str] = ProcessorSettings.no_videos
+    """Why videos are refused, where none are taken."""
     image_defaults: ClassVar[ImageSettings] = QWEN2_VL_IMAGES
     """How images are resized, and what the checkpoint's file does not say of them."""
 
@@ -117,6 +119,7 @@ class LoadStrategy(ABC):
             **flat_values(config.prompts),
             takes_videos=self.takes_videos,
             video_form=self.video_form,
+            no_videos=self.no_videos,
             image_defaults=self.image_defaults,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,

@@ -31,6 +31,10 @@ class Family:
     """What stands in its chat template instead of parts of tiny_checkpoints.TEMPLATE, before tokens have its names."""
     image_processor: str = "Qwen2VLImageProcessor"
     """transformers' class."""
+    images: dict[str, Any] = field(default_factory=dict)
+    """What its preprocessor_config.json has instead of what all have (tiny_checkpoints.write_preprocessor)."""
+    takes_videos: bool = True
+    """If it sees images."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other configs that are compared with transformers, each under a few words that say what is different."""
     ranks: dict[str, Any] = field(default_factory=dict)
@@ -126,6 +130,20 @@ FAMILIES: dict[str, Family] = {
         },
         ranks={"num_key_value_heads": 1, "num_hidden_layers": 2},  # both ranks hold the key head
         npu=({"num_hidden_layers": 1},)),
+    "paddleocr_vl": Family(
+        text={**_MROPE, "rms_norm_eps": 1e-5}, takes_videos=False,
+        vision={"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 56, "num_attention_heads": 2,
+                "image_size": 70, "patch_size": 14, "depth": None, "num_heads": None, "out_hidden_size": None,
+                "num_position_embeddings": None},
+        image_processor="PaddleOCRVLImageProcessor", images={"temporal_patch_size": 1}, fast=(GRAPHS,),
+        ranks={"use_bias": True, "num_hidden_layers": 2}, npu=({"use_bias": True, **_TWO_LAYERS},),
+        variants={
+            "tied, biases, heads wider than the hidden size": {
+                "tie_word_embeddings": True, "use_bias": True, "head_dim": 32, "rope_parameters": {
+                    **_ROPE, "mrope_section": [4, 6, 6]}},
+            "tower of heads of 72 and its own eps, sections of unlike size": {
+                **_UNLIKE_SECTIONS, "vision": {"hidden_size": 144, "layer_norm_eps": 1e-3, "hidden_act": "gelu"}},
+        }),
     "qwen2": Family(
         text={"head_dim": None}, ranks={"num_key_value_heads": 1},  # fewer kv heads than ranks: both hold it
         npu=({"num_key_value_heads": 1},), fast=(RANKS,),
@@ -200,6 +218,10 @@ FAMILIES: dict[str, Family] = {
 
 def sees_images(model_type: str) -> bool:
     return model_type in FAMILIES and FAMILIES[model_type].vision is not None
+
+
+def takes_videos(model_type: str) -> bool:
+    return sees_images(model_type) and FAMILIES[model_type].takes_videos
 
 
 def split_by(what: str) -> tuple[list[str], list[str]]:

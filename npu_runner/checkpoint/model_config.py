@@ -26,7 +26,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower of Qwen3-VL, Qwen2.5-VL and their kin."""
+    """A vision tower: patches of one size, blocks of one width, a merger."""
 
     depth: int
     hidden_size: int
@@ -39,6 +39,8 @@ class VisionConfig:
     spatial_merge_size: int
     out_hidden_size: int
     rope_theta: float
+    norm_eps: float = 1e-6
+    """Of the blocks' norms, where the family reads it."""
     num_position_embeddings: int = 0
     """Places of the learned grid that is resampled to an image's; 0: there is none."""
     deepstack_layers: tuple[int, ...] = ()
@@ -51,7 +53,6 @@ class VisionConfig:
 class GatedVisionConfig(VisionConfig):
     """A tower of RMS norms and gated MLPs, as in GLM-4.1V and GLM-OCR."""
 
-    norm_eps: float
     merger_intermediate_size: int
     qkv_bias: bool
     bias: bool

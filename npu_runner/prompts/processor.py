@@ -59,7 +59,9 @@ class ProcessorSettings(PromptConfig):
     takes_videos: bool = False
     """The family takes videos, ..."""
     video_form: VideoForm = VideoForm.TIMESTAMPS
-    """... in this form."""
+    """... in this form; ..."""
+    no_videos: str = "its family has none here"
+    """... or the reason why it does not."""
     image_defaults: ImageSettings = QWEN2_VL_IMAGES
     """What the family's images have that the checkpoint's file does not say."""
     max_model_len: int | None = None
@@ -133,7 +135,7 @@ class ChatProcessor:
     def _vision_prompts(self, folder: Path, config: Mapping[str, Any]) -> VisionPrompts:
         """Raises ConfigError for settings of videos that the model does not take."""
         settings = self.settings
-        videos, no_videos = None, "its family has none here"
+        videos, no_videos = None, settings.no_videos
         if settings.takes_videos:
             try:
                 videos = read_video_prompts(folder, config, self.tokenizer, form=settings.video_form,

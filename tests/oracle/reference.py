@@ -33,6 +33,7 @@ def load_model(path: Path) -> Any:
 
 @lru_cache(maxsize=8)
 def load_image_processor(path: Path) -> Any:
+    """The one that the checkpoint names, in the form that works with Pillow alone."""
     import transformers
 
     name = json.loads((path / "preprocessor_config.json").read_text())["image_processor_type"]

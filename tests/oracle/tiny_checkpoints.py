@@ -54,7 +54,7 @@ def make_checkpoint(path: Path, model_type: str, *, seed: int = 0, dtype: torch.
     eos = tokenizer_ids["<|im_end|>"]
     if sees_images(model_type):
         model = _vision_model(model_type, text, vision, tokenizer_ids, eos)
-        write_preprocessor(path, model.config.vision_config.patch_size, family.image_processor)
+        write_preprocessor(path, model.config.vision_config.patch_size, family.image_processor, **family.images)
     else:
         model = _text_model(model_type, text, eos)
     with torch.no_grad():
@@ -82,10 +82,14 @@ def _vision_model(model_type: str, text: dict[str, Any], vision: dict[str, Any],
     tie = text.pop("tie_word_embeddings")
     tower = {**VISION, "out_hidden_size": text["hidden_size"], **(FAMILIES[model_type].vision or {}), **vision}
     tower = {name: value for name, value in tower.items() if value is not None}
-    return AutoModelForImageTextToText.from_config(AutoConfig.for_model(
-        model_type, text_config=text, vision_config=tower, tie_word_embeddings=tie, eos_token_id=eos,
+    fields = dict(
+        vision_config=tower, tie_word_embeddings=tie, eos_token_id=eos,
         **{field: ids[token] for field, token in FAMILIES[model_type].token_ids.items()},
-    ))
+    )
+    config = AutoConfig.for_model(model_type, text_config=text, **fields)
+    if config.tie_word_embeddings is not tie:  # the class of some text configs has the last word, and says yes
+        config = AutoConfig.for_model(model_type, text_config={**text, "tie_word_embeddings": tie}, **fields)
+    return AutoModelForImageTextToText.from_config(config)
 
 
 def write_tokenizer(path: Path, names: Mapping[str, str] = _NO_OTHERS,
@@ -113,7 +117,8 @@ def write_tokenizer(path: Path, names: Mapping[str, str] = _NO_OTHERS,
     return {token: tokenizer.token_to_id(token) for token in special}
 
 
-def write_preprocessor(path: Path, patch_size: int = 16, processor: str = "Qwen2VLImageProcessor") -> None:
+def write_preprocessor(path: Path, patch_size: int = 16, processor: str = "Qwen2VLImageProcessor",
+                       **changes: Any) -> None:
     settings = {"image_processor_type": processor, "patch_size": patch_size, "temporal_patch_size": 2,
                 "merge_size": 2, "size": IMAGE_SIZES, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-    (path / "preprocessor_config.json").write_text(json.dumps(settings))
+    (path / "preprocessor_config.json").write_text(json.dumps({**settings, **changes}))

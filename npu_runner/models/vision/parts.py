@@ -32,7 +32,8 @@ MakeNorm: TypeAlias = Callable[[int], Norm]
 
 
 class PatchEmbed(nn.Module):
-    """The checkpoint's 3-D convolution, whose stride equals its kernel, as the matmul it is.
+    """The checkpoint's convolution, whose stride equals its kernel, as the matmul it is. In 3-D with the frames of a
+    patch, in 2-D where a patch has one.
 
     An image is a video of equal frames: one frame goes through the sum of the frames' weights. Patches of a video are
     longer, the colours of each frame behind those of the one before.
@@ -41,15 +42,17 @@ class PatchEmbed(nn.Module):
     def __init__(self, config: VisionConfig, context: LayerContext, *, bias: bool = True):
         super().__init__()
         self.ops = context.ops
-        shape = (config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size,
-                 config.patch_size)
+        frames = () if config.temporal_patch_size == 1 else (config.temporal_patch_size,)
+        shape = (config.hidden_size, config.in_channels, *frames, config.patch_size, config.patch_size)
         self.weight = context.parameter(*shape)
         self.bias = context.parameter(config.hidden_size) if bias else None
         self.weight_parts = {"weight": [WeightPart("patch_embed.proj.weight", shape)],
                              "bias": [WeightPart("patch_embed.proj.bias", (config.hidden_size,))]}
 
     def forward(self, patches_PX: Tensor) -> Tensor:
-        if patches_PX.shape[1] == self.weight[0].numel():
+        if self.weight.dim() == 4:
+            weight_CX = self.weight.permute(0, 2, 3, 1).flatten(1)
+        elif patches_PX.shape[1] == self.weight[0].numel():
             weight_CX = self.weight.permute(0, 3, 4, 2, 1).flatten(1)
         else:
             weight_CX = self.weight.sum(2, dtype=torch.float32).permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
@@ -59,10 +62,12 @@ class PatchEmbed(nn.Module):
 class VisionAttention(nn.Module):
     """Weights are laid out for the head dim that the kernel takes: zeros behind each half of a head.
 
-    Halves and not heads, so that rotary embedding finds its pairs where it finds them without padding.
+    Halves and not heads, so that rotary embedding finds its pairs where it finds them without padding. `qkv_names`: of
+    the checkpoint's linears of queries, keys and values, or of the one that has them all.
     """
 
-    def __init__(self, config: VisionConfig, context: LayerContext, *, qkv_bias: bool = True, proj_bias: bool = True):
+    def __init__(self, config: VisionConfig, context: LayerContext, *, qkv_names: tuple[str, ...] = ("qkv",),
+                 qkv_bias: bool = True, proj_bias: bool = True):
         super().__init__()
         size = config.hidden_size
         self.ops, self.backend = context.ops, context.attention
@@ -71,7 +76,8 @@ class VisionAttention(nn.Module):
         self.head_dim = context.attention.vision_head_dim(model_head_dim)
         self.padding = padding = Padding(model_head_dim // 2, self.head_dim // 2)
         start, length = context.tp.share(size, "vision hidden_size")
-        parts = [OutputPart("qkv", 3 * size, which * size + start, length) for which in range(3)]
+        parts = [OutputPart(name, 3 * size // len(qkv_names), which * size + start, length)
+                 for name in qkv_names for which in range(3 // len(qkv_names))]
         self.qkv = ColumnParallelLinear(size, parts, bias=qkv_bias, context=context, padding=padding)
         self.proj = RowParallelLinear("proj", size, size, bias=proj_bias, context=context, padding=padding)
 
@@ -177,8 +183,26 @@ class QueryMerger(nn.Module):
         return self.mlp(normed_PC.reshape(-1, self.merged))
 
 
-def layer_norm(context: LayerContext) -> MakeNorm:
-    return lambda size: LayerNorm(size, 1e-6, context)
+class PatchMerger(TwoLinears):
+    """merge x merge patches, normed as one or each by itself, to one token of the decoder's size."""
+
+    def __init__(self, config: VisionConfig, norm: MakeNorm, names: tuple[str, str], context: LayerContext, *,
+                 norm_after_merge: bool = False):
+        merged = config.hidden_size * config.spatial_merge_size**2
+        super().__init__(merged, merged, config.out_hidden_size, "gelu", names, context)
+        self.merged = merged
+        self.norm_after_merge = norm_after_merge
+        self.norm = norm(merged if norm_after_merge else config.hidden_size)
+
+    def forward(self, x_PC: Tensor) -> Tensor:
+        """(M, D)."""
+        if self.norm_after_merge:
+            return super().forward(self.norm(x_PC.reshape(-1, self.merged)))
+        return super().forward(self.norm(x_PC).reshape(-1, self.merged))
+
+
+def layer_norm(context: LayerContext, eps: float = 1e-6) -> MakeNorm:
+    return lambda size: LayerNorm(size, eps, context)
 
 
 def tower_context(config: VisionConfig, context: LayerContext) -> LayerContext:

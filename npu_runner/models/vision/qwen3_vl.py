@@ -13,37 +13,22 @@ from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import TowerBlock, TwoLinears, block_order, layer_norm, tower_context
+from npu_runner.models.vision.parts import PatchMerger, TowerBlock, TwoLinears, block_order, layer_norm, tower_context
 from npu_runner.models.vision.resampled_table import ResampledTable, bilinear_corners
 from npu_runner.models.vision.tower import Tower
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 
 
-class PatchMerger(TwoLinears):
-    """merge x merge patches to one token of the decoder's size; deepstack mergers norm after merging."""
-
-    def __init__(self, config: VisionConfig, context: LayerContext, *, norm_after_merge: bool):
-        merged = config.hidden_size * config.spatial_merge_size**2
-        super().__init__(merged, merged, config.out_hidden_size, "gelu", _LINEARS, context)
-        self.merged = merged
-        self.norm_after_merge = norm_after_merge
-        self.norm = layer_norm(context)(merged if norm_after_merge else config.hidden_size)
-
-    def forward(self, x_PC: Tensor) -> Tensor:
-        if self.norm_after_merge:
-            return super().forward(self.norm(x_PC.reshape(-1, self.merged)))
-        return super().forward(self.norm(x_PC).reshape(-1, self.merged))
-
-
 class VisionTower(Tower):
     def __init__(self, config: VisionConfig, context: LayerContext):
         context = tower_context(config, context)
         super().__init__(config, context, patch_bias=True, block=_block,
-                         merger=lambda config, context: PatchMerger(config, context, norm_after_merge=False))
+                         merger=lambda config, context: PatchMerger(config, layer_norm(context), _LINEARS, context))
         self.pos_embed = ResampledTable(config.num_position_embeddings, config.hidden_size, bilinear_corners, context)
         self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(config, context, norm_after_merge=True) for _ in config.deepstack_layers
+            PatchMerger(config, layer_norm(context), _LINEARS, context, norm_after_merge=True)
+            for _ in config.deepstack_layers
         )
 
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
