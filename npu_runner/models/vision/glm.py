@@ -121,9 +121,8 @@ def _merger(config: VisionConfig, context: LayerContext) -> GatedMerger:
 
 def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
     assert isinstance(config, GatedVisionConfig), "such a tower's config is one of gated MLPs"
-    biases = {"qkv_bias": config.qkv_bias, "proj_bias": config.bias}
-    attention = (HeadNormVisionAttention(config, context, norm_eps=config.norm_eps, **biases)
-                 if config.has_head_norms else VisionAttention(config, context, **biases))
+    attends = HeadNormVisionAttention if config.has_head_norms else VisionAttention
+    attention = attends(config, context, qkv_bias=config.qkv_bias, proj_bias=config.bias)
     mlp = DecoderMLP(config.hidden_size, MLPConfig(intermediate_size=config.intermediate_size, bias=config.bias),
                      context)
     return TowerBlock(config, lambda size: RMSNorm(size, config.norm_eps, context), mlp, context, attention)

@@ -94,10 +94,10 @@ class VisionAttention(nn.Module):
 class HeadNormVisionAttention(VisionAttention):
     """With an RMS norm of each query head and of each key head, as in GLM-OCR."""
 
-    def __init__(self, config: VisionConfig, context: LayerContext, *, norm_eps: float, **biases: bool):
-        super().__init__(config, context, **biases)
+    def __init__(self, config: VisionConfig, context: LayerContext, *, qkv_bias: bool = True, proj_bias: bool = True):
+        super().__init__(config, context, qkv_bias=qkv_bias, proj_bias=proj_bias)
         head_dim = config.hidden_size // config.num_heads
-        self.q_norm, self.k_norm = (PaddedHeadNorm(name, head_dim, self.padding, norm_eps, context)
+        self.q_norm, self.k_norm = (PaddedHeadNorm(name, head_dim, self.padding, config.norm_eps, context)
                                     for name in ("q_norm", "k_norm"))
 
     def to_turn(self, qk_P2NH: Tensor) -> Tensor:
