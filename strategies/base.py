@@ -20,9 +20,10 @@ from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.prompts.media.image_settings import read_image_settings
+from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.largest_image import largest_image
-from npu_runner.prompts.media.video_settings import VideoForm, read_video_settings
+from npu_runner.prompts.media.video_reading import read_video_settings
+from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.text.tokenizer import read_tokenizer
 from npu_runner.request.prompt_inputs import ImageInput
@@ -88,6 +89,10 @@ class LoadStrategy(ABC):
     has_states: ClassVar[bool] = False
     """Some of its layers keep a state instead of keys and values, so the prefix cache holds snapshots."""
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
+    no_videos: ClassVar[str] = ProcessorSettings.no_videos
+    """Why videos are refused, where none are taken."""
+    image_defaults: ClassVar[ImageSettings] = QWEN2_VL_IMAGES
+    """How images are resized, and what the checkpoint's file does not say of them."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -120,6 +125,8 @@ class LoadStrategy(ABC):
             **flat_values(config.prompts),
             takes_videos=self.takes_videos,
             video_form=self.video_form,
+            no_videos=self.no_videos,
+            image_defaults=self.image_defaults,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,
             pooling=self.pooling(config),
@@ -130,7 +137,8 @@ class LoadStrategy(ABC):
         """Makes the largest image of up to so many tokens. Reads the settings of images and videos alone, where
         `processor` needs a tokenizer."""
         raw = require_json(self.path, "config.json")
-        images = read_image_settings(self.path, raw, min_pixels=config.prompts.image_min_pixels,
+        images = read_image_settings(self.path, raw, default=self.image_defaults,
+                                     min_pixels=config.prompts.image_min_pixels,
                                      max_pixels=config.prompts.image_max_pixels)
         videos = None
         if self.takes_videos:

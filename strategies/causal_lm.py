@@ -61,8 +61,12 @@ class CausalLMStrategy(LoadStrategy):
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         # A tied checkpoint may store the head once more; one that vectors are pooled from may have one nobody needs.
         ignored = ("lm_head.weight",) if model_config.tie_word_embeddings or model_config.pooling else ()
-        return load_weights(model, reader, ignored=ignored, ignored_prefixes=self.left_out_prefixes,
+        return load_weights(model, reader, ignored=ignored, ignored_prefixes=self.left_out(model_config),
                             renamed=self.renamed(reader.names))
+
+    def left_out(self, model_config: ModelConfig) -> tuple[str, ...]:
+        """`left_out_prefixes`, of a checkpoint of this config."""
+        return self.left_out_prefixes
 
     def renamed(self, names: Set[str]) -> Mapping[str, str]:
         """How the checkpoint's `names` begin, by how ours do: a base model saved alone, as embedding models are, has

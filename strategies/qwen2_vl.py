@@ -35,7 +35,7 @@ class Qwen2VLStrategy(Qwen3VLStrategy):
         read = decoder_config(config, layers=qwen2_layers(config), rope=rope, rms_norm_eps=1e-5,
                               vision=self.vision(config.raw["vision_config"]),
                               image_token_id=config.raw.get("image_token_id"))
-        return dataclasses.replace(read, tie_word_embeddings=_is_tied(config))
+        return dataclasses.replace(read, tie_word_embeddings=is_tied(config))
 
     def vision(self, raw: dict[str, Any]) -> VisionConfig:
         """`vision_config`. What it calls hidden_size is the decoder's; embed_dim is the tower's."""
@@ -52,7 +52,7 @@ class Qwen2VLStrategy(Qwen3VLStrategy):
         return PlainVisionTower(vision, context)
 
 
-def _is_tied(config: RawConfig) -> bool:
+def is_tied(config: RawConfig) -> bool:
     """Without a head in the file the embedding's rows serve, unless config.json denies it: then a tensor is missing.
 
     What config.json says may stand at its root or in text_config, and one of them may be a default of another release.

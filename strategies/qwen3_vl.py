@@ -22,7 +22,7 @@ from npu_runner.models.mixers.attention import DecoderAttention, HeadNormAttenti
 from npu_runner.models.vision.patches import cut_patches
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
-from npu_runner.prompts.media.video_settings import read_video_settings
+from npu_runner.prompts.media.video_reading import read_video_settings
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies.base import StagedImages, TowerInputs, VisionEmbeddings
 from npu_runner.strategies.causal_lm import CausalLMStrategy
@@ -47,7 +47,8 @@ class Qwen3VLStrategy(CausalLMStrategy):
 
     @cached_property
     def image_settings(self) -> ImageSettings:
-        return read_image_settings(self.path, require_json(self.path, "config.json"))
+        config = require_json(self.path, "config.json")
+        return read_image_settings(self.path, config, default=self.image_defaults)
 
     @cached_property
     def frame_settings(self) -> ImageSettings:

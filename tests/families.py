@@ -13,12 +13,28 @@ from typing import Any
 RANKS, GRAPHS, MODES = "two ranks", "captured graphs on npu", "the other graph modes on npu"
 
 
+_QWEN_TOKEN_IDS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+                   "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     text: dict[str, Any] = field(default_factory=dict)
     """What its text config has beside or instead of tiny_checkpoints.TEXT; None: nothing of that name."""
     vision: dict[str, Any] | None = None
     """What its tower's config has beside or instead of tiny_checkpoints.VISION; None: it sees no images."""
+    tokens: dict[str, str] = field(default_factory=dict)
+    """What its checkpoints call the tokens of tiny_checkpoints.SPECIAL_TOKENS; others are its own in addition."""
+    token_ids: dict[str, str] = field(default_factory=lambda: dict(_QWEN_TOKEN_IDS))
+    """The fields of its config that hold a token's id, with the token."""
+    template: dict[str, str] = field(default_factory=dict)
+    """What stands in its chat template instead of parts of tiny_checkpoints.TEMPLATE, before tokens have its names."""
+    image_processor: str = "Qwen2VLImageProcessor"
+    """transformers' class."""
+    images: dict[str, Any] = field(default_factory=dict)
+    """What its preprocessor_config.json has instead of what all have (tiny_checkpoints.write_preprocessor)."""
+    takes_videos: bool = True
+    """If it sees images."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other configs that are compared with transformers, each under a few words that say what is different."""
     ranks: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +74,38 @@ _TWO_LAYERS = {"num_hidden_layers": 2}
 """Each layer of a captured graph is traced, half a second each."""
 _BIASED = {"attention_bias": True, "mlp_bias": True}
 
+_GLM: dict[str, Any] = {
+    "tokens": {"<|vision_start|>": "<|begin_of_image|>", "<|vision_end|>": "<|end_of_image|>",
+               "<|image_pad|>": "<|image|>", "<|video_pad|>": "<|video|>",
+               "<|begin_of_video|>": "<|begin_of_video|>", "<|end_of_video|>": "<|end_of_video|>"},
+    "token_ids": {
+        "image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>", "video_start_token_id": "<|begin_of_video|>",
+        "video_end_token_id": "<|end_of_video|>"},
+    "template": {"<|vision_start|><|video_pad|><|vision_end|>": "<|begin_of_video|><|video_pad|><|end_of_video|>"},
+}
+_GLM_TOWER: dict[str, Any] = {"num_position_embeddings": None, "patch_size": 14, "image_size": 112}
+"""A learned grid of 8 x 8, where it has one."""
+_GLM4V_TEXT: dict[str, Any] = {
+    "head_dim": None, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
+
 FAMILIES: dict[str, Family] = {
+    "glm4v": Family(
+        text=_GLM4V_TEXT, vision=_GLM_TOWER, image_processor="Glm4vImageProcessor", fast=(RANKS,), **_GLM,
+        variants={
+            "tied, all dims turn, heads of 24, biases": {
+                "tie_word_embeddings": True, "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]},
+                "vision": {"hidden_size": 48, "attention_bias": True, "image_size": 42}},
+        }),
+    "glm46v": Family(text=_GLM4V_TEXT, vision=_GLM_TOWER, image_processor="Glm46VImageProcessor", fast=(), **_GLM),
+    "glm_ocr": Family(
+        text={"head_dim": 24, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [4, 3, 5]}},
+        vision=_GLM_TOWER, image_processor="Glm46VImageProcessor", npu=(_TWO_LAYERS,), fast=(GRAPHS,), **_GLM,
+        variants={
+            "a part of a head turns, no biases": {
+                "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]},
+                "num_key_value_heads": 1, "vision": {"attention_bias": False, "hidden_size": 48}},
+        }),
     "llama": Family(
         ranks=_BIASED, npu=(_BIASED,), fast=(),
         variants={
@@ -83,6 +130,20 @@ FAMILIES: dict[str, Family] = {
         },
         ranks={"num_key_value_heads": 1, "num_hidden_layers": 2},  # both ranks hold the key head
         npu=({"num_hidden_layers": 1},)),
+    "paddleocr_vl": Family(
+        text={**_MROPE, "rms_norm_eps": 1e-5}, takes_videos=False,
+        vision={"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 56, "num_attention_heads": 2,
+                "image_size": 70, "patch_size": 14, "depth": None, "num_heads": None, "out_hidden_size": None,
+                "num_position_embeddings": None},
+        image_processor="PaddleOCRVLImageProcessor", images={"temporal_patch_size": 1}, fast=(GRAPHS,),
+        ranks={"use_bias": True, "num_hidden_layers": 2}, npu=({"use_bias": True, **_TWO_LAYERS},),
+        variants={
+            "tied, biases, heads wider than the hidden size": {
+                "tie_word_embeddings": True, "use_bias": True, "head_dim": 32, "rope_parameters": {
+                    **_ROPE, "mrope_section": [4, 6, 6]}},
+            "tower of heads of 72 and its own eps, sections of unlike size": {
+                **_UNLIKE_SECTIONS, "vision": {"hidden_size": 144, "layer_norm_eps": 1e-3, "hidden_act": "gelu"}},
+        }),
     "qwen2": Family(
         text={"head_dim": None}, ranks={"num_key_value_heads": 1},  # fewer kv heads than ranks: both hold it
         npu=({"num_key_value_heads": 1},), fast=(RANKS,),
@@ -157,6 +218,10 @@ FAMILIES: dict[str, Family] = {
 
 def sees_images(model_type: str) -> bool:
     return model_type in FAMILIES and FAMILIES[model_type].vision is not None
+
+
+def takes_videos(model_type: str) -> bool:
+    return sees_images(model_type) and FAMILIES[model_type].takes_videos
 
 
 def split_by(what: str) -> tuple[list[str], list[str]]:

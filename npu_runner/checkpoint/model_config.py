@@ -30,7 +30,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower of Qwen3-VL, Qwen2.5-VL and their kin."""
+    """A vision tower: patches of one size, blocks of one width, a merger."""
 
     depth: int
     hidden_size: int
@@ -43,12 +43,26 @@ class VisionConfig:
     spatial_merge_size: int
     out_hidden_size: int
     rope_theta: float
+    norm_eps: float = 1e-6
+    """Of the blocks' norms, where the family reads it."""
     num_position_embeddings: int = 0
     """Places of the learned grid that is resampled to an image's; 0: there is none."""
     deepstack_layers: tuple[int, ...] = ()
     window_size: int | None = None
     """Pixels of a side of the windows that attention stays within, but for `full_attention_layers`."""
     full_attention_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedVisionConfig(VisionConfig):
+    """A tower of RMS norms and gated MLPs, as in GLM-4.1V and GLM-OCR."""
+
+    merger_intermediate_size: int
+    qkv_bias: bool
+    bias: bool
+    """Of the other products of a block."""
+    has_head_norms: bool
+    """Queries and keys of each head are normed before they turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +93,8 @@ class MLPConfig:
 
     intermediate_size: int
     bias: bool = False
+    is_fused: bool = False
+    """The checkpoint has gate and up as one tensor, gate_up_proj, the gate's rows first."""
 
 
 @dataclass(frozen=True, kw_only=True)

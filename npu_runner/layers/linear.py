@@ -132,6 +132,15 @@ def split_parts(names: Sequence[str], features: int, context: LayerContext) -> l
     return [OutputPart(name, features, start, length) for name in names]
 
 
+def side_by_side(name: str, parts: Sequence[OutputPart]) -> list[OutputPart]:
+    """The same shares where the checkpoint has these linears, one after the other, as one of this name."""
+    total, first, moved = sum(part.total for part in parts), 0, []
+    for part in parts:
+        moved.append(OutputPart(name, total, first + part.start, part.length))
+        first += part.total
+    return moved
+
+
 class _VocabularyRows(nn.Module):
     """A (V, D) matrix of which each rank holds equal rows, the last rank's padded with zeros."""
 

@@ -105,7 +105,7 @@ class WeightPart:
     `name` is relative to the parent of the module that owns the parameter. Along `dim`, elements [start, start +
     length) of the checkpoint tensor go to the parameter from `target_start` on. With `dim` None the tensor fills the
     parameter. `index`: the place in the parameter's first dim, if the checkpoint has a tensor for each.
-    `is_transposed`: its last two dims are exchanged.
+    `is_transposed`: its last two dims are exchanged. `axes`: the parameter's dims in the checkpoint's order.
     """
 
     name: str
@@ -116,6 +116,7 @@ class WeightPart:
     target_start: int = 0
     index: int | None = None
     is_transposed: bool = False
+    axes: tuple[int, ...] | None = None
     offset: float = 0.0
     """Added to each value, in the parameter's dtype: norms are stored less 1 by some."""
 
@@ -124,4 +125,6 @@ class WeightPart:
         target = parameter if self.index is None else parameter[self.index]
         if self.is_transposed:
             target = target.transpose(-1, -2)
+        if self.axes is not None:
+            target = target.permute(self.axes)
         return target if self.dim is None else target.narrow(self.dim, self.target_start, self.length)

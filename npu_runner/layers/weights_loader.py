@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 import torch
 from torch import nn
@@ -31,8 +33,9 @@ def load_weights(model: nn.Module, reader: WeightsReader, *, ignored: tuple[str,
     """Copy this rank's slices of every tensor into `model`; returns the bytes read.
 
     `ignored`: checkpoint names that the model does without, or how they begin; those that begin so are logged.
-    `renamed`: how names begin in the checkpoint, by how they begin here. Raises WeightsError naming every missing,
-    left-over or misshapen tensor before anything is read.
+    `renamed`: how names begin in the checkpoint, by how they begin here; the first that fits counts, and a `*` in both
+    is the number of a layer. Raises WeightsError naming every missing, left-over or misshapen tensor before anything is
+    read.
     """
     for name, module in model.named_modules():
         if isinstance(module, ExpertWeights):
@@ -57,9 +60,15 @@ def load_weights(model: nn.Module, reader: WeightsReader, *, ignored: tuple[str,
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     for ours, theirs in renamed.items():
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
+        found = _beginning(ours).match(name)
+        if found is not None:
+            return theirs.replace("*", found[1] if found.lastindex else "*") + name[found.end():]
     return name
+
+
+@cache
+def _beginning(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
 
 
 def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:

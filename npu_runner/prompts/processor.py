@@ -31,7 +31,7 @@ from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, Poolin
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
-from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
+from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.largest_image import largest_image
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
@@ -72,7 +72,11 @@ class ProcessorSettings(PromptConfig):
     takes_videos: bool = False
     """The family takes videos, ..."""
     video_form: VideoForm = VideoForm.TIMESTAMPS
-    """... in this form."""
+    """... in this form; ..."""
+    no_videos: str = "its family has none here"
+    """... or the reason why it does not."""
+    image_defaults: ImageSettings = QWEN2_VL_IMAGES
+    """What the family's images have that the checkpoint's file does not say."""
     max_model_len: int | None = None
     """A prompt that cannot be shorter is refused before it is tokenized. None: the checkpoint's."""
     uses_mrope: bool | None = None
@@ -119,8 +123,9 @@ class ChatProcessor:
         self.uses_mrope = asks_for_mrope(config) if settings.uses_mrope is None else settings.uses_mrope
         self.image_settings: ImageSettings | None = None
         if self.has_vision:
-            self.image_settings = read_image_settings(folder, config, min_pixels=settings.image_min_pixels,
-                                                      max_pixels=settings.image_max_pixels)
+            self.image_settings = read_image_settings(
+                folder, config, default=settings.image_defaults, min_pixels=settings.image_min_pixels,
+                max_pixels=settings.image_max_pixels)
         self._vision = self._vision_prompts(folder, config)
         self._package_versions = package_versions(["pillow", "tokenizers", *self._decoders()])
         self._template: ChatTemplate | None = None
@@ -166,7 +171,7 @@ class ChatProcessor:
     def _vision_prompts(self, folder: Path, config: Mapping[str, Any]) -> VisionPrompts:
         """Raises ConfigError for settings of videos that the model does not take."""
         settings = self.settings
-        videos, no_videos = None, "its family has none here"
+        videos, no_videos = None, settings.no_videos
         if settings.takes_videos:
             try:
                 videos = read_video_prompts(folder, config, self.tokenizer, form=settings.video_form,

@@ -1,8 +1,9 @@
 """Puts a prompt's images and videos in the place of their placeholders. Knows no chat template and no pixels.
 
 A video's place takes its pairs of frames. In Qwen3-VL's form each stands behind the time it is shown at, the text of
-transformers' processor; in Qwen2-VL's they follow each other. Positions are M-RoPE's, three for each token: the
-Qwen2-VL report, section 2.1 (arXiv 2409.12191), and for seconds the Qwen2.5-VL report (arXiv 2502.13923).
+transformers' processor; in GLM's it is an image, and its time stands behind it; in Qwen2-VL's pairs follow each other.
+Positions are M-RoPE's, three for each token: the Qwen2-VL report, section 2.1 (arXiv 2409.12191), and for seconds the
+Qwen2.5-VL report (arXiv 2502.13923).
 
 T prompt tokens.
 """
@@ -23,12 +24,17 @@ from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.media import Media
 from npu_runner.prompts.media.processor_kwargs import OF_IMAGES, bounded, checked_kwargs
-from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings, read_video_settings
+from npu_runner.prompts.media.video_reading import read_video_settings
+from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
 from npu_runner.prompts.text.tokenizer import TextLength
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 
 _STEPS_PER_SECOND = 4
+# Fields of config.json: what stands around everything that is seen, or around images and videos where they differ.
+_AROUND_ALL = ("vision_start_token_id", "vision_end_token_id")
+_AROUND_IMAGES = ("image_start_token_id", "image_end_token_id")
+_AROUND_VIDEOS = ("video_start_token_id", "video_end_token_id")
 Seen = bytes | Image.Image | Media | Video
 """An image or a video."""
 
@@ -42,6 +48,8 @@ class Shown:
     after: tuple[int, ...] = ()
     later: int | None = None
     """As in ImageSpan."""
+    token: int | None = None
+    """What stands for it; None: its placeholder."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +63,8 @@ Known = dict[tuple[bool, int], list[Shown]]
 @dataclass(frozen=True, kw_only=True)
 class VideoPrompts:
     """`start_id`, `end_id`: the tokens around each pair that has a timestamp; `video_token`: id and text of a video's
-    placeholder; `steps_per_second`: positions in time, where the form has them."""
+    placeholder; `pair_token_id`: what stands for each token of a pair, None: the placeholder; `steps_per_second`:
+    positions in time, where the form has them."""
 
     tokenizer: Tokenizer
     settings: VideoSettings
@@ -63,18 +72,22 @@ class VideoPrompts:
     start_id: int
     end_id: int
     form: VideoForm = VideoForm.TIMESTAMPS
+    pair_token_id: int | None = None
     steps_per_second: float = 0.0
 
     def show(self, data: bytes, check_tokens: Callable[[int], None]) -> list[Shown]:
         """An encoded video. `check_tokens` hears of its tokens before they are decoded. Raises RequestError."""
         video: VideoInput = prepare_video(data, self.settings, check_tokens=check_tokens)
-        if self.form is not VideoForm.TIMESTAMPS:
+        if self.form.is_one_run:
             times = self._times(len(video.pairs), video.seconds_per_pair)
             return [Shown(pair, later=later) for pair, later in zip(video.pairs, [None, *times[1:]], strict=True)]
-        return [
-            Shown(pair, (*self._written(f"<{seconds:.1f} seconds>"), self.start_id), (self.end_id,))
-            for pair, seconds in zip(video.pairs, video.timestamps, strict=True)
-        ]
+        return [self._with_time(pair, seconds) for pair, seconds in zip(video.pairs, video.timestamps, strict=True)]
+
+    def _with_time(self, pair: ImageInput, seconds: float) -> Shown:
+        if self.form is VideoForm.TIMESTAMPS:
+            return Shown(pair, (*self._written(f"<{seconds:.1f} seconds>"), self.start_id), (self.end_id,))
+        behind = str(int(seconds)) if self.form is VideoForm.WHOLE_SECONDS_BEHIND else f"{seconds:.1f} seconds"
+        return Shown(pair, (self.start_id,), (self.end_id, *self._written(behind)), token=self.pair_token_id)
 
     def _times(self, num_pairs: int, seconds_per_pair: float) -> list[int]:
         """Positions in time from the first pair on. In float32, as transformers counts them."""
@@ -92,8 +105,9 @@ def read_video_prompts(
     max_frames: int | None, num_frames: int | None = None,
 ) -> VideoPrompts:
     """Of a checkpoint whose family sees videos. Raises ModelError where its files do not say how."""
+    start, end = _AROUND_IMAGES if form.is_of_images else _AROUND_ALL
     tokens: dict[str, tuple[int, str]] = {}
-    for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id"):
+    for name in ("video_token_id", start, end):
         token_id = config.get(name)
         token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
         if token is None:
@@ -103,8 +117,8 @@ def read_video_prompts(
         tokenizer=tokenizer,
         settings=read_video_settings(folder, config, form=form, fps=fps, max_frames=max_frames,
                                      num_frames=num_frames),
-        video_token=tokens["video_token_id"], start_id=tokens["vision_start_token_id"][0],
-        end_id=tokens["vision_end_token_id"][0], form=form,
+        video_token=tokens["video_token_id"], start_id=tokens[start][0], end_id=tokens[end][0], form=form,
+        pair_token_id=read_image_token(config, tokenizer)[0] if form.is_of_images else None,
         steps_per_second=float(config["vision_config"].get("tokens_per_second", _STEPS_PER_SECOND)),
     )  # fmt: skip
 
@@ -280,7 +294,7 @@ def read_image_token(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[i
 
 def read_vision_tokens(config: Mapping[str, Any], tokenizer: Tokenizer) -> list[str]:
     """The texts of all tokens that stand around and in the place of what is seen."""
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    names = ("image_token_id", "video_token_id", *_AROUND_ALL, *_AROUND_IMAGES, *_AROUND_VIDEOS)
     ids = [config.get(name) for name in names]
     tokens = [tokenizer.id_to_token(token_id) for token_id in ids if isinstance(token_id, int) and token_id >= 0]
     return [token for token in tokens if token is not None]
@@ -314,7 +328,7 @@ def _expand_placeholders(
             expanded.extend(shown.before)
             spans.append(ImageSpan(len(expanded), shown.image.num_tokens, len(images), shown.later))
             images.append(shown.image)
-            expanded.extend([token] * shown.image.num_tokens)
+            expanded.extend([token if shown.token is None else shown.token] * shown.image.num_tokens)
             expanded.extend(shown.after)
     return expanded, images, spans
 

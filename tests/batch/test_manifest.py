@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from npu_runner.batch.files.names import manifest_path, rows_path
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.prompts.media.image_settings import ImageSettings
+from npu_runner.prompts.media.resizing import Resizing
 from npu_runner.request.prompt_inputs import ReasoningTokens
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, read_rows, row, write_rows
@@ -63,11 +65,17 @@ def test_the_file_says_who_wrote_it_in_names_that_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [
-    ImageSettings(), ReasoningTokens(start="<a>", end="</a>", start_id=1, end_id=2),
+    ImageSettings(resizing=Resizing.FRAMES), ReasoningTokens(start="<a>", end="</a>", start_id=1, end_id=2),
 ], ids=lambda made: type(made).__name__)  # fmt: skip
 def test_nothing_that_shapes_prompts_is_left_out(made: Any) -> None:
     """A new field needs a name in the manifest; its absence would mix answers of two settings."""
-    assert sorted(map(repr, made.to_json().values())) == sorted(map(repr, asdict(made).values()))
+    fields = [value.value if isinstance(value, Enum) else value for value in asdict(made).values()]
+    assert sorted(map(repr, made.to_json().values())) == sorted(map(repr, fields))
+
+
+def test_a_rule_of_resizing_that_is_older_than_its_name_goes_without_it() -> None:
+    """So an output that was begun before there was a choice goes on."""
+    assert "resizing" not in ImageSettings().to_json()
 
 
 def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:

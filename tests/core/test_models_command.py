@@ -111,7 +111,7 @@ def test_what_transformers_serves_is_said_to_go_through_it(tmp_path: Path, capsy
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": ({"quantization_config": {"quant_method": "mxfp4"}}, "the weights are quantised (mxfp4)"),
-    "unknown": ({"model_type": "no_such_model"}, "model_type 'no_such_model' is not supported; supported are llama"),
+    "unknown": ({"model_type": "no_such_model"}, "model_type 'no_such_model' is not supported; supported are "),
     "code of its own": ({"model_type": "dots_ocr", "auto_map": {"AutoConfig": "code.Config"}},
                         "is not supported (the checkpoint's own code, auto_map, is never run)"),
     "a field is missing": ({"text_config": {}}, "is missing for model_type 'qwen3_vl'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +14,9 @@ from PIL import Image
 
 from tests.families import sees_images
 from tests.oracle.positions_reference import ONE_RUN, go_on_behind_the_largest_position
+
+IMAGES_OF_VIDEOS = ("glm4v", "glm46v", "glm_ocr")
+"""Families that have pairs of frames as images."""
 
 
 @lru_cache(maxsize=8)
@@ -29,9 +33,11 @@ def load_model(path: Path) -> Any:
 
 @lru_cache(maxsize=8)
 def load_image_processor(path: Path) -> Any:
-    from transformers import Qwen2VLImageProcessorPil
+    """The one that the checkpoint names, in the form that works with Pillow alone."""
+    import transformers
 
-    return Qwen2VLImageProcessorPil.from_pretrained(path)
+    name = json.loads((path / "preprocessor_config.json").read_text())["image_processor_type"]
+    return getattr(transformers, f"{name}Pil").from_pretrained(path)
 
 
 def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Any] = ()) -> dict[str, torch.Tensor]:
@@ -43,6 +49,10 @@ def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Any] = (
     if sees_images(config.model_type):
         inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
         videos = [image for image in images if isinstance(image, bytes)]
+        if videos and config.model_type in IMAGES_OF_VIDEOS:
+            from tests.oracle.videos_reference import inputs_of_images  # as below
+
+            return {**inputs, **inputs_of_images(path, ids, images, load_image_processor(path))}
         if videos:  # without any a model of random weights may still have chosen the placeholder
             inputs["mm_token_type_ids"] += 2 * (ids == config.video_token_id).int()
             from tests.oracle.videos_reference import video_inputs  # needs PyAV, an extra

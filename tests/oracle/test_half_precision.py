@@ -33,6 +33,7 @@ LEAST_ERROR = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # Kernels of vendors may take some head dims only: 64 is one that all of them take.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{name: (name, {}, {}) for name in ("llama", "olmo2", "qwen2", "qwen3", "qwen3_vl", "qwen3_5", "qwen3_5_text")},
+    **{name: (name, {}, {}) for name in ("paddleocr_vl", "glm_ocr", "glm4v")},
     # Of experts, rounding may choose others.
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}, {}),
     "qwen3, head dim 64": ("qwen3", {"head_dim": 64}, {}),

@@ -65,11 +65,12 @@ def test_images_that_differ_never_share_blocks(checkpoint: Any, platform_name: s
 
 
 # Enough for the longest sequence, too few for all of them together.
-LONGEST = {"qwen3": 72, "qwen3_moe": 72, "qwen3_vl": 140, "qwen2_vl": 160, "qwen2_5_vl": 160}
-NUM_BLOCKS = {"qwen3": 24, "qwen3_moe": 24, "qwen3_vl": 40, "qwen2_vl": 41, "qwen2_5_vl": 41}
+LONGEST = {"qwen3": 72, "qwen3_moe": 72, "qwen3_vl": 140, "qwen2_vl": 160, "qwen2_5_vl": 160, "paddleocr_vl": 160}
+NUM_BLOCKS = {"qwen3": 24, "qwen3_moe": 24, "qwen3_vl": 40, "qwen2_vl": 41, "qwen2_5_vl": 41, "paddleocr_vl": 41}
+OTHER_TOWERS = ["qwen2_vl", "paddleocr_vl"]
 
 
-@pytest.mark.parametrize("model_type", [name for name in LONGEST if name != "qwen2_vl"])
+@pytest.mark.parametrize("model_type", [name for name in LONGEST if name not in OTHER_TOWERS])
 def test_preempted_sequences_end_as_if_undisturbed(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
@@ -82,9 +83,10 @@ def test_preempted_sequences_end_as_if_undisturbed(model_type: str, checkpoint: 
 
 
 @pytest.mark.full("schedulers do not know which tower an image goes through; qwen2_5_vl stays")
-def test_another_tower_changes_nothing(checkpoint: Any, platform_name: str) -> None:
-    test_a_warm_prefix_cache_equals_a_cold_one("qwen2_vl", checkpoint, platform_name)
-    test_preempted_sequences_end_as_if_undisturbed("qwen2_vl", checkpoint, platform_name)
+@pytest.mark.parametrize("model_type", OTHER_TOWERS)
+def test_another_tower_changes_nothing(model_type: str, checkpoint: Any, platform_name: str) -> None:
+    test_a_warm_prefix_cache_equals_a_cold_one(model_type, checkpoint, platform_name)
+    test_preempted_sequences_end_as_if_undisturbed(model_type, checkpoint, platform_name)
 
 
 def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,8 +243,8 @@ def test_what_is_not_served_is_named_before_memory_is_taken(what: str, tmp_path:
 @pytest.mark.parametrize(("config", "message"), [
     ({"model_type": "nobodys", "auto_map": {"AutoModelForCausalLM": "code.Nobodys"}},
      "'nobodys' is not supported .the checkpoint's own code, auto_map, is never run.; supported are"),
-    ({"model_type": "nobodys"}, "model_type 'nobodys' is not supported; supported are llama, "),
-    ({}, "model_type None is not supported; supported are llama, "),
+    ({"model_type": "nobodys"}, "model_type 'nobodys' is not supported; supported are "),
+    ({}, "model_type None is not supported; supported are "),
     ({"model_type": "mamba", "layer_types": ["full_attention"]},
      "model_type 'mamba': transformers .* does not take this config"),
 ])

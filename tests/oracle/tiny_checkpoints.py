@@ -6,6 +6,7 @@ What a family's has of its own stands in tests/families.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ TEMPLATE = (
     "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+_NO_OTHERS: Mapping[str, str] = {}
 VOCAB_SIZE = 320
 IMAGE_SIZES = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
 
@@ -43,15 +45,16 @@ def make_checkpoint(path: Path, model_type: str, *, seed: int = 0, dtype: torch.
 
     Weights are scaled up so that greedy tokens vary and errors show.
     """
-    tokenizer_ids = write_tokenizer(path)
+    family = FAMILIES[model_type]
+    tokenizer_ids = write_tokenizer(path, family.tokens, family.template)
     vision = changes.pop("vision", {})
-    text = {**TEXT, **FAMILIES[model_type].text, **changes}
+    text = {**TEXT, **family.text, **changes}
     text = {name: value for name, value in text.items() if value is not None}
     torch.manual_seed(seed)
     eos = tokenizer_ids["<|im_end|>"]
     if sees_images(model_type):
         model = _vision_model(model_type, text, vision, tokenizer_ids, eos)
-        write_preprocessor(path, patch_size=model.config.vision_config.patch_size)
+        write_preprocessor(path, model.config.vision_config.patch_size, family.image_processor, **family.images)
     else:
         model = _text_model(model_type, text, eos)
     with torch.no_grad():
@@ -79,31 +82,43 @@ def _vision_model(model_type: str, text: dict[str, Any], vision: dict[str, Any],
     tie = text.pop("tie_word_embeddings")
     tower = {**VISION, "out_hidden_size": text["hidden_size"], **(FAMILIES[model_type].vision or {}), **vision}
     tower = {name: value for name, value in tower.items() if value is not None}
-    return AutoModelForImageTextToText.from_config(AutoConfig.for_model(
-        model_type, text_config=text, vision_config=tower, tie_word_embeddings=tie, eos_token_id=eos,
-        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
-    ))
+    fields = dict(
+        vision_config=tower, tie_word_embeddings=tie, eos_token_id=eos,
+        **{field: ids[token] for field, token in FAMILIES[model_type].token_ids.items()},
+    )
+    config = AutoConfig.for_model(model_type, text_config=text, **fields)
+    if config.tie_word_embeddings is not tie:  # the class of some text configs has the last word, and says yes
+        config = AutoConfig.for_model(model_type, text_config={**text, "tie_word_embeddings": tie}, **fields)
+    return AutoModelForImageTextToText.from_config(config)
 
 
-def write_tokenizer(path: Path) -> dict[str, int]:
-    """A byte-level BPE tokenizer with Qwen's special tokens and a chat template; returns the special tokens' ids."""
+def write_tokenizer(path: Path, names: Mapping[str, str] = _NO_OTHERS,
+                    template: Mapping[str, str] = _NO_OTHERS) -> dict[str, int]:
+    """A byte-level BPE tokenizer with Qwen's special tokens and a chat template; returns the special tokens' ids.
+
+    `names`: what tokens are called instead, and those there are in addition; `template`: as in families.Family.
+    """
     path.mkdir(parents=True, exist_ok=True)
+    special = list(dict.fromkeys([*(names.get(token, token) for token in SPECIAL_TOKENS), *names.values()]))
+    written = TEMPLATE
+    for old, new in [*template.items(), *names.items()]:
+        written = written.replace(old, new)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS), special_tokens=[],
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(special), special_tokens=[],
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(["what colour is the picture, and which of the two shows a circle?"] * 4, trainer)
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_special_tokens(special)
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-                "chat_template": TEMPLATE, "clean_up_tokenization_spaces": False}
+                "chat_template": written, "clean_up_tokenization_spaces": False}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    return {token: tokenizer.token_to_id(token) for token in special}
 
 
-def write_preprocessor(path: Path, patch_size: int = 16) -> None:
-    settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch_size, "temporal_patch_size": 2,
+def write_preprocessor(path: Path, patch_size: int = 16, processor: str = "Qwen2VLImageProcessor",
+                       **changes: Any) -> None:
+    settings = {"image_processor_type": processor, "patch_size": patch_size, "temporal_patch_size": 2,
                 "merge_size": 2, "size": IMAGE_SIZES, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-    (path / "preprocessor_config.json").write_text(json.dumps(settings))
+    (path / "preprocessor_config.json").write_text(json.dumps({**settings, **changes}))

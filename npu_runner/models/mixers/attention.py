@@ -76,6 +76,24 @@ class HeadNormAttention(DecoderAttention):
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
+class PairRotationAttention(DecoderAttention):
+    """Rotary embedding turns the pairs of dims (0, 1), (2, 3), ... of a head, as in GLM-4. Here each head's dims lie so
+    that they are the pairs of halves, as in all other families: scores are sums over dims, in whatever order. Values
+    stay as they are."""
+
+    def __init__(self, config: ModelConfig, mixer: AttentionConfig, cache_layer: int, context: LayerContext,
+                 **biases: bool):
+        super().__init__(config, mixer, cache_layer, context, **biases)
+        self.rotary_dim = config.rope.rotary_dim or config.head_dim
+
+    def weights_are_loaded(self) -> None:
+        """Moves the rows of queries and keys, once."""
+        query, key, _ = self.sizes
+        for parameter in self.qkv_proj.parameters():
+            turning = parameter.data[: query + key].unflatten(0, (-1, self.head_dim))[:, : self.rotary_dim]
+            turning.copy_(torch.cat((turning[:, ::2], turning[:, 1::2]), dim=1))
+
+
 class GatedAttention(HeadNormAttention):
     """q_proj yields each head's query and gate side by side; the output is multiplied with the gate's sigmoid before
     o_proj, as in Qwen3-Next."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import MLPConfig, MoEConfig
 from npu_runner.layers.expert_weights import ExpertWeights
-from npu_runner.layers.linear import ColumnParallelLinear, RowParallelLinear, split_parts
+from npu_runner.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side, split_parts
 from npu_runner.layers.parallel import LayerContext
 
 
@@ -22,6 +22,8 @@ class DecoderMLP(nn.Module):
         super().__init__()
         self.ops = context.ops
         parts = split_parts(("gate_proj", "up_proj"), mlp.intermediate_size, context)
+        if mlp.is_fused:
+            parts = side_by_side("gate_up_proj", parts)
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, bias=mlp.bias, context=context)
         self.down_proj = RowParallelLinear(
             "down_proj", mlp.intermediate_size, hidden_size, bias=mlp.bias, context=context, reduces=reduces

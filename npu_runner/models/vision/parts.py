@@ -32,7 +32,8 @@ MakeNorm: TypeAlias = Callable[[int], Norm]
 
 
 class PatchEmbed(nn.Module):
-    """The checkpoint's 3-D convolution, whose stride equals its kernel, as the matmul it is.
+    """The checkpoint's convolution, whose stride equals its kernel, as the matmul it is. In 3-D with the frames of a
+    patch, in 2-D where a patch has one.
 
     An image is a video of equal frames: one frame goes through the sum of the frames' weights. Patches of a video are
     longer, the colours of each frame behind those of the one before.
@@ -41,15 +42,17 @@ class PatchEmbed(nn.Module):
     def __init__(self, config: VisionConfig, context: LayerContext, *, bias: bool = True):
         super().__init__()
         self.ops = context.ops
-        shape = (config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size,
-                 config.patch_size)
+        frames = () if config.temporal_patch_size == 1 else (config.temporal_patch_size,)
+        shape = (config.hidden_size, config.in_channels, *frames, config.patch_size, config.patch_size)
         self.weight = context.parameter(*shape)
         self.bias = context.parameter(config.hidden_size) if bias else None
         self.weight_parts = {"weight": [WeightPart("patch_embed.proj.weight", shape)],
                              "bias": [WeightPart("patch_embed.proj.bias", (config.hidden_size,))]}
 
     def forward(self, patches_PX: Tensor) -> Tensor:
-        if patches_PX.shape[1] == self.weight[0].numel():
+        if self.weight.dim() == 4:
+            weight_CX = self.weight.permute(0, 2, 3, 1).flatten(1)
+        elif patches_PX.shape[1] == self.weight[0].numel():
             weight_CX = self.weight.permute(0, 3, 4, 2, 1).flatten(1)
         else:
             weight_CX = self.weight.sum(2, dtype=torch.float32).permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
@@ -59,26 +62,67 @@ class PatchEmbed(nn.Module):
 class VisionAttention(nn.Module):
     """Weights are laid out for the head dim that the kernel takes: zeros behind each half of a head.
 
-    Halves and not heads, so that rotary embedding finds its pairs where it finds them without padding.
+    Halves and not heads, so that rotary embedding finds its pairs where it finds them without padding. `qkv_names`: of
+    the checkpoint's linears of queries, keys and values, or of the one that has them all.
     """
 
-    def __init__(self, config: VisionConfig, context: LayerContext):
+    def __init__(self, config: VisionConfig, context: LayerContext, *, qkv_names: tuple[str, ...] = ("qkv",),
+                 qkv_bias: bool = True, proj_bias: bool = True):
         super().__init__()
         size = config.hidden_size
         self.ops, self.backend = context.ops, context.attention
         model_head_dim = size // config.num_heads
         self.scale = model_head_dim**-0.5
         self.head_dim = context.attention.vision_head_dim(model_head_dim)
-        padding = Padding(model_head_dim // 2, self.head_dim // 2)
+        self.padding = padding = Padding(model_head_dim // 2, self.head_dim // 2)
         start, length = context.tp.share(size, "vision hidden_size")
-        parts = [OutputPart("qkv", 3 * size, which * size + start, length) for which in range(3)]
-        self.qkv = ColumnParallelLinear(size, parts, bias=True, context=context, padding=padding)
-        self.proj = RowParallelLinear("proj", size, size, bias=True, context=context, padding=padding)
+        parts = [OutputPart(name, 3 * size // len(qkv_names), which * size + start, length)
+                 for name in qkv_names for which in range(3 // len(qkv_names))]
+        self.qkv = ColumnParallelLinear(size, parts, bias=qkv_bias, context=context, padding=padding)
+        self.proj = RowParallelLinear("proj", size, size, bias=proj_bias, context=context, padding=padding)
 
     def forward(self, x_PC: Tensor, cos_PH: Tensor, sin_PH: Tensor, plan: Any) -> Tensor:
         qkv_P3NH = self.qkv(x_PC).unflatten(-1, (3, -1, self.head_dim))
-        q_PNH, k_PNH = self.ops.rotary_in_float32(qkv_P3NH[:, :2], cos_PH, sin_PH)
+        q_PNH, k_PNH = self.ops.rotary_in_float32(self.to_turn(qkv_P3NH[:, :2]), cos_PH, sin_PH)
         return self.proj(self.backend.vision(q_PNH, k_PNH, qkv_P3NH[:, 2], plan, self.scale).flatten(-2))
+
+    def to_turn(self, qk_P2NH: Tensor) -> Tensor:
+        """Queries and keys as they go into the rotary embedding."""
+        return qk_P2NH
+
+
+class HeadNormVisionAttention(VisionAttention):
+    """With an RMS norm of each query head and of each key head, as in GLM-OCR."""
+
+    def __init__(self, config: VisionConfig, context: LayerContext, *, qkv_bias: bool = True, proj_bias: bool = True):
+        super().__init__(config, context, qkv_bias=qkv_bias, proj_bias=proj_bias)
+        head_dim = config.hidden_size // config.num_heads
+        self.q_norm, self.k_norm = (PaddedHeadNorm(name, head_dim, self.padding, config.norm_eps, context)
+                                    for name in ("q_norm", "k_norm"))
+
+    def to_turn(self, qk_P2NH: Tensor) -> Tensor:
+        q_PNH, k_PNH = qk_P2NH.unbind(1)
+        return torch.stack((self.q_norm(q_PNH), self.k_norm(k_PNH)), dim=1)
+
+
+class PaddedHeadNorm(RMSNorm):
+    """An RMS norm over `size` dims that lie between zeros. The operator's mean counts the zeros: eps and weight make up
+    for it, the weight in float32, so that it is not rounded once more."""
+
+    def __init__(self, name: str, size: int, padding: Padding, eps: float, context: LayerContext):
+        width = padding.padded(size)
+        self.weight_dtype = None if padding.is_none else torch.float32
+        super().__init__(width, eps * size / width, context)
+        self.share = size / width
+        if not padding.is_none:
+            self.weight.zero_()
+        self.weight_parts = {"weight": [
+            WeightPart(f"{name}.weight", (size,), dim=0, start=start, length=length, target_start=place)
+            for start, length, place in OutputPart(name, size, 0, size).runs(padding)]}
+
+    def weights_are_loaded(self) -> None:
+        if self.share < 1:
+            self.weight.data.mul_(self.share**0.5)
 
 
 class TwoLinears(nn.Module):
@@ -103,10 +147,11 @@ class TowerBlock(nn.Module):
     A block leaves its last sum to the norm that follows: the next block, in one operator with its norm.
     """
 
-    def __init__(self, config: VisionConfig, norm: MakeNorm, mlp: nn.Module, context: LayerContext):
+    def __init__(self, config: VisionConfig, norm: MakeNorm, mlp: nn.Module, context: LayerContext,
+                 attention: VisionAttention | None = None):
         super().__init__()
         self.norm1, self.norm2 = norm(config.hidden_size), norm(config.hidden_size)
-        self.attn, self.mlp = VisionAttention(config, context), mlp
+        self.attn, self.mlp = attention or VisionAttention(config, context), mlp
 
     def forward(self, x_PC: Tensor, update_PC: Tensor | None, cos_PH: Tensor, sin_PH: Tensor,
                 plan: Any) -> tuple[Tensor, Tensor]:
@@ -138,15 +183,38 @@ class QueryMerger(nn.Module):
         return self.mlp(normed_PC.reshape(-1, self.merged))
 
 
-def layer_norm(context: LayerContext) -> MakeNorm:
-    return lambda size: LayerNorm(size, 1e-6, context)
+class PatchMerger(TwoLinears):
+    """merge x merge patches, normed as one or each by itself, to one token of the decoder's size."""
+
+    def __init__(self, config: VisionConfig, norm: MakeNorm, names: tuple[str, str], context: LayerContext, *,
+                 norm_after_merge: bool = False):
+        merged = config.hidden_size * config.spatial_merge_size**2
+        super().__init__(merged, merged, config.out_hidden_size, "gelu", names, context)
+        self.merged = merged
+        self.norm_after_merge = norm_after_merge
+        self.norm = norm(merged if norm_after_merge else config.hidden_size)
+
+    def forward(self, x_PC: Tensor) -> Tensor:
+        """(M, D)."""
+        if self.norm_after_merge:
+            return super().forward(self.norm(x_PC.reshape(-1, self.merged)))
+        return super().forward(self.norm(x_PC).reshape(-1, self.merged))
+
+
+def layer_norm(context: LayerContext, eps: float = 1e-6) -> MakeNorm:
+    return lambda size: LayerNorm(size, eps, context)
 
 
 def tower_context(config: VisionConfig, context: LayerContext) -> LayerContext:
     """Heads and MLPs are cut over the ranks where they divide; otherwise every rank holds the whole tower."""
     if config.num_heads % context.tp.size or config.intermediate_size % context.tp.size:
-        return LayerContext(context.ops, context.attention, TensorParallel(), context.dtype, context.device)
+        return on_every_rank(context)
     return context
+
+
+def on_every_rank(context: LayerContext) -> LayerContext:
+    """For what each rank holds and computes whole."""
+    return LayerContext(context.ops, context.attention, TensorParallel(), context.dtype, context.device)
 
 
 def both_halves(turns_PQ: Tensor, config: VisionConfig, attention: AttentionBackend) -> Tensor:

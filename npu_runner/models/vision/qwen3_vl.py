@@ -9,50 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import (
-    TowerBlock,
-    TwoLinears,
-    block_order,
-    cached_by_size,
-    layer_norm,
-    tower_context,
-)
+from npu_runner.models.vision.parts import PatchMerger, TowerBlock, TwoLinears, block_order, layer_norm, tower_context
+from npu_runner.models.vision.resampled_table import ResampledTable, bilinear_corners
 from npu_runner.models.vision.tower import Tower
 
 _LINEARS = ("linear_fc1", "linear_fc2")
-
-
-class PatchMerger(TwoLinears):
-    """merge x merge patches to one token of the decoder's size; deepstack mergers norm after merging."""
-
-    def __init__(self, config: VisionConfig, context: LayerContext, *, norm_after_merge: bool):
-        merged = config.hidden_size * config.spatial_merge_size**2
-        super().__init__(merged, merged, config.out_hidden_size, "gelu", _LINEARS, context)
-        self.merged = merged
-        self.norm_after_merge = norm_after_merge
-        self.norm = layer_norm(context)(merged if norm_after_merge else config.hidden_size)
-
-    def forward(self, x_PC: Tensor) -> Tensor:
-        if self.norm_after_merge:
-            return super().forward(self.norm(x_PC.reshape(-1, self.merged)))
-        return super().forward(self.norm(x_PC).reshape(-1, self.merged))
 
 
 class VisionTower(Tower):
     def __init__(self, config: VisionConfig, context: LayerContext):
         context = tower_context(config, context)
         super().__init__(config, context, patch_bias=True, block=_block,
-                         merger=lambda config, context: PatchMerger(config, context, norm_after_merge=False))
-        self.pos_embed = nn.Embedding(
-            config.num_position_embeddings, config.hidden_size, dtype=context.dtype, device=context.device
-        )
+                         merger=lambda config, context: PatchMerger(config, layer_norm(context), _LINEARS, context))
+        self.pos_embed = ResampledTable(config.num_position_embeddings, config.hidden_size, bilinear_corners, context)
         self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(config, context, norm_after_merge=True) for _ in config.deepstack_layers
+            PatchMerger(config, layer_norm(context), _LINEARS, context, norm_after_merge=True)
+            for _ in config.deepstack_layers
         )
 
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
@@ -62,10 +38,8 @@ class VisionTower(Tower):
         `patches_PX` holds the images one after the other, each in merge-block order; `grids` their (height, width)
         in patches; `places` what `places` makes of these.
         """
-        places_P2, taps_P4, weights_P4, cos_SQ, sin_SQ = places
-        x_PC = self.patch_embed(patches_PX)
-        # The learned square grid, resampled bilinearly (corners aligned) to each image's grid.
-        x_PC = x_PC + (self.pos_embed(taps_P4) * weights_P4[..., None]).sum(1).to(x_PC.dtype)
+        places_P2, taps_1P4, weights_1P4, cos_SQ, sin_SQ = places
+        x_PC = self.pos_embed(self.patch_embed(patches_PX), taps_1P4, weights_1P4)
         cos_PH, sin_PH = self.rotation(places_P2, cos_SQ, sin_SQ)
         plan = self.whole_images(grids, x_PC.device)
         levels: dict[int, Tensor] = {}
@@ -81,32 +55,14 @@ class VisionTower(Tower):
         return self.merger(x_PC), [levels[level] for level in range(len(levels))]
 
     def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Patches' rows and columns (P, 2), places (P, 4) and weights (P, 4) in the learned grid; cos, sin (side, Q).
+        """Patches' rows and columns (P, 2), places and weights in the learned grid (1, P, 4); cos, sin (side, Q).
         int32 and float32."""
-        config = self.config
-        merge, side = config.spatial_merge_size, int(config.num_position_embeddings**0.5)
-        columns = zip(*((block_order(*grid, merge), *_interpolation_taps(*grid, side, merge)) for grid in grids),
-                      strict=True)
-        return [*map(np.concatenate, columns), *self.turns(grids)]
+        merge = self.config.spatial_merge_size
+        places_P2 = np.concatenate([block_order(*grid, merge) for grid in grids])
+        return [places_P2, *self.pos_embed.places(grids, merge), *self.turns(grids)]
 
 
 def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
     size = config.hidden_size
     mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, _LINEARS, context)
     return TowerBlock(config, layer_norm(context), mlp, context)
-
-
-@cached_by_size
-def _interpolation_taps(height: int, width: int, side: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """(P, 4) int32 rows of the side x side grid around each patch, and their (P, 4) float32 weights."""
-    places_P2 = block_order(height, width, merge)
-    low, high, share = [], [], []
-    for axis, size in enumerate((height, width)):
-        place = torch.linspace(0, side - 1, size, dtype=torch.float32).numpy()[places_P2[:, axis]]
-        low.append(place.astype(np.int32))
-        high.append(np.minimum(low[-1] + 1, side - 1))
-        share.append(place - low[-1].astype(np.float32))
-    (row, column), (next_row, next_column), (down, right) = low, high, share
-    indices = [row * side + column, row * side + next_column, next_row * side + column, next_row * side + next_column]
-    weights = [(1 - down) * (1 - right), (1 - down) * right, down * (1 - right), down * right]
-    return np.stack(indices, axis=-1), np.stack(weights, axis=-1)

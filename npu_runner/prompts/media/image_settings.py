@@ -12,6 +12,7 @@ from typing import Any
 
 from npu_runner.checkpoint.files import read_json
 from npu_runner.errors import ConfigError, ModelError, RequestError
+from npu_runner.prompts.media.resizing import Resizing, within_bounds
 
 MAX_ASPECT_RATIO = 200
 LOW_DETAIL_PIXELS = 512 * 512
@@ -26,7 +27,8 @@ class ImageSettings:
     """Everything that decides which numbers the vision tower sees for an image.
 
     The device computes `(pixel * rescale_factor - image_mean) / image_std` per channel. Without rescaling or
-    normalisation these are 1, 0 and 1. Defaults are those of transformers' Qwen2-VL image processor.
+    normalisation these are 1, 0 and 1. Defaults are those of transformers' Qwen2-VL image processor; a family with
+    others has an instance of its own (`LoadStrategy.image_defaults`).
     """
 
     min_pixels: int = 56 * 56
@@ -38,6 +40,13 @@ class ImageSettings:
     rescale_factor: float = 1 / 255
     image_mean: tuple[float, ...] = CLIP_MEAN
     image_std: tuple[float, ...] = CLIP_STD
+    resizing: Resizing = Resizing.AREA
+    """The family's rule, which no file names."""
+
+    @property
+    def num_counted_frames(self) -> int:
+        """Frames whose pixels min_pixels and max_pixels bound together, for an image."""
+        return self.temporal_patch_size if self.resizing is Resizing.FRAMES else 1
 
     @property
     def side_multiple(self) -> int:
@@ -50,11 +59,13 @@ class ImageSettings:
             "min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "patch_size": self.patch_size,
             "temporal_patch_size": self.temporal_patch_size, "merge_size": self.merge_size, "resample": self.resample,
             "rescale_factor": self.rescale_factor, "image_mean": self.image_mean, "image_std": self.image_std,
+            # Qwen2-VL's is not named: manifests are older than the choice.
+            **({} if self.resizing is Resizing.AREA else {"resizing": self.resizing.value}),
         }  # fmt: skip
 
     def digest(self) -> bytes:
         """16 bytes that differ when any setting differs."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        text = json.dumps({**asdict(self), "resizing": self.resizing.value}, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def num_tokens(self, height: int, width: int) -> int:
@@ -62,36 +73,28 @@ class ImageSettings:
         return (height // self.side_multiple) * (width // self.side_multiple)
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Final (height, width) of an image: the rule of Qwen2-VL's image processor (`smart_resize`).
+        """Final (height, width) of an image: `smart_resize` of the family's image processor.
 
         Sides become multiples of `side_multiple`, the area comes between min_pixels and max_pixels, the shape stays
         as near as that allows. Raises RequestError when one side is more than 200 times the other.
         """
-        long, short = max(height, width), min(height, width)
-        if short < 1:
+        if min(height, width) < 1:
             raise RequestError(f"the image is {width}x{height} pixels: it has no area", code="image_empty")
-        if long / short > MAX_ASPECT_RATIO:
+        side, frames = self.side_multiple, self.num_counted_frames
+        tall, wide = self.resizing.enlarged(height, width, side)
+        ratio = max(tall, wide) / min(tall, wide)
+        if ratio > MAX_ASPECT_RATIO:
             raise RequestError(
-                f"the image is {width}x{height} pixels, a ratio of {long / short:.1f}; the model takes at most "
+                f"the image is {width}x{height} pixels, a ratio of {ratio:.1f}; the model takes at most "
                 f"{MAX_ASPECT_RATIO}; crop it or cut it into several images",
                 code="image_aspect_ratio",
             )
-        side = self.side_multiple
-        rounded_height, rounded_width = round(height / side) * side, round(width / side) * side
-        if rounded_height * rounded_width > self.max_pixels:
-            shrink = math.sqrt((height * width) / self.max_pixels)
-            return (
-                max(side, math.floor(height / shrink / side) * side),
-                max(side, math.floor(width / shrink / side) * side),
-            )
-        if rounded_height * rounded_width < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
-            return math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
-        return rounded_height, rounded_width
+        return within_bounds(tall, wide, side, (self.min_pixels, self.max_pixels), num_frames=frames,
+                             num_counted=frames)
 
     def with_low_detail(self) -> ImageSettings:
         """OpenAI's `detail: low`: no more pixels than an image of 512 x 512, as far as the model takes so few."""
-        most = max(self.min_pixels, LOW_DETAIL_PIXELS)
+        most = max(self.min_pixels, self.num_counted_frames * LOW_DETAIL_PIXELS)
         return replace(self, max_pixels=min(self.max_pixels, most))
 
     def largest_size(self, max_tokens: int) -> tuple[int, int]:
@@ -106,7 +109,7 @@ class ImageSettings:
 
     def _largest_candidates(self) -> Iterator[tuple[int, int]]:
         """Short and long side, in tokens, of the widest result of each branch of `fit` for each short side."""
-        area = self.side_multiple**2
+        area = self.num_counted_frames * self.side_multiple**2
         most, least = self.max_pixels / area, self.min_pixels / area
         # Shrinking never makes a side shorter than one token, so a thin strip can exceed max_pixels.
         yield 1, max(1, math.floor(math.sqrt(most * MAX_ASPECT_RATIO)))
@@ -119,10 +122,15 @@ class ImageSettings:
             yield short, max(short, math.ceil(least / max(short - 1, thinnest)))
 
 
+QWEN2_VL_IMAGES = ImageSettings()
+
+
 def read_image_settings(
-    folder: Path, config: Mapping[str, Any], *, min_pixels: int | None = None, max_pixels: int | None = None
+    folder: Path, config: Mapping[str, Any], *, default: ImageSettings = QWEN2_VL_IMAGES, min_pixels: int | None = None,
+    max_pixels: int | None = None,
 ) -> ImageSettings:
-    """Settings of the checkpoint in `folder`, with the user's bounds on the area where given.
+    """Settings of the checkpoint in `folder`, with the user's bounds on an image's area where given. `default`: the
+    family's, for what its file does not say.
 
     `processor_config.json` (its `image_processor` entry) goes before `preprocessor_config.json`, as in transformers.
     Raises ModelError for a checkpoint whose images we cannot prepare, ConfigError for bounds that contradict.
@@ -135,51 +143,62 @@ def read_image_settings(
     if not isinstance(values, dict):
         raise ModelError(f"{folder / source} is missing or has no settings; a model with vision needs it")
     try:
-        settings = settings_from(values)
+        settings = settings_from(values, default)
     except (TypeError, ValueError, KeyError) as error:
         raise ModelError(f"{folder / source}: {error}; compare it with the original checkpoint") from error
-    check_against_tower(settings, config["vision_config"], source)
+    check_against_tower(settings, _tower_of(config["vision_config"], default), source)
+    frames = settings.num_counted_frames
     settings = replace(
         settings,
-        min_pixels=settings.min_pixels if min_pixels is None else min_pixels,
-        max_pixels=settings.max_pixels if max_pixels is None else max_pixels,
+        min_pixels=settings.min_pixels if min_pixels is None else frames * min_pixels,
+        max_pixels=settings.max_pixels if max_pixels is None else frames * max_pixels,
     )
     if settings.min_pixels > settings.max_pixels:
         raise ConfigError(
-            f"image_min_pixels {settings.min_pixels} is more than image_max_pixels {settings.max_pixels} "
-            f"(what is not given comes from {source}); set both"
+            f"image_min_pixels {settings.min_pixels // frames} is more than image_max_pixels "
+            f"{settings.max_pixels // frames} (what is not given comes from {source}); set both"
         )
     return settings
 
 
-def settings_from(values: Mapping[str, Any]) -> ImageSettings:
-    """What a preprocessor's file says. Raises TypeError, ValueError or KeyError for what is no such file."""
+def _tower_of(vision_config: Mapping[str, Any], default: ImageSettings) -> Mapping[str, Any]:
+    """`vision_config`. In that of a family whose tower takes one frame, a number of frames means nothing."""
+    return {**vision_config, "temporal_patch_size": 1} if default.temporal_patch_size == 1 else vision_config
+
+
+def settings_from(values: Mapping[str, Any], default: ImageSettings = QWEN2_VL_IMAGES) -> ImageSettings:
+    """What a preprocessor's file says, and `default` where it says nothing. Raises TypeError, ValueError or KeyError
+    for what is no such file."""
     for name in ("do_center_crop", "do_pad"):
         if values.get(name):
             raise ValueError(f"{name} is set, which this runner does not do")
     if not values.get("do_resize", True):
         raise ValueError("do_resize is false, but the vision tower needs sides that are multiples of its patches")
-    default = ImageSettings()
     size = values.get("size") or {}
     if not isinstance(size, Mapping):
         raise TypeError(f"size is {size!r}, shortest_edge and longest_edge are needed")
+    # GLM-4V's processor reads `size` alone.
+    own = {} if default.resizing is Resizing.FRAMES else values
     rescales, normalises = values.get("do_rescale", True), values.get("do_normalize", True)
     resample = values.get("resample")
     if resample not in (None, *RESAMPLING):
         raise ValueError(f"resample is {resample!r}, not one of Pillow's filters {RESAMPLING}")
-    settings = ImageSettings(
-        min_pixels=positive_integer(values.get("min_pixels"), size.get("shortest_edge"), default.min_pixels),
-        max_pixels=positive_integer(values.get("max_pixels"), size.get("longest_edge"), default.max_pixels),
+    settings = replace(
+        default,
+        min_pixels=positive_integer(own.get("min_pixels"), size.get("shortest_edge"), default.min_pixels),
+        max_pixels=positive_integer(own.get("max_pixels"), size.get("longest_edge"), default.max_pixels),
         patch_size=positive_integer(values.get("patch_size"), default.patch_size),
         temporal_patch_size=positive_integer(values.get("temporal_patch_size"), default.temporal_patch_size),
         merge_size=positive_integer(values.get("merge_size"), default.merge_size),
-        resample=BICUBIC if resample is None else resample,
+        resample=default.resample if resample is None else resample,
         rescale_factor=float(values.get("rescale_factor", default.rescale_factor)) if rescales else 1.0,
         image_mean=_channels(values.get("image_mean", default.image_mean)) if normalises else (0.0,) * 3,
         image_std=_channels(values.get("image_std", default.image_std)) if normalises else (1.0,) * 3,
     )
     if 0.0 in settings.image_std:
         raise ValueError(f"image_std {settings.image_std} divides by zero")
+    if default.temporal_patch_size == 1 != settings.temporal_patch_size:
+        raise ValueError(f"temporal_patch_size is {settings.temporal_patch_size}; this family's tower takes one frame")
     return settings
 
 

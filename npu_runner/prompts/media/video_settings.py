@@ -2,7 +2,7 @@
 pixels.
 
 The rules are those of transformers' video processors: Qwen3-VL's, in whose terms a video is frames x height x width,
-and Qwen2-VL's, which bounds each frame.
+and Qwen2-VL's, which bounds each frame. video_paces.py has those of GLM, video_reading.py what files say.
 """
 
 from __future__ import annotations
@@ -11,23 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from npu_runner.checkpoint.files import read_json
-from npu_runner.config import MAX_VIDEO_FPS
-from npu_runner.errors import ModelError, RequestError
-from npu_runner.prompts.media.image_settings import (
-    MAX_ASPECT_RATIO,
-    ImageSettings,
-    check_against_tower,
-    positive_integer,
-    settings_from,
-)
+from npu_runner.errors import RequestError
+from npu_runner.prompts.media.image_settings import MAX_ASPECT_RATIO, ImageSettings
+from npu_runner.prompts.media.resizing import grown, within_bounds
 
-_IMAGES_FILE = "preprocessor_config.json"
 ASSUMED_FPS = 24.0
 """Of a video that does not say how fast it is."""
 
@@ -41,12 +32,30 @@ class VideoForm(Enum):
     """One run of tokens; a position in time for each pair (Qwen2-VL)."""
     SECONDS = "seconds"
     """One run of tokens; `tokens_per_second` positions in time for each second (Qwen2.5-VL)."""
+    WHOLE_SECONDS_BEHIND = "whole seconds behind"
+    """Each pair of frames as an image, and behind it its time in seconds, rounded down (GLM-4.1V)."""
+    SECONDS_BEHIND = "seconds behind"
+    """The same with tenths and the word for them (GLM-4.6V)."""
+
+    @property
+    def is_one_run(self) -> bool:
+        """Pairs follow each other without text between them."""
+        return self in (VideoForm.STEPS, VideoForm.SECONDS)
+
+    @property
+    def is_of_images(self) -> bool:
+        """A pair has the tokens of an image, and those around it."""
+        return self in (VideoForm.WHOLE_SECONDS_BEHIND, VideoForm.SECONDS_BEHIND)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
     """Everything that decides which numbers the vision tower sees for a video."""
 
+    unread: ClassVar[frozenset[str]] = frozenset(("min_pixels", "max_pixels"))
+    """Fields of files that these rules do not read."""
+    samples_always: ClassVar[bool] = False
+    """Whatever a file's `do_sample_frames` says."""
     frame: ImageSettings
     """Patches and colours of a frame; its min_pixels and max_pixels bound the pixels of all frames together."""
     fps: float = 2.0
@@ -58,6 +67,11 @@ class VideoSettings:
     cap_pixels_per_frame: bool = False
     """A frame takes no more than `max_video_tokens`, nor than its share of the video's pixels."""
     max_video_tokens: int = 768
+
+    @classmethod
+    def own_fields(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What these rules have beside those of this class, as a file says it."""
+        return {}
 
     def asked(self, kwargs: Mapping[str, Any]) -> VideoSettings:
         """These, as one request wants them: checked `mm_processor_kwargs` of videos, `fps`, `num_frames` or
@@ -89,24 +103,13 @@ class VideoSettings:
         """
         side, group = self.frame.side_multiple, self.frame.temporal_patch_size
         num_frames = max(num_frames, group)  # a video of one frame shows it twice
-        least, most = self.frame.min_pixels, self._most_pixels(num_frames)
+        bounds = self.frame.min_pixels, self._most_pixels(num_frames)
         if min(height, width) < side:
-            grow = max(side / height, side / width)
-            height, width = int(height * grow), int(width * grow)
+            height, width = grown(height, width, side)
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
             raise _too_thin(height, width)
-        fitted = round(height / side) * side, round(width / side) * side
-        num_pixels = round(num_frames / group) * group * fitted[0] * fitted[1]
-        if num_pixels > most:
-            shrink = math.sqrt((num_frames * height * width) / most)
-            return (
-                max(side, math.floor(height / shrink / side) * side),
-                max(side, math.floor(width / shrink / side) * side),
-            )
-        if num_pixels < least:
-            grow = math.sqrt(least / (num_frames * height * width))
-            return math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
-        return fitted
+        return within_bounds(height, width, side, bounds, num_frames=num_frames,
+                             num_counted=round(num_frames / group) * group)
 
     def _most_pixels(self, num_frames: int) -> int:
         most = self.frame.max_pixels
@@ -131,6 +134,8 @@ class VideoSettings:
 class FrameVideoSettings(VideoSettings):
     """Qwen2-VL's rules: the pixels of one frame are bounded, and pairs of frames are whole."""
 
+    unread: ClassVar[frozenset[str]] = frozenset()
+    samples_always: ClassVar[bool] = True
     max_video_tokens: int = 128_000
     """With `cap_pixels_per_frame` nine tenths of these are shared out evenly to the pairs of frames."""
 
@@ -163,75 +168,3 @@ class FrameVideoSettings(VideoSettings):
 def _too_thin(height: int, width: int) -> RequestError:
     return RequestError(f"the video is {width}x{height} pixels, a ratio of more than {MAX_ASPECT_RATIO}; crop it",
                         code="video_aspect_ratio")
-
-
-# What files do not say, by the rules that they are for.
-_DEFAULTS: dict[type[VideoSettings], dict[str, Any]] = {
-    VideoSettings: {
-        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
-        "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-    },
-    FrameVideoSettings: {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}},
-}  # fmt: skip
-
-
-def read_video_settings(
-    folder: Path, config: Mapping[str, Any], *, form: VideoForm = VideoForm.TIMESTAMPS, fps: float | None = None,
-    max_frames: int | None = None, num_frames: int | None = None,
-) -> VideoSettings:
-    """Settings of the checkpoint in `folder` for a family of this form, with the user's own where given.
-
-    The files are looked at in transformers' order. Raises ModelError for a checkpoint that has none of them, or one
-    whose videos we cannot prepare.
-    """
-    values, source = _read_values(folder)
-    try:
-        rules = VideoSettings if form is VideoForm.TIMESTAMPS else FrameVideoSettings
-        settings = _from_values(values, rules, is_of_images=source == _IMAGES_FILE)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder / source}: {error}; compare it with the original checkpoint") from error
-    check_against_tower(settings.frame, config["vision_config"], source)
-    if fps is not None:
-        settings = replace(settings, fps=fps, num_frames=None)
-    if num_frames is not None:
-        settings = replace(settings, num_frames=num_frames)
-    if max_frames is not None:
-        settings = replace(settings, max_frames=max_frames, min_frames=min(settings.min_frames, max_frames))
-    return settings
-
-
-def _read_values(folder: Path) -> tuple[Mapping[str, Any], str]:
-    nested = (read_json(folder, "processor_config.json") or {}).get("video_processor")
-    if isinstance(nested, Mapping):
-        return nested, "processor_config.json"
-    for name in ("video_preprocessor_config.json", _IMAGES_FILE):
-        values = read_json(folder, name)
-        if isinstance(values, Mapping):
-            return values, name
-    raise ModelError(f"{folder}: video_preprocessor_config.json is missing, which says how videos are prepared")
-
-
-def _from_values(values: Mapping[str, Any], rules: type[VideoSettings], *, is_of_images: bool) -> VideoSettings:
-    """`is_of_images`: the file's min_pixels and max_pixels are of images. Qwen3-VL's processor reads `size` alone."""
-    if rules is VideoSettings and not values.get("do_sample_frames", True):
-        raise ValueError("do_sample_frames is false, but videos are sampled here")
-    given = {name: value for name, value in values.items() if value is not None}
-    if rules is VideoSettings or is_of_images:
-        given = {name: value for name, value in given.items() if name not in ("min_pixels", "max_pixels")}
-    own = {**_DEFAULTS[rules], **given}
-    size = own["size"]
-    if not isinstance(size, Mapping) or not size.get("shortest_edge") or not size.get("longest_edge"):
-        raise ValueError(f"size is {size!r}, shortest_edge and longest_edge are needed")
-    frame = settings_from(own)
-    default = rules(frame=frame)
-    fps = float(own.get("fps") or default.fps)
-    if not 0 < fps <= MAX_VIDEO_FPS:
-        raise ValueError(f"fps is {fps}, not above 0 and up to {MAX_VIDEO_FPS:g}")
-    num_frames = own.get("num_frames")
-    return rules(
-        frame=frame, fps=fps, num_frames=None if num_frames is None else positive_integer(num_frames),
-        min_frames=positive_integer(own.get("min_frames"), default.min_frames),
-        max_frames=positive_integer(own.get("max_frames"), default.max_frames),
-        cap_pixels_per_frame=bool(own.get("cap_pixels_per_frame")),
-        max_video_tokens=positive_integer(own.get("max_video_tokens"), default.max_video_tokens),
-    )  # fmt: skip

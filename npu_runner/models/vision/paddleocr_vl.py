@@ -1,0 +1,71 @@
+"""The PaddleOCR-VL vision tower: SigLIP's blocks with a resampled table and axial rotation, over patches of any number.
+Knows no text.
+
+Source: the PaddleOCR-VL report, section 2.1 (arXiv 2510.14528); the tower is NaViT's kind (arXiv 2307.06304).
+transformers runs the patches row after row. Attention over a whole image does not see their order, so here they are in
+merge-block order, and merging is a reshape.
+
+P patches of all images, M = P / merge^2 image tokens, X values of a patch, H head dim, Q = H / 4 frequencies of an
+axis, D hidden size of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from npu_runner.checkpoint.model_config import VisionConfig
+from npu_runner.layers.parallel import LayerContext
+from npu_runner.models.vision.parts import (
+    PatchMerger,
+    TowerBlock,
+    TwoLinears,
+    VisionAttention,
+    block_order,
+    layer_norm,
+    tower_context,
+)
+from npu_runner.models.vision.resampled_table import ResampledTable, bilinear
+from npu_runner.models.vision.tower import Tower
+
+_PROJECTOR_EPS = 1e-5
+
+
+class SiglipTower(Tower):
+    def __init__(self, config: VisionConfig, context: LayerContext):
+        super().__init__(config, context, patch_bias=True, block=_block, merger=_projector)
+        context = tower_context(config, context)
+        self.position_embedding = ResampledTable(config.num_position_embeddings, config.hidden_size, bilinear, context)
+        self.post_layernorm = layer_norm(context, config.norm_eps)(config.hidden_size)
+
+    def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
+                places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Main embeddings (M, D), and no deepstack level. Arguments as in the other towers."""
+        places_P2, taps_1P4, weights_1P4, cos_SQ, sin_SQ = places
+        x_PC = self.position_embedding(self.patch_embed(patches_PX), taps_1P4, weights_1P4)
+        cos_PH, sin_PH = self.rotation(places_P2, cos_SQ, sin_SQ)
+        plan = self.whole_images(grids, x_PC.device)
+        update_PC: Tensor | None = None
+        for block in self.blocks:
+            x_PC, update_PC = block(x_PC, update_PC, cos_PH, sin_PH, plan)
+        return self.merger(self.post_layernorm.add_forward(update_PC, x_PC)[0]), []
+
+    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Patches' rows and columns (P, 2), places and weights in the learned grid (1, P, 4); cos, sin (side, Q).
+        int32 and float32."""
+        merge = self.config.spatial_merge_size
+        places_P2 = np.concatenate([block_order(*grid, merge) for grid in grids])
+        return [places_P2, *self.position_embedding.places(grids, merge), *self.turns(grids)]
+
+
+def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
+    size = config.hidden_size
+    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, ("fc1", "fc2"), context)
+    attention = VisionAttention(config, context, qkv_names=("q_proj", "k_proj", "v_proj"))
+    return TowerBlock(config, layer_norm(context, config.norm_eps), mlp, context, attention)
+
+
+def _projector(config: VisionConfig, context: LayerContext) -> PatchMerger:
+    return PatchMerger(config, layer_norm(context, _PROJECTOR_EPS), ("linear_1", "linear_2"), context)
