@@ -13,7 +13,7 @@ from types import EllipsisType
 import torch
 
 from npu_runner.checkpoint.lora import Adapter, Change
-from npu_runner.checkpoint.weights_reader import WeightsReader
+from npu_runner.checkpoint.weights_reader import WeightsReader, renamed_tensor
 from npu_runner.errors import WeightsError
 
 _ROWS_AT_ONCE = 2048
@@ -114,8 +114,8 @@ class AdaptedReader(WeightsReader):
     def _find(self, name: str, renamed: Mapping[str, str]) -> str | None:
         """The checkpoint's name of what the adapter calls `name`: the same, or with another beginning."""
         names = self._base.names
-        pairs = [*renamed.items(), *((theirs, ours) for ours, theirs in renamed.items() if theirs)]
-        candidates = [name, *(new + name.removeprefix(old) for old, new in pairs if name.startswith(old))]
+        from_theirs = {theirs: ours for ours, theirs in renamed.items() if theirs}
+        candidates = [name, renamed_tensor(name, renamed), renamed_tensor(name, from_theirs)]
         found = next((each for each in candidates if each in names), None)
         if found is None and name.endswith(_HEAD):
             self._head_of = next((each for each in sorted(names) if each.endswith(_EMBEDDING)), None)

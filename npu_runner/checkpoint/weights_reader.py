@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import EllipsisType, TracebackType
@@ -177,3 +179,18 @@ def _file_names(path: Path) -> list[str]:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def renamed_tensor(name: str, renamed: Mapping[str, str]) -> str:
+    """The checkpoint's name of a tensor. `renamed`: how names begin there, by how they begin here; the first that fits
+    counts, and a `*` in both is the number of a layer."""
+    for ours, theirs in renamed.items():
+        found = _beginning(ours).match(name)
+        if found is not None:
+            return theirs.replace("*", found[1] if found.lastindex else "*") + name[found.end():]
+    return name
+
+
+@cache
+def _beginning(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 
 import torch
 from torch import nn
 
-from npu_runner.checkpoint.weights_reader import WeightsReader
+from npu_runner.checkpoint.weights_reader import WeightsReader, renamed_tensor
 from npu_runner.errors import WeightsError
 from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.parallel import WeightPart
@@ -39,8 +37,9 @@ def load_weights(model: nn.Module, reader: WeightsReader, *, ignored: tuple[str,
     """
     for name, module in model.named_modules():
         if isinstance(module, ExpertWeights):
-            module.match_checkpoint(_renamed(name.removesuffix("experts"), renamed or {}), reader.names, reader.shape)
-    wanted = [(parameter, dataclasses.replace(part, name=_renamed(part.name, renamed or {})))
+            found = renamed_tensor(name.removesuffix("experts"), renamed or {})
+            module.match_checkpoint(found, reader.names, reader.shape)
+    wanted = [(parameter, dataclasses.replace(part, name=renamed_tensor(part.name, renamed or {})))
               for parameter, part in _wanted(model)]
     left_out = {name for name in reader.names if name.startswith(ignored_prefixes)}
     if left_out:
@@ -56,19 +55,6 @@ def load_weights(model: nn.Module, reader: WeightsReader, *, ignored: tuple[str,
             target.add_(part.offset)
     _weights_are_loaded(model)
     return num_bytes
-
-
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
-    for ours, theirs in renamed.items():
-        found = _beginning(ours).match(name)
-        if found is not None:
-            return theirs.replace("*", found[1] if found.lastindex else "*") + name[found.end():]
-    return name
-
-
-@cache
-def _beginning(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
 
 
 def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -21,6 +21,7 @@ FLAT = {**npu_runner.config.flat_fields(RunnerConfig), **npu_runner.config.flat_
 
 
 @pytest.mark.parametrize("given", [
+    {"quantization": "awq"}, {"quantization": "compressed-tensors"},
     {"trust_remote_code": False, "quantization": None, "disable_log_stats": True, "load_format": "auto"},
     {"tokenizer": "folder/model", "tokenizer_mode": "auto", "skip_tokenizer_init": False, "cpu_offload_gb": 0.0},
     {"max_logprobs": 20, "task": None, "mm_processor_kwargs": None, "pipeline_parallel_size": 1, "swap_space": 0},
@@ -37,7 +38,8 @@ def test_what_asks_for_nothing_is_left_out(given: dict[str, Any]) -> None:
     ({"kv_cache_bytes": "64M", "vision_cache_bytes": "1K"}, {"kv_cache_bytes": 64 << 20, "vision_cache_bytes": 1024}),
     ({"dtype": "half"}, {"dtype": "float16"}), ({"dtype": "float"}, {"dtype": "float32"}),
     ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}), ({"load_format": "dummy"}, {"load_format": "dummy"}),
-    ({"task": "embed"}, {"runner": "pooling"}), ({"task": "generate"}, {"runner": "generate"}),
+    ({"task": "embedding"}, {"task": "embed"}), ({"task": "score"}, {"task": "score"}),
+    ({"task": "generate"}, {"runner": "generate"}), ({"quantization": "int8"}, {"quantization": "int8"}),
     ({"mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 9999, "fps": 1}},
      {"image_min_pixels": 784, "image_max_pixels": 9999, "video_fps": 1}),
     ({"mm_processor_kwargs": {"num_frames": 8, "max_frames": None}}, {"video_num_frames": 8}),
@@ -53,12 +55,12 @@ def test_what_means_the_same_is_ours(given: dict[str, Any], ours: dict[str, Any]
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"quantization": "awq"}, "quantization='awq' is not served: quantised weights"),
+    ({"quantization": "fp8"}, "quantization: 'fp8' is not one of auto, int8"),
     ({"tokenizer": "other/model"}, "tokenizer='other/model' is not served: the tokenizer is the checkpoint's"),
     ({"max_logprobs": 100}, "max_logprobs=100 is not served: a request may ask for 20 at most"),
     ({"pipeline_parallel_size": 2}, "use tensor_parallel_size"),
     ({"pipeline_parallel_size": True}, "use tensor_parallel_size"),
-    ({"task": "score"}, "task='score' is not served: runner is generate or pooling"),
+    ({"task": "reward"}, "task: 'reward' is not one of auto, embed, score"),
     ({"limit_mm_per_prompt": {"image": {"count": 1, "width": 9}}}, "the largest image is measured"),
     ({"mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs.size: not supported; fps, num_frames"),
     ({"gpu_memory_utilization": 0.5, "memory_utilization": 0.6}, "memory_utilization says the same"),

@@ -86,7 +86,8 @@ class World:
         length = length or self.rng.randint(len(prompt.token_ids) + 1, MAX_LEN)
         # Some end where the scheduler knows it, others, as by a stop string, where it does not.
         most = length if self.rng.random() < 0.5 else MAX_LEN
-        sequence = Sequence(self.num_added, self.num_added, str(self.num_added), 0, prompt, SamplingParams(), 0, most)
+        sequence = Sequence(self.num_added, self.num_added, str(self.num_added), 0, prompt, SamplingParams(), 0,
+                            max_num_tokens=most)
         self.num_added += 1
         self.live[sequence.seq_id] = sequence
         self.wanted_lens[sequence.seq_id] = length

@@ -23,7 +23,7 @@ from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, text_
 Parse = Callable[[Any], PromptTask | PromptInputs]
 """Raises RequestError for an item that is no prompt."""
 _UNSERVED: dict[str, tuple[Any, str]] = {
-    "lora_request": (None, "merge the adapter into the checkpoint"),
+    "lora_request": (None, "LLM(lora=PATH) merges one adapter for all requests"),
     "priority": (None, "requests are served in their order"),
     "tokenization_kwargs": (None, "SamplingParams have truncate_prompt_tokens"),
     "chat_template_content_format": ("auto", "the template itself says what it takes"),
