@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -45,6 +46,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: where several processes share the files, none has one left to do alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Builds the emulated CANN before the first test, not within it. In a new checkout on a busy machine that takes
+    minutes, which would be the time of the test that comes first. Where it cannot be built, each of the tests says so.
+    """
+    if session.config.option.collectonly or not any(item.get_closest_marker("npu") for item in session.items):
+        return
+    from tests.cann.environment import has_real_cann
+    from tests.cann.setup_site import BuildError, setup
+
+    if not has_real_cann():
+        with contextlib.suppress(BuildError):
+            setup()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -136,7 +136,8 @@ FAMILIES: dict[str, Family] = {
                 "image_size": 70, "patch_size": 14, "depth": None, "num_heads": None, "out_hidden_size": None,
                 "num_position_embeddings": None},
         image_processor="PaddleOCRVLImageProcessor", images={"temporal_patch_size": 1}, fast=(GRAPHS,),
-        ranks={"use_bias": True, "num_hidden_layers": 2}, npu=({"use_bias": True, **_TWO_LAYERS},),
+        ranks={"use_bias": True, "num_hidden_layers": 2},
+        npu=({"use_bias": True, "vision": {"hidden_size": 144, "num_hidden_layers": 2}, **_TWO_LAYERS},),  # heads of 72
         variants={
             "tied, biases, heads wider than the hidden size": {
                 "tie_word_embeddings": True, "use_bias": True, "head_dim": 32, "rope_parameters": {

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from npu_runner.checkpoint.files import require_json, resolve_checkpoint
 from npu_runner.errors import ConfigError
@@ -40,8 +41,19 @@ def checkpoint_folder(model: str, revision: str | None) -> Iterator[Path]:
 
 def _fill(folder: Path, file: Path) -> None:
     shutil.copy(file, folder / "config.json")
-    vision = require_json(folder, "config.json").get("vision_config")
+    config = require_json(folder, "config.json")
+    vision = config.get("vision_config")
     if isinstance(vision, dict):
-        sizes = {"patch_size": vision.get("patch_size", 16), "merge_size": vision.get("spatial_merge_size", 2),
-                 "temporal_patch_size": vision.get("temporal_patch_size", 2), "size": _LARGEST_IMAGE}
+        sizes = {"merge_size": vision.get("spatial_merge_size", 2), **_patches(str(config.get("model_type")), vision),
+                 "size": _LARGEST_IMAGE}
         (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
+
+
+def _patches(model_type: str, vision: dict[str, Any]) -> dict[str, Any]:
+    """Side and frames of a patch. A family whose towers take one frame may have any number of frames in its file."""
+    from npu_runner.strategies import strategy_of  # imports torch where there is a family of that name
+
+    strategy = strategy_of(model_type)
+    if strategy is not None and strategy.image_defaults.temporal_patch_size == 1:
+        return {"patch_size": vision.get("patch_size", strategy.image_defaults.patch_size), "temporal_patch_size": 1}
+    return {"patch_size": vision.get("patch_size", 16), "temporal_patch_size": vision.get("temporal_patch_size", 2)}

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM
+from npu_runner.cli.main import main
 from npu_runner.errors import ModelError, RequestError, WeightsError
 from npu_runner.strategies import pick_strategy
 from tests.core.test_config import spoiled
@@ -131,6 +132,18 @@ def test_published_prompts_are_those_of_transformers(checkpoint: Any, tmp_path: 
             text = text.replace("<|image_pad|>", count * "<|image_pad|>")
             assert prompts[-1].token_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
         assert_equals_reference(path, llm, prompts, [[image]] * len(TASKS))
+
+
+def test_a_bare_published_config_is_looked_at(checkpoint: Any, tmp_path: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tower's temporal_patch_size is 2, and its images have one frame."""
+    bare = as_published(checkpoint("paddleocr_vl"), tmp_path) / "config.json"
+    assert main(["models", str(bare)]) == 0
+    assert main(["doctor", "--fits", str(bare), "--device-memory", "4G", "--platform", "npu"]) == 0
+    said = capsys.readouterr().out
+    assert "served as paddleocr_vl" in said
+    assert "text and images in, text out" in said
+    assert "fits: the KV cache holds" in said
 
 
 def test_an_image_outside_the_limits_fails_its_row_alone(checkpoint: Any, platform_name: str) -> None:
