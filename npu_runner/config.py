@@ -214,8 +214,12 @@ class RunnerConfig:
     revision: str | None = None
     """Branch, tag or commit where the model is a hub id."""
     runner: str = one_of("auto", "generate", "pooling")
-    """generate answers with text, pooling with vectors (/v1/embeddings, LLM.embed). auto: pooling where the
-    checkpoint's modules.json (sentence-transformers) says so, else generate."""
+    """generate answers with text, pooling with numbers (see task). auto: pooling where the checkpoint's modules.json
+    (sentence-transformers) or task says so, else generate."""
+    task: str = one_of("auto", "embed", "score")
+    """What runner pooling makes of a prompt: embed, a vector (/v1/embeddings, LLM.embed); score, how well a document
+    answers a query, as the logit of yes less that of no (/v1/score, /v1/rerank, LLM.score). auto: as modules.json says,
+    else embed."""
     platform: str = "auto"
     """npu, cuda, cpu, or the name of an installed package's; auto takes the usable one of highest priority (ours: in
     that order), and is an error where devices are there and cannot be used."""
@@ -247,6 +251,8 @@ class RunnerConfig:
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", _DTYPE_NAMES.get(dtype, dtype))
         check_choices(self)
+        if self.runner == "generate" and self.task != "auto":
+            raise ConfigError(f"task {self.task}: runner generate answers with text; leave runner at auto, or task")
         _check_positive(self, "max_model_len")
 
     @classmethod

@@ -36,17 +36,19 @@ class RequestError(NpuRunnerError):
     """One request cannot be served, by the caller's fault. Other requests are not affected.
 
     `code` is a short machine-readable name (`image_too_large`), `param` the offending field if there is one. Both are
-    shortened, because they may repeat a megabyte of the request.
+    shortened, because they may repeat a megabyte of the request. `prompt_index`: which of several prompts it is about.
     """
 
-    def __init__(self, message: str, code: str = "invalid_request", param: str | None = None):
+    def __init__(self, message: str, code: str = "invalid_request", param: str | None = None,
+                 prompt_index: int | None = None):
         self.message = _shortened(message, _MAX_MESSAGE_CHARS)
         self.code = code
         self.param = None if param is None else _shortened(param, _MAX_PARAM_CHARS)
+        self.prompt_index = prompt_index
         super().__init__(self.message)
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, str | None]]:
-        return type(self), (self.message, self.code, self.param)  # crosses process borders whole
+    def __reduce__(self) -> tuple[type, tuple[str, str, str | None, int | None]]:
+        return type(self), (self.message, self.code, self.param, self.prompt_index)  # crosses process borders whole
 
 
 class StepError(NpuRunnerError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from itertools import islice, repeat
 from math import inf
 from pathlib import Path
@@ -20,11 +21,12 @@ from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import plain_number
 from npu_runner.prompts.text.tokenizer import transformers_tokenizer
-from npu_runner.request.limits import shown
-from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput
+from npu_runner.request.limits import plain_template_kwargs, shown
+from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
@@ -44,7 +46,7 @@ from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.calls.unsaid_limit import UnsaidLimit
 from npu_runner.serving.calls.vllm_settings import own_settings
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
-from npu_runner.serving.workers.prompt_tasks import PromptTask
+from npu_runner.serving.workers.prompt_tasks import PromptTask, pair_task
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -58,10 +60,13 @@ Conversation = Sequence[Mapping[str, Any]]
 image_url; video parts {"type": "video", "video": bytes or address} or vLLM's video_url."""
 Embedded = Prompt | Conversation
 Bar = bool | Callable[..., Any] | None
+Sided = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
+"""A query or a document, or several: text, or vLLM's {"content": parts} with parts as in a conversation."""
 Params = SamplingParams | Iterable[SamplingParams] | None
 PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
 Results = Iterator[tuple[int, RequestOutput]]
 EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
+ScoringResults = Iterator[tuple[int, ScoringRequestOutput]]
 _AnyParams = SamplingParams | PoolingParams
 _NO_MORE = object()
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
@@ -224,7 +229,7 @@ class LLM:
         """
         is_one = _is_one_prompt(prompts) or is_conversation(prompts)
         items: Iterable[Any] = [prompts] if is_one else prompts  # type: ignore[list-item,assignment]
-        self.processor.check_runner("pooling")
+        self.processor.check_task("embed")
         asked = checked_options("embed", options, ChatOptions)
         rules = self._media_rules(asked.pop("allowed_media_dir", None))
         given = PoolingParams() if pooling_params is None else pooling_params
@@ -233,6 +238,45 @@ class LLM:
         if isinstance(results, list):
             return [EmbeddingRequestOutput.of(output) for output in results]
         return ((index, EmbeddingRequestOutput.of(output)) for index, output in results)
+
+    @overload
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
+              pooling_params: PoolingParams | None = None, instruction: str | None = None,
+              chat_template_kwargs: Mapping[str, Any] | None = None,
+              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
+              stream_results: Literal[False] = False, return_errors: bool = False) -> list[ScoringRequestOutput]: ...
+    @overload
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
+              pooling_params: PoolingParams | None = None, instruction: str | None = None,
+              chat_template_kwargs: Mapping[str, Any] | None = None,
+              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
+              stream_results: Literal[True], return_errors: bool = False) -> ScoringResults: ...
+    def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
+              pooling_params: PoolingParams | None = None, instruction: str | None = None,
+              chat_template_kwargs: Mapping[str, Any] | None = None,
+              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
+              stream_results: bool = False, return_errors: bool = False
+              ) -> list[ScoringRequestOutput] | ScoringResults:
+        """How well each document of `data_2` answers its query in `data_1`, of a model that was loaded for that
+        (setting `task`). One query serves all documents.
+
+        `instruction` says what is looked for; without one the checkpoint's own counts. `pooling_params`:
+        `use_activation` False gives differences of logits instead of their sigmoids, `truncate_prompt_tokens` leaves
+        out the end of a longer document. Everything else is as in `chat`.
+        """
+        self.processor.check_task("score")
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise RequestError(f"pooling_params: one PoolingParams is needed, not {type(params).__name__}",
+                               "invalid_type", "pooling_params")
+        rules, has_vision = self._media_rules(allowed_media_dir), self.processor.has_vision
+        options = {"instruction": instruction, "mm_processor_kwargs": mm_processor_kwargs,
+                   "chat_template_kwargs": plain_template_kwargs(dict(chat_template_kwargs or {}))}
+        results = self._run(pairs_of(data_1, data_2), params,
+                            lambda pair: pair_task(pair, rules, has_vision=has_vision, options=options),
+                            use_tqdm, stream_results, return_errors)
+        of = partial(ScoringRequestOutput.of, is_raw=params.use_activation is False)
+        return list(map(of, results)) if isinstance(results, list) else ((index, of(one)) for index, one in results)
 
     def stats(self) -> EngineStats:
         """Counters and gauges; of several replicas their sums, as they told last."""

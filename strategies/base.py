@@ -13,9 +13,9 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from npu_runner.checkpoint.config_reading import read_pooling
 from npu_runner.checkpoint.files import require_json
-from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig
+from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig, ScorePooling
+from npu_runner.checkpoint.pooling_files import read_pooling
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.errors import ModelError
@@ -24,6 +24,7 @@ from npu_runner.prompts.media.image_settings import read_image_settings
 from npu_runner.prompts.media.largest_image import largest_image
 from npu_runner.prompts.media.video_settings import VideoForm, read_video_settings
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
+from npu_runner.prompts.text.tokenizer import read_tokenizer
 from npu_runner.request.prompt_inputs import ImageInput
 
 # P patches, X values of a patch, M image tokens, D hidden size of the decoder
@@ -100,13 +101,18 @@ class LoadStrategy(ABC):
         """What config.json says. Raises ModelError for what it lacks, and for what the family would get wrong."""
 
     def pooling(self, config: RunnerConfig) -> PoolingConfig | None:
-        """How vectors are made of prompts; None: the checkpoint generates text. Raises ModelError for a way that is not
+        """What is made of prompts; None: the checkpoint generates text. Raises ModelError for a way that is not
         served."""
-        return read_pooling(self.path, config.runner)
+        return read_pooling(self.path, runner=config.runner, task=config.task,
+                            token_id=lambda token: read_tokenizer(self.path).token_to_id(token))
 
     def model_config_for(self, config: RunnerConfig) -> ModelConfig:
-        """The result of `read_config`, with pooling if `config` or the checkpoint requests vectors."""
-        return dataclasses.replace(self.read_config(), pooling=self.pooling(config))
+        """The result of `read_config`, with pooling if `config` or the checkpoint asks for it."""
+        pooling, read = self.pooling(config), self.read_config()
+        if isinstance(pooling, ScorePooling) and max(pooling.token_ids) >= read.vocab_size:
+            raise ModelError(f"{self.path}: scores are made of the tokens {pooling.token_ids}, the model has tokens "
+                             f"0 to {read.vocab_size - 1}; the files belong to different checkpoints")
+        return dataclasses.replace(read, pooling=pooling)
 
     def processor(self, config: RunnerConfig) -> ChatProcessor:
         """Chat messages and images to prompts; picklable, for worker processes."""

@@ -1,5 +1,5 @@
 """What families share in reading config.json: where fields stand, their defaults, and what must be refused. Beside it,
-generation_config.json (the sampling where a request says nothing) and the files of sentence-transformers (pooling).
+generation_config.json: the sampling where a request says nothing.
 
 Field meanings and defaults follow the configuration classes of Hugging Face transformers. Knows no family by name,
 nothing of tensors or devices.
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_runner.checkpoint.files import read_json, read_text, require_json
-from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, MoEConfig, PoolingConfig, RopeConfig
+from npu_runner.checkpoint.files import read_json, require_json
+from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.request.limits import shown
 from npu_runner.request.sampling_params import SamplingParams
@@ -292,77 +292,3 @@ def _check_default(name: str, ours: str, value: Any, path: Path) -> None:
 def _not_served(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {name: raw[name] for name, nothing in _NOT_SERVED.items()
             if raw.get(name) not in (None, [], {}, nothing)}
-
-
-# -- sentence-transformers: config.json cannot stand for its files, for an embedding model's is its base model's ---
-
-_MODULES_FILE = "modules.json"
-_LAST_TOKEN = "lasttoken"
-_MODE_PREFIX = "pooling_mode_"
-_INSTEAD = "; with runner generate it is served as a model that generates text"
-
-
-def read_pooling(folder: Path, runner: str) -> PoolingConfig | None:
-    """How vectors are made of the checkpoint in `folder`; None: it generates text.
-
-    `runner`: auto, generate or pooling. Raises ModelError for a modules.json that asks for what is not served.
-    """
-    if runner == "generate":
-        return None
-    modules = _pooling_modules(folder)
-    if modules is None:
-        return PoolingConfig(is_normalised=True) if runner == "pooling" else None
-    kinds = [kind for kind, _ in modules]
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise ModelError(f"{folder / _MODULES_FILE}: its modules are {', '.join(kinds) or 'none'}; served are "
-                         f"Transformer, Pooling and, if it is there, Normalize{_INSTEAD}")
-    _check_pooling_text(folder / modules[0][1])
-    _check_pooling_mode(folder / modules[1][1])
-    library = read_json(folder, "config_sentence_transformers.json") or {}
-    return PoolingConfig(is_normalised="Normalize" in kinds, dimensions=_vector_lengths(folder),
-                         default_prompt=library.get("default_prompt_name"))
-
-
-def _pooling_modules(folder: Path) -> list[tuple[str, str]] | None:
-    """(kind, folder) of each module; None without the file."""
-    text = read_text(folder, _MODULES_FILE)
-    if text is None:
-        return None
-    try:
-        modules = _as_list(json.loads(text))
-        # "sentence_transformers.models.Pooling", or where later releases keep it.
-        return [(str(module["type"]).rpartition(".")[2], str(module.get("path") or "")) for module in modules]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder / _MODULES_FILE}: is no list of modules ({type(error).__name__}: {error}); copy the "
-                         "file again from its source") from error
-
-
-def _as_list(modules: Any) -> list[Any]:
-    if not isinstance(modules, list):
-        raise ValueError(f"it is a JSON {type(modules).__name__}")
-    return modules
-
-
-def _check_pooling_text(folder: Path) -> None:
-    settings = read_json(folder, "sentence_bert_config.json") or {}
-    if settings.get("do_lower_case"):
-        raise ModelError(f"{folder / 'sentence_bert_config.json'}: do_lower_case is not served{_INSTEAD}")
-
-
-def _check_pooling_mode(folder: Path) -> None:
-    """One mode as a word, or a switch for each."""
-    config = require_json(folder, "config.json")
-    modes = [name.removeprefix(_MODE_PREFIX) for name, value in config.items()
-             if name.startswith(_MODE_PREFIX) and value is True]
-    if "pooling_mode" in config:
-        given = config["pooling_mode"]
-        modes = [str(mode) for mode in (given if isinstance(given, list) else [given])]
-    if modes != [_LAST_TOKEN]:
-        raise ModelError(f"{folder / 'config.json'}: pooling by {', '.join(modes) or 'nothing'} is not served; the "
-                         f"last token's state ({_LAST_TOKEN}) is{_INSTEAD}")
-
-
-def _vector_lengths(folder: Path) -> tuple[int, ...] | None:
-    """The lengths that vectors may be cut to, where config.json names them."""
-    named = require_json(folder, "config.json").get("matryoshka_dimensions")
-    return tuple(int(size) for size in named) if isinstance(named, list) and named else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ PROMPT_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-"""All that a ChatProcessor may read."""
+"""All that a ChatProcessor may read, but for what it needs of pairs."""
 
 
 def resolve_checkpoint(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
@@ -124,9 +124,9 @@ def require_json(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def file_digests(folder: Path) -> dict[str, str | None]:
-    """One for each of PROMPT_FILES; None: missing or unreadable. 11 MB, as a tokenizer has them, take 30 ms."""
-    return {name: _digest_of(folder / name) for name in PROMPT_FILES}
+def file_digests(folder: Path, names: Iterable[str] = PROMPT_FILES) -> dict[str, str | None]:
+    """One for each file; None: missing or unreadable. 11 MB, as a tokenizer has them, take 30 ms."""
+    return {name: _digest_of(folder / name) for name in names}
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str | None]:
@@ -136,7 +136,7 @@ def package_versions(packages: Sequence[str]) -> dict[str, str | None]:
 
 def refuse_changes(folder: Path, digests: Mapping[str, str | None], versions: Mapping[str, str | None]) -> None:
     """Raises JobError unless files and packages are what they were when these digests and versions were taken."""
-    files, packages = file_digests(folder), package_versions(list(versions))
+    files, packages = file_digests(folder, digests), package_versions(list(versions))
     changed = [name for name in digests if files[name] != digests[name]]
     changed += [f"the package {name}" for name in versions if packages[name] != versions[name]]
     if changed:

@@ -5,8 +5,9 @@ Strategies fill these in from config.json (config_reading.py has what families s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +100,35 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolingConfig:
-    """How one vector is made of a prompt: the last token's final hidden state, in float32."""
+class PoolingConfig(ABC):
+    """What a model makes of a prompt instead of text: a few float32 numbers, of its last token's final hidden state.
+
+    A subclass is a kind of head. Its files are read in checkpoint/pooling_files.py. If the head has weights, it is a
+    module of layers/pooling_heads.py, which `models.decoder.output_head` builds in the place of the output head: the
+    network's `compute_logits` then takes hidden states (B, D) and returns the numbers (B, `num_values`), float32, on
+    every rank. runner/pooling_step.py brings them to the host, and `CompletionOutput.pooled` has one prompt's.
+    """
+
+    task: ClassVar[str]
+    """What the rows of an endpoint ask for (`RowBody.task`), and the setting `task`."""
+    has_head: ClassVar[bool] = True
+    """False: the numbers are the hidden state itself."""
+
+    @abstractmethod
+    def num_values(self, hidden_size: int) -> int:
+        """How many numbers a prompt has, where its request does not ask for fewer."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """For the manifest of an output: another description is another output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorPooling(PoolingConfig):
+    """A vector: the hidden state itself, cut and normalised."""
+
+    task: ClassVar[str] = "embed"
+    has_head: ClassVar[bool] = False
 
     is_normalised: bool
     """To length 1 (L2)."""
@@ -109,8 +137,50 @@ class PoolingConfig:
     default_prompt: str | None = None
     """Name of the text that sentence-transformers puts before every text by default; it is not added here."""
 
+    def num_values(self, hidden_size: int) -> int:
+        return hidden_size
+
     def describe(self) -> str:
         return "last token, normalised" if self.is_normalised else "last token, not normalised"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSettings:
+    """What a checkpoint's files say of prompts of a query and a document."""
+
+    is_saved: bool = False
+    """They were saved with the checkpoint: then its template is made for pairs, though it may not name them."""
+    template_name: str | None = None
+    """Of several chat templates; None: the default one."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the template."""
+    add_generation_prompt: bool = True
+    instruction: str | None = None
+    """What the template is told where a request does not say what is looked for; None: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorePooling(PoolingConfig):
+    """The logit of a token (yes) less the logit of another (no): how well a document answers a query."""
+
+    task: ClassVar[str] = "score"
+
+    true_token_id: int
+    false_token_id: int | None = None
+    """None: nothing is taken off."""
+    pairs: PairSettings = PairSettings()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Those whose rows of the output head are needed."""
+        return (self.true_token_id,) if self.false_token_id is None else (self.true_token_id, self.false_token_id)
+
+    def num_values(self, hidden_size: int) -> int:
+        return 1
+
+    def describe(self) -> str:
+        less = "" if self.false_token_id is None else f" less token {self.false_token_id}"
+        return f"score: logit of token {self.true_token_id}{less}, last token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +214,7 @@ class ModelConfig:
     """A hash of what config.json says of the language model: a family's layers may read more of it than stands here.
     Kept graphs are told apart by it."""
     pooling: PoolingConfig | None = None
-    """None: it generates text. Else it gives vectors, and has no output head."""
+    """None: it generates text. Else it gives a few numbers, and has no output head but a pooling head, or none."""
 
     @property
     def num_layers(self) -> int:

@@ -26,22 +26,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device_memory is None:
         raise ConfigError("--fits: how much memory a device has is not given; add --device-memory 64G")
     settings = given(arguments, RunnerConfig) | {"model": arguments.fits}
-    settings["platform"] = _with_devices().name if arguments.platform == AUTO else arguments.platform
+    settings["platform"] = platform_with_devices(arguments.platform, "--fits").name
     settings["graph_mode"] = (arguments.graph_mode or [AUTO])[0]
     (config,) = from_keywords(settings, RunnerConfig)
     platform = find_platform(config.platform)
-    if platform.visible_devices is None:
-        raise ConfigError(f"--fits: platform {platform.name} has no device with memory of its own; name another one")
     with checkpoint_folder(arguments.fits, config.revision) as folder:
         return _report(folder, config, platform, arguments.device_memory, as_json=arguments.json)
 
 
-def _with_devices() -> Platform:
-    """Of those with devices, the one that auto tries first; this host may have none."""
-    return next(platform for platform in platforms() if platform.visible_devices is not None)
+def platform_with_devices(name: str, option: str) -> Platform:
+    """The platform `name`; auto: of those with devices the one that a start tries first. This host may have none.
+
+    Raises ConfigError, which names `option`, for a platform whose devices have no memory of their own.
+    """
+    if name == AUTO:
+        return next(platform for platform in platforms() if platform.visible_devices is not None)
+    platform = find_platform(name)
+    if platform.visible_devices is None:
+        raise ConfigError(f"{option}: platform {platform.name} has no device with memory of its own; name another one")
+    return platform
 
 
-def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int, *, as_json: bool) -> int:
+def estimate(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int) -> tuple[Estimate, list[str]]:
+    """What the model takes of each device; and what would help where it does not fit, as options."""
     # Imported here: these import torch.
     from npu_runner.runner.estimate import estimate_memory, fewest_ranks, longest_length
     from npu_runner.strategies import pick_strategy
@@ -55,6 +62,11 @@ def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes
         remedies += [f"--tensor-parallel-size {ranks}"] if ranks else []
         length = longest_length(found)
         remedies += [f"--max-model-len {length}"] if length else []
+    return found, remedies
+
+
+def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int, *, as_json: bool) -> int:
+    found, remedies = estimate(folder, config, platform, device_bytes)
     if as_json:
         print(json.dumps({"fits": found.fits, **as_values(found), "problem": found.problem, "remedies": remedies}))
     else:

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 from npu_runner import __version__
 from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.job.options import BatchOptions
+from npu_runner.cli.check import add_check_arguments
+from npu_runner.cli.check import run as run_check
 from npu_runner.cli.doctor_options import add_doctor_arguments, refuse_without_fits
 from npu_runner.cli.generate import answer_question
 from npu_runner.cli.options import add_options, add_some_options, given
@@ -105,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"npu-runner {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_batch(commands)
+    _add_check(commands)
     _add_generate(commands)
     _add_summary(commands)
     _add_report(commands)
@@ -125,6 +128,19 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_options(parser, BatchOptions, "job")
     _add_model_options(parser)
     parser.set_defaults(run=_batch)
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="what a job over an input would bring",
+        description="Prepares every row as a job does, without weights, and says which would fail and how large the "
+        "others are. Exit status 0: every row would be served, 3: some would fail, 1: the model does not fit.",
+        allow_abbrev=False,
+    )
+    add_check_arguments(parser)
+    _add_model_options(parser)
+    parser.set_defaults(run=_check)
 
 
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -229,6 +245,12 @@ def _batch(arguments: argparse.Namespace) -> int:
     from npu_runner.batch.job.run import run_batch
 
     return run_batch(config, options).exit_status
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    (config,) = from_keywords(given(arguments, RunnerConfig), RunnerConfig)
+    _say_who_answers(config)
+    return run_check(arguments)
 
 
 def _summary(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from npu_runner.strategies import LoadStrategy
 
 _COLUMNS = ("model_type", "images", "videos", "ranks", "prefix_cache", "decode_graphs", "strategy")
+_MAKES = {"generate": "text", "embed": "vectors (/v1/embeddings)", "score": "scores (/v1/score, /v1/rerank)"}
 OTHERS = "others"
 """What stands for all model types that only transformers knows."""
 
@@ -81,6 +82,7 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
     strategy = pick_strategy(folder)
     config = strategy.resolve_config(named.replace(model=str(folder)))
     model_config = strategy.model_config_for(config)
+    pooling = model_config.pooling
     facts = _facts(type(strategy)) | {"prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
     if not is_bare_config(named.model):
         no_videos = strategy.processor(config).why_no_videos
@@ -89,7 +91,7 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
     if Path(named.model).expanduser().is_dir():  # of a hub id only small files need be there
         with CheckpointReader(folder):
             pass
-    return {"model_type": model_config.model_type, "task": "generate" if model_config.pooling is None else "embed",
+    return {"model_type": model_config.model_type, "task": "generate" if pooling is None else pooling.task,
             "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
 
 
@@ -101,7 +103,7 @@ def as_line(found: dict[str, Any]) -> str:
     way = "through transformers, eagerly on one device, by" if found["through_transformers"] else "by"
     takes = ["text", *(kind for kind in ("images", "videos") if found[kind])]
     taken = " and ".join(filter(None, (", ".join(takes[:-1]), takes[-1])))
-    makes = "text" if found["task"] == "generate" else "vectors (/v1/embeddings)"
+    makes = _MAKES[found["task"]]
     why_no_videos = f"; no videos: {found['why_no_videos']}" if "why_no_videos" in found else ""
     return (f"{found['model']}: served as {found['model_type']}, {way} {found['strategy']}: {taken} in, {makes} out"
             f"{why_no_videos}")

@@ -5,17 +5,21 @@ step, and the prompts that it takes. Knows nothing of callers or of what runs.
 from __future__ import annotations
 
 import logging
+from typing import overload
 
-from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.checkpoint.model_config import ModelConfig, VectorPooling
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.state_snapshots import StateSnapshots, state_alignment
 from npu_runner.errors import RequestError
-from npu_runner.platforms import pick_platform
-from npu_runner.prompts.text.tokenizer import check_prompt_length
+from npu_runner.platforms import AUTO, find_platform, pick_platform
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.text.tokenizer import check_prompt_length, check_sampling_ids
+from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.runner.base import RunnerInfo
-from npu_runner.runner.settings import resolve_settings
+from npu_runner.runner.settings import Settings, resolve_settings
 from npu_runner.strategies import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -64,15 +68,44 @@ def scheduler_limits(info: RunnerInfo) -> SchedulerLimits:
 
 def warn_of_what_is_not_done(model_config: ModelConfig) -> None:
     """What the checkpoint's own files ask for beside the model."""
-    if model_config.pooling is not None and model_config.pooling.default_prompt is not None:
+    pooling = model_config.pooling
+    if isinstance(pooling, VectorPooling) and pooling.default_prompt is not None:
         logger.warning("the checkpoint's config_sentence_transformers.json puts its prompt %r before every text, which "
-                       "is not done here: write it into the texts that need it", model_config.pooling.default_prompt)
+                       "is not done here: write it into the texts that need it", pooling.default_prompt)
     if model_config.generation_not_served:
         logger.warning("the checkpoint's generation_config.json asks for what is not done here, answers may differ "
                        "from those it was made for: %s", model_config.generation_not_served)
 
 
-def check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len: int) -> None:
+def known_limits(checkpoint: OpenedCheckpoint) -> Settings:
+    """The settings of a start, as far as no memory decides them. A platform that is named need not be one of this host.
+
+    Raises ConfigError for settings that model or platform cannot do.
+    """
+    name = checkpoint.config.platform
+    platform = pick_platform(name) if name == AUTO else find_platform(name)
+    return resolve_settings(checkpoint.config, checkpoint.model_config, platform)
+
+
+@overload
+def check_request(prompt: PromptInputs, params: SamplingParams, processor: ChatProcessor, model_config: ModelConfig,
+                  max_model_len: int) -> SamplingParams: ...
+@overload
+def check_request(prompt: PromptInputs, params: PoolingParams, processor: ChatProcessor, model_config: ModelConfig,
+                  max_model_len: int) -> PoolingParams: ...
+def check_request(prompt: PromptInputs, params: SamplingParams | PoolingParams, processor: ChatProcessor,
+                  model_config: ModelConfig, max_model_len: int) -> SamplingParams | PoolingParams:
+    """`params` as they will be served. Raises RequestError when this cannot be."""
+    params = processor.resolve_params(params)
+    processor.check_length(prompt, params)
+    _check_prompt(prompt, model_config, max_model_len)
+    if isinstance(params, SamplingParams):
+        processor.check_thinking(prompt, params)
+        check_sampling_ids(params, model_config.vocab_size)
+    return params
+
+
+def _check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len: int) -> None:
     """Raises RequestError for a prompt that is empty or too long, or has token ids or images that the model cannot
     take."""
     length = len(prompt.token_ids)

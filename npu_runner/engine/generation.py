@@ -54,7 +54,7 @@ class Generation:
         params = sequence.params
         self.sequence = sequence
         self.logprobs = None if params.logprobs is None else LogprobsRecord(params.logprobs)
-        self.embedding: np.ndarray | None = None
+        self.pooled: np.ndarray | None = None
         self.finished: CompletionOutput | None = None
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(params, tokenizer)
@@ -133,11 +133,11 @@ class Generation:
             token_ids = token_ids[max(0, num_tokens - detection.longest_span) : num_tokens]
         return detection.is_repetition(token_ids)
 
-    def take_vector(self, vector_D: np.ndarray) -> End:
-        """Ends an embedding request with its vector."""
-        if not np.isfinite(vector_D).all():
+    def take_pooled(self, values_W: np.ndarray) -> End:
+        """Ends a prompt that is pooled with its W numbers."""
+        if not np.isfinite(values_W).all():
             return _NOT_A_NUMBER
-        self.embedding = vector_D
+        self.pooled = values_W
         return End("stop")
 
     def finish_text(self) -> str:

@@ -32,7 +32,6 @@ from npu_runner.engine.rule_room import RuleRoom
 from npu_runner.engine.unfinished_request import UnfinishedRequest
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.prompts.text.reasoning import SplitAnswer, split_answer
-from npu_runner.prompts.text.tokenizer import check_sampling_ids
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -87,8 +86,11 @@ class LLMEngine:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
         prompts = [prompt] if isinstance(prompt, PromptInputs) else list(prompt)
         if isinstance(params, PoolingParams):
-            for each in prompts:
-                self.check_request(each, params)
+            for index, each in enumerate(prompts):
+                try:
+                    self.check_request(each, params)
+                except RequestError as error:
+                    raise RequestError(error.message, error.code, error.param, prompt_index=index) from error
             self._add_poolings(request_id, prompts, params)
             return
         (only,) = prompts
@@ -219,8 +221,8 @@ class LLMEngine:
 
     def _book(self, batch: ScheduledBatch, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
         """What a step brings to those that still wait for it; in short, since it is done for every generated token."""
-        if output.vectors is not None:
-            self._book_vectors(sequences, output.vectors)
+        if output.pooled is not None:
+            self._book_pooled(sequences, output.pooled)
             return
         if output.prompt_scores:
             self._book_prompt_scores(sequences, output)
@@ -259,12 +261,12 @@ class LLMEngine:
                 record.put(place, records)
                 sequence.scores_prompt = not record.is_whole
 
-    def _book_vectors(self, sequences: list[Sequence | None], vectors: Mapping[int, np.ndarray]) -> None:
-        for row, vector_D in vectors.items():
+    def _book_pooled(self, sequences: list[Sequence | None], pooled: Mapping[int, np.ndarray]) -> None:
+        for row, values_W in pooled.items():
             sequence = sequences[row]
             if sequence is not None:
                 request, generation = self._requests[sequence.request_id], self._generation_of[sequence.seq_id]
-                end = generation.take_vector(vector_D)
+                end = generation.take_pooled(values_W)
                 if end.reason == "error" and self.scheduler.compute_apart(sequence):
                     continue
                 request.note_first_token()
@@ -296,7 +298,7 @@ class LLMEngine:
         generation.finished = CompletionOutput(
             index=sequence.index, text=answer.content, token_ids=token_ids, finish_reason=end.reason,
             stop_reason=end.stop_reason, error=end.error, error_code=end.code, reasoning_content=answer.reasoning,
-            num_reasoning_tokens=answer.num_reasoning_tokens, embedding=generation.embedding,
+            num_reasoning_tokens=answer.num_reasoning_tokens, pooled=generation.pooled,
             logprobs=None if record is None else record.finish(token_ids, self._token_text),
         )
         del self._generation_of[sequence.seq_id]
@@ -326,13 +328,7 @@ class LLMEngine:
     def check_request(self, prompt: PromptInputs,
                       params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
         """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
-        params = self.processor.resolve_params(params)
-        self.processor.check_length(prompt, params)
-        bounds.check_prompt(prompt, self.model_config, self.max_model_len)
-        if isinstance(params, SamplingParams):
-            self.processor.check_thinking(prompt, params)
-            check_sampling_ids(params, self.model_config.vocab_size)
-        return params
+        return bounds.check_request(prompt, params, self.processor, self.model_config, self.max_model_len)
 
     def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:
         if params.seed is not None:

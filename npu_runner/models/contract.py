@@ -8,7 +8,7 @@ from torch import Tensor
 
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
-# T tokens in the step, M image tokens, B rows that want logits, D hidden size, V vocabulary
+# T tokens in the step, M image tokens, B rows that want logits, D hidden size, V vocabulary, W numbers of a row
 
 
 @runtime_checkable
@@ -24,4 +24,4 @@ class LanguageModel(Protocol):
         """Final hidden states (T, D) of embedded tokens; `deepstack` comes with images only (models/decoder.py)."""
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
-        """(B, V)."""
+        """(B, V); of a model with a pooling head its numbers, (B, W) float32 (`PoolingConfig`)."""

@@ -13,10 +13,18 @@ from typing import ClassVar, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
+from npu_runner.checkpoint.model_config import (
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    ScorePooling,
+)
 from npu_runner.layers.linear import OutputHead, TokenEmbedding
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.layers.pooling_heads import TokenScoreHead
 from npu_runner.layers.rotary import RotaryTable
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.models.mixers.mlp import DecoderMLP, SparseMoE
@@ -115,9 +123,15 @@ class Decoder(nn.Module):
         return self.norm.add_forward(x_TD, residual_TD)[0]
 
 
-def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext) -> OutputHead | None:
-    """None where vectors are pooled: no logits are computed, and such checkpoints have no weights for them."""
-    if config.pooling is not None:
+def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext, *, place: str) -> nn.Module | None:
+    """What `compute_logits` calls: the output head, or a head that pools; None where hidden states are pooled as they
+    are. `place`: the decoder's name in the network."""
+    pooling = config.pooling
+    if isinstance(pooling, ScorePooling):
+        rows = f"{place}.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        return TokenScoreHead(rows, config.vocab_size, config.hidden_size, pooling.token_ids, context)
+    if pooling is not None:
+        assert not pooling.has_head, f"{type(pooling).__name__} has a head, and none is built for it"
         return None
     return OutputHead("lm_head", config.vocab_size, config.hidden_size, context,
                       tied_to=decoder.embed_tokens if config.tie_word_embeddings else None)
@@ -129,7 +143,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext, layer: MakeLayer):
         super().__init__()
         self.model = Decoder(config, num_positions, context, layer)
-        self.lm_head = output_head(config, self.model, context)
+        self.lm_head = output_head(config, self.model, context, place="model")
 
     @property
     def decoder(self) -> Decoder:
@@ -144,8 +158,8 @@ class CausalLM(nn.Module):
         return self.decoder(x_TD, positions, metadata, deepstack)
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
-        assert self.lm_head is not None, "a model that pools vectors has no logits"
-        return self.lm_head(hidden_BD)
+        assert self.lm_head is not None, "vectors are hidden states: nothing is computed of them"
+        return self.lm_head(hidden_BD)  # type: ignore[no-any-return]
 
 
 class _Body(nn.Module):
@@ -164,7 +178,7 @@ class VisionLanguageModel(CausalLM):
                  layer: MakeLayer):
         nn.Module.__init__(self)
         self.model = _Body(config, tower, num_positions, context, layer)
-        self.lm_head = output_head(config, self.decoder, context)
+        self.lm_head = output_head(config, self.decoder, context, place="model.language_model")
 
     @property
     def decoder(self) -> Decoder:

@@ -19,8 +19,15 @@ import tokenizers
 from PIL import Image
 from tokenizers import Tokenizer
 
-from npu_runner.checkpoint.files import file_digests, model_folder, package_versions, refuse_changes, require_json
-from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig
+from npu_runner.checkpoint.files import (
+    PROMPT_FILES,
+    file_digests,
+    model_folder,
+    package_versions,
+    refuse_changes,
+    require_json,
+)
+from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig, ScorePooling
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
@@ -28,7 +35,9 @@ from npu_runner.prompts.media.image_settings import ImageSettings, read_image_se
 from npu_runner.prompts.media.largest_image import largest_image
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
-from npu_runner.prompts.prompt_forms import plain_ids
+from npu_runner.prompts.pair_prompts import PairPrompts, pair_files, read_pair_template
+from npu_runner.prompts.prompt_forms import checked_ids, plain_ids
+from npu_runner.prompts.tasks import GENERATE, check_pooling_params, task_of, wrong_task
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
 from npu_runner.prompts.text.chat_template import ChatTemplate, read_chat_template
 from npu_runner.prompts.text.control_tokens import ControlTokens
@@ -68,7 +77,7 @@ class ProcessorSettings(PromptConfig):
     uses_mrope: bool | None = None
     """None: as the checkpoint's config says."""
     pooling: PoolingConfig | None = None
-    """Prompts are for vectors, made so."""
+    """What is made of prompts; None: text."""
 
     def of_videos(self) -> dict[str, float | int | None]:
         return {"video_fps": self.video_fps, "video_max_frames": self.video_max_frames,
@@ -92,8 +101,9 @@ class ChatProcessor:
         self.pooling = settings.pooling
         self.max_logprobs = settings.max_logprobs_per_request
         folder = model_folder(model_path)
+        scores = settings.pooling if isinstance(settings.pooling, ScorePooling) else None
         # Before anything is read: what changes in between is another file to every worker.
-        self._file_digests = file_digests(folder)
+        self._file_digests = file_digests(folder, (*PROMPT_FILES, *(pair_files(scores.pairs) if scores else ())))
         config = require_json(folder, "config.json")
         self.tokenizer: Tokenizer = read_tokenizer(folder)
         self._special_tokens = read_special_tokens(folder)
@@ -112,7 +122,12 @@ class ChatProcessor:
                                                       max_pixels=settings.image_max_pixels)
         self._vision = self._vision_prompts(folder, config)
         self._package_versions = package_versions(["pillow", "tokenizers", *self._decoders()])
-        self._template = read_chat_template(folder, has_vision=self.has_vision, given=settings.chat_template)
+        self._template: ChatTemplate | None = None
+        if scores is None:
+            self._template = read_chat_template(folder, has_vision=self.has_vision, given=settings.chat_template)
+        else:
+            self._template = read_pair_template(folder, scores.pairs, config, self.tokenizer,
+                                                given=settings.chat_template)
         finds_reasoning = settings.reasoning_parser == "auto"
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if finds_reasoning else None
         """Answers to conversations are split at them; None: they stay as they are."""
@@ -123,6 +138,13 @@ class ChatProcessor:
         self._chat_of = lru_cache(maxsize=_KEPT_TEMPLATES)(self._chat_of_source)
         """Of a template that requests bring."""
         self._template_kwargs = self._kwargs_of_settings()
+        self.pairs: PairPrompts | None = None
+        """Makes prompts of a query and a document, where the model is loaded for scores."""
+        if scores is not None:
+            self.pairs = PairPrompts(chat=self._chat, vision=self._vision, text_length=self._text_length,
+                                     settings=scores.pairs, template_kwargs=self._template_kwargs,
+                                     max_images=settings.max_images_per_prompt,
+                                     limits=settings.limit_mm_per_prompt)
 
     def _chat_with(self, template: ChatTemplate | None) -> ChatPrompts:
         control = ControlTokens(self.tokenizer, template.literals() if template else (), self._vision_tokens,
@@ -305,19 +327,15 @@ class ChatProcessor:
             ids.append(token_id)
         return tuple(i for i in ids if i < model_config.vocab_size)  # the model cannot say the others
 
-    def check_runner(self, runner: str) -> None:
-        """Raises RequestError where a request is for text (`generate`) and the model gives vectors, or the other way
-        round (`pooling`)."""
-        if runner == "pooling" and self.pooling is None:
-            raise RequestError(
-                "the model generates text and was loaded for that: a vector needs a checkpoint whose modules.json says "
-                "how it is pooled, or runner pooling (--runner pooling)", "wrong_endpoint",
-            )  # fmt: skip
-        if runner == "generate" and self.pooling is not None:
-            raise RequestError(
-                "the model was loaded for vectors and generates no text: ask for embeddings (/v1/embeddings, "
-                "LLM.embed), or load it with runner generate (--runner generate)", "wrong_endpoint",
-            )  # fmt: skip
+    @property
+    def task(self) -> str:
+        """What the model is loaded for."""
+        return task_of(self.pooling)
+
+    def check_task(self, asked: str) -> None:
+        """Raises RequestError where a request is for something else than the model is loaded for."""
+        if asked != self.task:
+            raise wrong_task(self.task, asked)
 
     def check_rules(self, params: Iterable[object]) -> None:
         """Check the rules for answers of many requests, several at once; `resolve_params` finds what came of it."""
@@ -334,14 +352,13 @@ class ChatProcessor:
         called twice.
 
         Raises RequestError for token ids that the model lacks, and for more log probabilities than an answer may hold.
-        The same for a schema, expression or grammar that cannot be served or forces too long a text. `check_runner`
-        raises it for params that the model was not loaded for.
+        The same for a schema, expression or grammar that cannot be served or forces too long a text, and for params
+        that the model was not loaded for.
         """
         if isinstance(params, PoolingParams):
-            self.check_runner("pooling")
-            self._check_dimensions(params.dimensions)
+            check_pooling_params(params, self.pooling, self.hidden_size)
             return params
-        self.check_runner("generate")
+        self.check_task(GENERATE)
         check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
 
         def encode(text: str) -> list[int]:
@@ -355,17 +372,6 @@ class ChatProcessor:
             return params
         fitting = with_room(with_grammar(structured), encode, self._text_length)
         return params if fitting is structured else params.replace(structured_outputs=fitting)
-
-    def _check_dimensions(self, dimensions: int | None) -> None:
-        if dimensions is None or self.pooling is None:
-            return
-        served = self.pooling.dimensions
-        if served is not None and dimensions not in served:
-            message = f"dimensions: {dimensions} is none of those the checkpoint names, {', '.join(map(str, served))}"
-            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
-        if self.hidden_size is not None and dimensions > self.hidden_size:
-            message = f"dimensions: {dimensions} is more than the vector has, which is {self.hidden_size}"
-            raise RequestError(message, "invalid_pooling_parameter", "dimensions")
 
     def largest_image(self, max_tokens: int) -> ImageInput:
         """A grey image for memory profiling, with the most tokens that any image or pair of frames can get."""
@@ -394,6 +400,7 @@ class ChatProcessor:
             **({"limit_mm_per_prompt": dict(limits)} if (limits := self.settings.limit_mm_per_prompt) else {}),
             **({"decoders": decoders} if (decoders := self._decoders()) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
+            **({"pairs": self.pairs.identity()} if self.pairs is not None else {}),
             **({"reasoning_tokens": self.reasoning_tokens.to_json()} if self.reasoning_tokens else {}),
             **{name: value for name, value in self.settings.of_videos().items() if value is not None},
             # What auto comes to follows from the template.
@@ -411,23 +418,10 @@ class ChatProcessor:
             self._text_length.check([prompt], is_cut=is_cut)
             token_ids = self._chat.control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
         else:
-            token_ids = _checked_ids(plain_ids(prompt), self.tokenizer.get_vocab_size())
+            token_ids = checked_ids(plain_ids(prompt), self.tokenizer.get_vocab_size())
         if not token_ids:
             raise RequestError("prompt: it is empty", "empty_prompt", "prompt")
         return token_ids
-
-
-def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
-        raise RequestError(
-            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt"
-        )
-    for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError(
-                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
-            )
-    return list(prompt)
 
 
 def _read_again(

@@ -17,6 +17,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.images import FORMATS, exif_orientation, open_image
 from npu_runner.prompts.media.media import Media, MediaRules, resolve_media
 from npu_runner.prompts.media.videos import Video
+from npu_runner.prompts.pair_prompts import Side, parse_side
 from npu_runner.prompts.text.messages import Conversation, parse_messages
 
 
@@ -44,6 +45,16 @@ def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool,
     # A string of a class of its own may be one that no worker knows.
     conversation.messages = conversation.map_text(lambda role, text, is_part: str.__str__(text))
     return conversation
+
+
+def checked_pair(pair: tuple[Any, Any], names: tuple[str, str], rules: MediaRules, *,
+                 has_vision: bool) -> tuple[Side, Side]:
+    """A query and a document, their addresses not read yet. `names`: of the fields that errors name. Raises
+    RequestError for whatever can be seen without reading an address or decoding an image."""
+    resolved = resolve_media(pair, rules, names=names)
+    query, document = (parse_side(side, name, has_vision=has_vision)
+                       for side, name in zip(resolved, names, strict=True))
+    return query, document
 
 
 def sendable_images(images: Sequence[tuple[Any, str]], max_source_pixels: int) -> list[tuple[Any, str]]:

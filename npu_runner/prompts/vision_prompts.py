@@ -48,6 +48,10 @@ class Shown:
         return len(self.before) + self.image.num_tokens + len(self.after)
 
 
+Known = dict[tuple[bool, int], list[Shown]]
+"""Images and videos that are prepared: by whether it is a video, and the id of the object, which must live as long."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class VideoPrompts:
     """`start_id`, `end_id`: the tokens around each pair that has a timestamp; `video_token`: id and text of a video's
@@ -177,21 +181,22 @@ class VisionPrompts:
 
     def prompt(
         self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None,
-        asked: Asked,
+        asked: Asked, known: Known | None = None,
     ) -> PromptInputs:  # fmt: skip
-        """`seen`: as `in_order` gives them, `asked`: as `as_asked` does. `most_tokens`: keep the last; None: all."""
+        """`seen`: as `in_order` gives them, `asked`: as `as_asked` does. `most_tokens`: keep the last; None: all.
+        `known`: what other prompts of the same objects have prepared of them; it grows."""
         if most_tokens is not None and not seen:
             token_ids = token_ids[-most_tokens:]
-        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), asked))
+        known = {} if known is None else known
+        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), asked, known))
         if most_tokens is not None and len(prompt.token_ids) > most_tokens:
             raise not_cut(len(prompt.token_ids), most_tokens, "has images, and half of one is none")
         return prompt
 
     def _prepare(
-        self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, asked: Asked
+        self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, asked: Asked, known: Known
     ) -> list[list[Shown]]:
         """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
-        known: dict[tuple[bool, int], list[Shown]] = {}
         num_tokens = num_text_tokens
         self._text_length.check_tokens(num_tokens)
         keys = [(isinstance(item, Video), id(item.source if isinstance(item, Video) else item)) for item, _ in seen]

@@ -130,6 +130,11 @@ class Limits:
     """Bytes of what was built for rules of answers and is kept for rows to come."""
     max_embedding_inputs: int = 2048  # OpenAI's
     """Prompts of the `input` of a row for vectors."""
+    max_documents: int = 2048
+    """Documents of a row that is scored."""
+    max_pairs_bytes: int = GIB
+    """Bytes that a row's queries and documents take once they are prepared: of pixels, each image once, and 8 for each
+    token."""
     max_logprobs_per_request: int = 262_144
     """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities; and of its prompt, where it wants
     those, tokens x (prompt_logprobs + 1)."""

@@ -38,8 +38,8 @@ class CompletionOutput:
     """The model's reasoning; None: there is none, or it was not split off (`reasoning_parser`)."""
     num_reasoning_tokens: int = 0
     """Tokens of it, without the tags around it."""
-    embedding: np.ndarray | None = None
-    """float32 (D,), where the request was for a vector: then there is no text."""
+    pooled: np.ndarray | None = None
+    """float32 (W,), where the request was not for text: a vector's numbers, a score's one, ... (`PoolingConfig`)."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -89,7 +89,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request with all its completions, in index order; where it was for vectors, one for each prompt."""
+    """One finished request with all its completions, in index order; where they are pooled, one for each prompt."""
 
     request_id: str
     completions: list[CompletionOutput] = field(default_factory=list)
@@ -190,7 +190,7 @@ class EmbeddingRequestOutput:
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
         """Of a request for one vector."""
         (vector,) = output.completions
-        outputs = None if vector.embedding is None else EmbeddingOutput(vector.embedding)
+        outputs = None if vector.pooled is None else EmbeddingOutput(vector.pooled)
         return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, vector.error,
                    vector.error_code, output.prompt, output.prompt_token_ids, output.metrics)
 
@@ -200,6 +200,49 @@ class EmbeddingRequestOutput:
         if self.outputs is None:
             raise RequestError(self.error or "there is no vector", self.error_code or "no_vector")
         return self.outputs.embedding
+
+
+def score_of(difference: float, *, is_raw: bool = False) -> float:
+    """The score that a difference of logits stands for: its sigmoid, or with `is_raw` itself. As float32 has it."""
+    if is_raw:
+        return float(np.float32(difference))
+    with np.errstate(over="ignore"):
+        return float(np.float32(1.0 / (1.0 + np.exp(-np.float64(difference)))))
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """`score`: 0 to 1, or without `use_activation` the difference of logits."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """The score of one query and document, under vLLM's names. `outputs` is None where there is an `error`."""
+
+    request_id: str
+    outputs: ScoringOutput | None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""
+    error: str | None = None
+    error_code: str | None = None
+
+    @classmethod
+    def of(cls, output: RequestOutput, *, is_raw: bool) -> ScoringRequestOutput:
+        """Of a request for one score."""
+        (found,) = output.completions
+        outputs = None if found.pooled is None else ScoringOutput(score_of(float(found.pooled[0]), is_raw=is_raw))
+        return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, found.error,
+                   found.error_code)
+
+    @property
+    def score(self) -> float:
+        """Raises RequestError with the reason where there is none."""
+        if self.outputs is None:
+            raise RequestError(self.error or "there is no score", self.error_code or "no_score")
+        return self.outputs.score
 
 
 @dataclass

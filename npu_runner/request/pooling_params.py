@@ -1,4 +1,4 @@
-"""What a caller asks of one request for a vector. Knows nothing of tensors, tokenizers or models."""
+"""What a caller asks of one request for a vector or a score. Knows nothing of tensors, tokenizers or models."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from npu_runner.request.limits import shown
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """Settings of one request for a vector, under vLLM's names. Values out of range raise RequestError with the field's
-    name; what the model does not give is refused where the model is known."""
+    """Settings of one request that is pooled, under vLLM's names. Values out of range raise RequestError with the
+    field's name; what the model does not give is refused where the model is known."""
 
     n: ClassVar[int] = 1
-    """Vectors of one prompt."""
+    """Results of one prompt."""
     max_tokens: ClassVar[int] = 1
-    """Room behind the prompt: the scheduler plans a vector as it does a prompt's first token."""
+    """Room behind the prompt: the scheduler plans what is pooled as it does a prompt's first token."""
 
     dimensions: int | None = None
     """Keep the first so many numbers of the vector, cut before it is normalised (arXiv 2205.13147); None: all."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a longer prompt; -1: as many as the model takes. A prompt with images is not
-    cut but refused."""
+    """Keep the last so many tokens of a longer prompt; -1: as many as the model takes. Of a query and a document the
+    end of the document is left out. A prompt with images is not cut but refused."""
+    use_activation: bool | None = None
+    """Of a score: False gives the difference of the two logits instead of its sigmoid. None is True."""
 
     def __post_init__(self) -> None:
         self._check("dimensions", self.dimensions, 1)
         self._check("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
         if self.truncate_prompt_tokens == 0:
             raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
+        if not isinstance(self.use_activation, (bool, type(None))):
+            raise _error("use_activation", f"{shown(self.use_activation)} is neither true nor false")
 
     def _check(self, name: str, value: Any, low: int) -> None:
         if value is None:

@@ -59,9 +59,9 @@ class ModelRunnerOutput:
     prompt_scores: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """(row, place in its prompt of the first token, records) where log probabilities of prompts are wanted; records:
     int32 (L, 2 + 2 * K), see runner/prompt_logprobs.py."""
-    vectors: dict[int, np.ndarray] | None = None
-    """Where vectors are pooled: those of the rows that have one, float32, in the place of tokens. NaN where the model's
-    output is no number."""
+    pooled: dict[int, np.ndarray] | None = None
+    """Of a model that pools: the numbers of the rows whose prompt has ended, float32, in the place of tokens. NaN where
+    the model's output is no number."""
     rules: dict[int, RequestError | None] = field(default_factory=dict)
     """What has become of `ScheduledBatch.new_rules`, by number, once it is known: None where it is built."""
 

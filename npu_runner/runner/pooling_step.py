@@ -1,9 +1,11 @@
-"""Steps of a model that gives vectors: the last token's hidden state in the place of a next token. Prefills alone.
+"""Steps of a model that pools: a few numbers of a prompt's last hidden state in the place of a next token. Prefills
+alone.
 
-Cut, normalised and brought to the host in float32, whatever the model's dtype, behind the forward and in one copy.
-Every rank has the whole hidden state, so the first one pools and the others have nothing to do.
+The numbers are a vector, which is cut and normalised here, or what the network's pooling head makes of the state. They
+are brought to the host in float32, whatever the model's dtype, behind the forward and in one copy. Every rank has the
+whole hidden state, so the first one pools and the others have nothing to do.
 
-B rows of the step whose prompt ends in it, D hidden size.
+B rows of the step whose prompt ends in it, D hidden size, W numbers of a row (a vector's D).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.checkpoint.model_config import PoolingConfig
+from npu_runner.checkpoint.model_config import PoolingConfig, VectorPooling
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput
@@ -25,69 +27,71 @@ _SMALLEST_LENGTH = 1e-12  # as torch.nn.functional.normalize has it
 
 
 @dataclass(frozen=True)
-class PooledVectors:
-    """A step's vectors on their way to the host: int32 (B, 1 + D), the step's number and the bits of the values.
+class PooledValues:
+    """A step's numbers on their way to the host: int32 (B, 1 + W), the step's number and the bits of the values.
 
-    `dimensions_B`: how many of a row's values were asked for.
+    `widths_B`: how many of a row's values were asked for.
     """
 
     flat: Download
-    dimensions_B: np.ndarray
+    widths_B: np.ndarray
 
     def is_done(self) -> bool:
         return self.flat.is_done()
 
     def to_host(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """(numbers of the step, vectors) of the rows, float32 the latter; waits for the step."""
+        """(the step's number, values) of the rows, float32 the latter; waits for the step."""
         records = self.flat.wait()
-        values_BD = np.ascontiguousarray(records[:, 1:]).view(np.float32)
-        lengths = self.dimensions_B.tolist()
-        # Copies: one vector must not keep the whole step's alive.
-        return records[:, 0], [values[:length].copy() for values, length in zip(values_BD, lengths, strict=True)]
+        values_BW = np.ascontiguousarray(records[:, 1:]).view(np.float32)
+        # Copies: one row must not keep the whole step's alive.
+        return records[:, 0], [values[:width].copy() for values, width in zip(values_BW, self.widths_B, strict=True)]
 
 
 class PoolingStepRunner(StepRunner):
-    """A StepRunner that pools and does not sample. `hidden_size`: numbers of a whole vector."""
+    """A StepRunner that pools and does not sample."""
 
     def __init__(self, *arguments: Any, pooling: PoolingConfig, hidden_size: int, **settings: Any):
         super().__init__(*arguments, sampler=None, **settings)
         self.pooling = pooling
-        self.hidden_size = hidden_size
+        self.num_values = pooling.num_values(hidden_size)
 
     def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
-        """`dimensions`, (B,) float32: how many numbers each row's vector is to have."""
+        """`dimensions`, (B,) float32: how many numbers each row is to have."""
         asked = [None if entry.pooling is None else entry.pooling.dimensions for entry in batch.new_sampling]
-        return {"dimensions": np.array([width or self.hidden_size for width in asked], dtype=np.float32)}
+        return {"dimensions": np.array([width or self.num_values for width in asked], dtype=np.float32)}
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
-        """The hidden states, as they are."""
-        return hidden_BD
+        """What the head makes of the hidden states (B, W); without a head, themselves."""
+        return self.model.compute_logits(hidden_BD) if self.pooling.has_head else hidden_BD
 
-    def make_result(self, step: PreparedStep, hidden_BD: Tensor,
-                    of_rows: dict[str, np.ndarray]) -> PooledVectors | None:
+    def make_result(self, step: PreparedStep, values_BW: Tensor,
+                    of_rows: dict[str, np.ndarray]) -> PooledValues | None:
         """Hand out the pooling; None where this rank, or this step, pools nothing."""
-        dimensions_B = of_rows["dimensions"]
-        if self.tp.rank != 0 or not len(dimensions_B):
+        widths_B = of_rows["dimensions"]
+        if self.tp.rank != 0 or not len(widths_B):
             return None
-        x_BD = hidden_BD.float()
-        if (dimensions_B < self.hidden_size).any():
+        values_BW = values_BW.float()
+        if isinstance(self.pooling, VectorPooling):
+            values_BW = self._vectors(values_BW, step, self.pooling, is_cut=bool((widths_B < self.num_values).any()))
+        records = torch.cat([step.tensors["receipts"][:, None], values_BW.contiguous().view(torch.int32)], dim=1)
+        return PooledValues(self.platform.memory.download(records), widths_B.astype(np.int64))
+
+    def _vectors(self, x_BD: Tensor, step: PreparedStep, pooling: VectorPooling, *, is_cut: bool) -> Tensor:
+        if is_cut:
             x_BD = cut(x_BD, step.tensors["dimensions"])
-        if self.pooling.is_normalised:
-            x_BD = normalised(x_BD)
-        records = torch.cat([step.tensors["receipts"][:, None], x_BD.contiguous().view(torch.int32)], dim=1)
-        return PooledVectors(self.platform.memory.download(records), dimensions_B.astype(np.int64))
+        return normalised(x_BD) if pooling.is_normalised else x_BD
 
     def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
-        step, vectors = under_way.step, under_way.sampled
+        step, pooled = under_way.step, under_way.sampled
         if self.tp.rank != 0:
             return None
         batch = step.batch
         found: dict[int, np.ndarray] = {}
-        if vectors is not None:
-            receipts_B, on_host = vectors.to_host()
+        if pooled is not None:
+            receipts_B, on_host = pooled.to_host()
             self.check_receipts(step, receipts_B)
             found = dict(zip(np.flatnonzero(batch.samples_B).tolist(), on_host, strict=True))
-        return ModelRunnerOutput([[] for _ in range(batch.batch_size)], vectors=found)
+        return ModelRunnerOutput([[] for _ in range(batch.batch_size)], pooled=found)
 
 
 def cut(x_BD: Tensor, dimensions_B: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
     graph_mode = "eager" if config.enforce_eager else config.graph_mode
     if model_config.pooling is not None:
         if graph_mode not in ("auto", "eager"):
-            raise ConfigError(f"graph_mode {graph_mode!r}: the model gives vectors, nothing is decoded, no graph has "
-                              "a use; leave it at auto")
+            raise ConfigError(f"graph_mode {graph_mode!r}: the model pools its prompts, nothing is decoded, no graph "
+                              "has a use; leave it at auto")
         graph_mode = "eager"
     graph_mode = platform.defaults.graph_mode if graph_mode == "auto" else graph_mode
     if graph_mode not in platform.graph_modes:

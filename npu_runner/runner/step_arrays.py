@@ -36,7 +36,8 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
 
     Block tables are on the device but for what is new (block_tables.py); `tables_SW` are they on the host, by slot. A
     decode step's `tokens` are there, too. `of_rows`: what the rows that sample bring, a value each: the sampler's draws
-    (`uniforms`), or the widths of vectors (`dimensions`). `number` is the step's, which must come back with its tokens.
+    (`uniforms`), or how many numbers are pooled (`dimensions`). `number` is the step's, which must come back with its
+    tokens.
     """
     # int64, as an index must be on the device.
     slots_B = batch.slots_B[batch.samples_B].astype(np.int64)

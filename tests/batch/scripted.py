@@ -38,7 +38,7 @@ class ScriptedProcessor:
     def identity(self) -> dict[str, Any]:
         return {"kind": "scripted"}
 
-    def check_runner(self, runner: str) -> None: ...
+    def check_task(self, task: str) -> None: ...
 
     def resolve_params(self, params: Any) -> Any:
         return params

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import lzma
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -137,18 +134,3 @@ def test_an_empty_input_has_no_rows(tmp_path: Path) -> None:
         scan = file.scan(InputIdentity(0, "anything"))
     assert scan.num_rows == 0
     assert scan.continues_earlier
-
-
-def test_a_compressed_input_is_refused_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "in.jsonl"  # the name says nothing of it
-    with zipfile.ZipFile(tmp_path / "zipped", "w") as archive:
-        archive.writestr("in.jsonl", b"{}")
-    zstd_magic = (0xFD2FB528).to_bytes(4, "little")  # RFC 8878, 3.1.1
-    for kind, data in {"gzip": gzip.compress(b"{}"), "xz": lzma.compress(b"{}"), "zstd": zstd_magic + b"frame",
-                       "zip": (tmp_path / "zipped").read_bytes()}.items():
-        path.write_bytes(data)
-        with pytest.raises(ConfigError, match=f"in.jsonl: it is {kind}, and .*; unpack it: .* {path} >"):
-            InputFile(str(path), tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"{}"))))
-    with pytest.raises(ConfigError, match=r"input -: it is gzip, .*; unpack it: gunzip -c FILE > rows\.jsonl"):
-        InputFile("-", tmp_path)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,13 @@ def test_an_edited_manifest_is_refused_with_its_field(tmp_path: Path, changes: d
     manifest_path(output).write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=rf"manifest .*: cannot be read \(.*{match}.*\); --overwrite starts afresh"):
         Manifest.load(output)
+
+
+def test_what_reads_a_manifest_warns_of_nothing() -> None:
+    """With the oldest pydantic, too. 1 s."""
+    program = [sys.executable, "-c", "import npu_runner.batch.files.manifest"]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_every_difference_is_named_with_both_values() -> None:

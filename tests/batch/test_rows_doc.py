@@ -15,18 +15,20 @@ from npu_runner.batch.rows.completions import CompletionBody
 from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.endpoint import RowBody
 from npu_runner.batch.rows.openai_format import ENDPOINTS
+from npu_runner.batch.rows.scores import RerankBody, ScoreBody
 from npu_runner.cli import main as cli
 from tests.batch.scripted import read_rows
 
 DOC = (Path(__file__).parents[2] / "docs" / "rows.md").read_text()
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
-JOBS = {"": [], " pooling": ["--runner", "pooling"]}
+JOBS = {"": [], " pooling": ["--runner", "pooling"], " ranking": ["--task", "score"]}
 """What stands behind a block's language, and the options of the job that runs it."""
 BLOCKS = re.findall(r"```jsonl([a-z ]*)\n(.*?)```", DOC, re.DOTALL)
 ROWS_OF = {job: [line for mark, block in BLOCKS if mark == job for line in block.splitlines()] for job in JOBS}
 EXAMPLES = [line for rows in ROWS_OF.values() for line in rows]
 FIELDS = {"custom_id", "method", "url", "body", *ChatBody.model_fields, *CompletionBody.model_fields,
-          *EmbeddingBody.model_fields, *Message.model_fields}  # fmt: skip
+          *EmbeddingBody.model_fields, *ScoreBody.model_fields, *RerankBody.model_fields,
+          *Message.model_fields}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ job. Knows nothing of what a row asks for.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -24,6 +25,7 @@ import numpy as np
 
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_identity import NAME_BYTES, InputIdentity
+from npu_runner.batch.files.packed import NUM_HEAD_BYTES, packing_of, unpack
 from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
 from npu_runner.batch.rows.shape import PIECE_BYTES, NameReader
 from npu_runner.errors import ConfigError, JobError
@@ -33,14 +35,6 @@ STANDARD_STREAM = "-"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DUPLICATES_SHOWN = 5
 _ROWS_AT_ONCE = 1024
-_NUM_HEAD_BYTES = 6
-# Name, first bytes, and the command that writes the content to standard output. No line of JSON begins so.
-_COMPRESSED = (
-    ("gzip", b"\x1f\x8b\x08", "gunzip -c"),
-    ("zstd", b"\x28\xb5\x2f\xfd", "unzstd -c"),
-    ("xz", b"\xfd7zXZ\x00", "xz -dc"),
-    ("zip", b"PK\x03\x04", "unzip -p"),
-)
 
 
 @dataclass(frozen=True)
@@ -85,6 +79,8 @@ class RowFile(RowSource):
 
     descriptor: int
     file_name: str
+    is_unpacked: bool = False
+    """It was compressed: the rows' places are in what was unpacked of it, not in the file of that name."""
 
     def pieces(self, row: RawRow) -> Iterator[bytes]:
         """The row's bytes in pieces. Raises JobError, at the last of them, when they are not what they were."""
@@ -167,19 +163,17 @@ class _Line:
 
 
 class InputFile:
-    """Rows from a file, or from standard input, which is first copied to a nameless file in `spool_folder`."""
+    """Rows from a file. Standard input is first copied to a nameless file in `spool_folder`, and a compressed file is
+    first unpacked into one."""
 
     def __init__(self, source: str, spool_folder: Path):
         self.name = source
-        self._file = _open(source, spool_folder)
+        opened = _open(source, spool_folder)
+        self._file = _unpacked(opened, source, spool_folder)
+        self._is_unpacked = self._file is not opened
         found = os.fstat(self._file.fileno())
         self._size, self._mtime_ns = found.st_size, found.st_mtime_ns
         self._scan: InputScan | None = None
-        try:
-            _refuse_compressed(source, os.pread(self._file.fileno(), _NUM_HEAD_BYTES, 0))
-        except ConfigError:
-            self._file.close()
-            raise
 
     def close(self) -> None:
         self._file.close()
@@ -193,7 +187,7 @@ class InputFile:
     @property
     def source(self) -> RowFile:
         """Reads this file's rows, here and in processes that inherit `source.descriptor`."""
-        return RowFile(self._file.fileno(), self.name)
+        return RowFile(self._file.fileno(), self.name, self._is_unpacked)
 
     def scan(self, earlier: InputIdentity | None = None) -> InputScan:
         """Read everything once. Raises ConfigError when a custom_id occurs twice."""
@@ -302,15 +296,6 @@ def _is_end_of(earlier: InputIdentity, digest: hashlib.blake2b, position: int, p
     return False
 
 
-def _refuse_compressed(name: str, head: bytes) -> None:
-    """Raises ConfigError for an input that begins with `head` as a compressed file does. `name`: the input's, or -."""
-    for kind, beginning, command in _COMPRESSED:
-        if head.startswith(beginning):
-            file = "FILE" if name == STANDARD_STREAM else name
-            raise ConfigError(f"input {name}: it is {kind}, and rows are read as they are; unpack it: "
-                              f"{command} {file} > rows.jsonl")
-
-
 def _open(source: str, spool_folder: Path) -> BinaryIO:
     if source == STANDARD_STREAM:
         if sys.stdin is None:
@@ -324,6 +309,20 @@ def _open(source: str, spool_folder: Path) -> BinaryIO:
         return file
     with file:
         return _spool(file, spool_folder)
+
+
+def _unpacked(file: BinaryIO, name: str, spool_folder: Path) -> BinaryIO:
+    """`file` as it is, or what it holds: rows are read anywhere in it, which a compressed file does not allow."""
+    packing = packing_of(os.pread(file.fileno(), NUM_HEAD_BYTES, 0))
+    if packing is None:
+        return file
+    with file, contextlib.ExitStack() as undo:
+        copy = undo.enter_context(tempfile.TemporaryFile(dir=spool_folder))
+        file.seek(0)
+        unpack(packing, file, copy, name)
+        copy.flush()
+        undo.pop_all()
+    return copy  # type: ignore[return-value]
 
 
 def _spool(stream: BinaryIO, folder: Path) -> BinaryIO:

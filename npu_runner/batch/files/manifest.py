@@ -148,7 +148,8 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 class _Fields(BaseModel):
     """The types of what is read, in a file that somebody may have edited."""
 
-    model_config = ConfigDict(strict=True)
+    # pydantic before 2.10 warns of every field named model_..., for each import.
+    model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
 class _Change(_Fields):

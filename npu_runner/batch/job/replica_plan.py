@@ -181,6 +181,9 @@ def _shared_input(options: BatchOptions, source: RowFile) -> SharedInput | None:
         return None
     if options.input == STANDARD_STREAM:
         raise ConfigError("shared_input: standard input has no path that another host could see; leave it out")
+    if source.is_unpacked:
+        raise ConfigError(f"shared_input: {options.input} is compressed, and other hosts read rows where they lie; "
+                          "unpack it, or leave shared_input out, and rows travel with their bytes")
     return SharedInput(path=str(Path(options.input).resolve()), num_bytes=os.fstat(source.descriptor).st_size)
 
 

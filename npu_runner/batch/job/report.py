@@ -28,12 +28,14 @@ from npu_runner.batch.job.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.endpoint import asks_for_json
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.batch.rows.openai_response import is_cut_off, is_repetition, texts_of
+from npu_runner.batch.rows.scores import sides_of
 from npu_runner.errors import JobError, RequestError
 from npu_runner.serving.replica import RawRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 
 _MAX_THUMBNAILS_PER_ROW = 8
 _MAX_TEXT = 4000
+_MOST_SIDES = 16  # queries and documents of a row
 _MAX_PENDING = 64  # images on their way to a worker and back
 _MAX_KINDS = 40
 _MOST_FIELDS = 60
@@ -298,8 +300,11 @@ def _texts(answer: dict[str, Any]) -> list[str]:
 
 
 def _reasonings(answer: dict[str, Any]) -> list[str]:
-    body = answer["response"]["body"]
-    return [item.get("message", {}).get("reasoning_content") or "" for item in body.get("choices", body.get("data"))]
+    """One for each text."""
+    choices = answer["response"]["body"].get("choices")
+    if choices is None:
+        return [""] * len(_texts(answer))
+    return [choice.get("message", {}).get("reasoning_content") or "" for choice in choices]
 
 
 def _card(request: dict[str, Any], answer: dict[str, Any], has_schema: bool) -> tuple[Card, list[str]]:
@@ -323,7 +328,8 @@ def _card(request: dict[str, Any], answer: dict[str, Any], has_schema: bool) -> 
         card.note = ", ".join([f"{num_tokens} tokens", *map(words.__getitem__, card.flaws)])
     body = request.get("body")
     asked = body if isinstance(body, dict) else {}
-    messages = asked.get("messages", [{"role": "prompt", "content": asked.get("prompt", asked.get("input"))}])
+    messages = asked.get("messages", sides_of(asked, _MOST_SIDES) or [
+        {"role": "prompt", "content": asked.get("prompt", asked.get("input"))}])
     urls: list[str] = []
     for message in messages if isinstance(messages, list) else []:
         _add_message(card, message, urls)

@@ -19,7 +19,7 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.summary import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import RowSource
-from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
+from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, placed, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, RequestError
@@ -57,20 +57,20 @@ class CheckpointSide:
         # torch comes with it: not before everything else is checked
         from npu_runner.strategies import open_checkpoint
 
-        self._checkpoint = open_checkpoint(config)
-        self.processor, self.generation_defaults = self._checkpoint.processor, self._checkpoint.generation_defaults
+        self.checkpoint = open_checkpoint(config)
+        self.processor, self.generation_defaults = self.checkpoint.processor, self.checkpoint.generation_defaults
 
     def describe(self) -> Mapping[str, Any]:
         """See ModelSide."""
         from npu_runner.engine.bounds import settings_before_loading
 
-        return settings_before_loading(self._checkpoint)
+        return settings_before_loading(self.checkpoint)
 
     def load(self, wants_grammars: Callable[[], bool], progress: Callable[[str], None]) -> AbstractContextManager[Any]:
         """See ModelSide."""
         from npu_runner.engine.llm_engine import LLMEngine
 
-        return LLMEngine(self._checkpoint, wants_grammars=wants_grammars, progress=progress)
+        return LLMEngine(self.checkpoint, wants_grammars=wants_grammars, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class RowEndpoint(Endpoint):
 
     def answer(self, flight: Flight, output: RequestOutput) -> FinishedRow:
         name, of = output.request_id, flight.row
-        error = why_unanswered(output)
+        error = why_unanswered(output, of.form)
         if error is not None:
             return _failed(of.row, name, error)
         assert self._stamp is not None, "no row is answered before the job begins"
@@ -190,7 +190,8 @@ class RowEndpoint(Endpoint):
         return FinishedRow(flight.number, answered(output, of.expected, has_json_rule=of.has_json_rule), data)
 
     def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
-        return _failed(flight.row.row, name, RowError(code=error.code, message=error.message, param=error.param))
+        refused = RowError(code=error.code, message=error.message, param=error.param)
+        return _failed(flight.row.row, name, placed(refused, flight.row.form, error.prompt_index))
 
 
 def _failed(row: RawRow, custom_id: str | None, error: RowError) -> FinishedRow:

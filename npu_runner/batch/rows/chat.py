@@ -63,11 +63,11 @@ def _tag_of_content(value: Any) -> str | None:
 
 
 def _tag_of_part(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{kind}>" if kind in ("text", "image_url", "video_url") else None
 
 
-_Part = Annotated[
+Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")]
     | Annotated[VideoPart, Tag("<video_url>")],
     Discriminator(
@@ -77,7 +77,7 @@ _Part = Annotated[
     ),
 ]
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[_Part], Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],
     Discriminator(
         _tag_of_content,
         custom_error_type="content_type",

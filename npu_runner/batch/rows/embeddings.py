@@ -39,7 +39,7 @@ def _tag_of_input(value: Any) -> str | None:
 class EmbeddingBody(RowBody):
     """The embedding request, as far as it is served. None means: not asked for."""
 
-    runner: ClassVar[str] = "pooling"
+    task: ClassVar[str] = "embed"
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (), "chat_template": (), "normalize": (True,), "priority": (0,), "softmax": (),
         "use_activation": (True,),
@@ -100,7 +100,9 @@ class EmbeddingBody(RowBody):
     def prepare(
         self, processor: ChatProcessor, media: MediaRules, params: PoolingParams
     ) -> tuple[Prompts, AnswerForm]:
-        form = EmbeddingForm(model=self.model, is_base64=self.encoding_format == "base64")
+        count = len(self.input) if isinstance(self.input, list) and not isinstance(self.input[0], int) else 0
+        form = EmbeddingForm(model=self.model, is_base64=self.encoding_format == "base64",
+                             places=tuple(f"input[{number}]" for number in range(count if count > 1 else 0)))
         most = processor.most_prompt_tokens(params)
         if self.messages is not None:
             conversation = resolve_media([message.model_dump(exclude_none=True) for message in self.messages], media)
@@ -134,14 +136,15 @@ class EmbeddingForm(AnswerForm):
 
     object: ClassVar[str] = "list"
     list_name: ClassVar[str] = "data"
+    has_created: ClassVar[bool] = False
     has_text: ClassVar[bool] = False
 
     is_base64: bool = False
 
     def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
-        assert completion.embedding is not None, "a request for vectors that ended well has them"
+        assert completion.pooled is not None, "a request for vectors that ended well has them"
         row.write(opened({"object": "embedding", "index": completion.index}, "embedding"))
-        row.write(_base64(completion.embedding) if self.is_base64 else _numbers(completion.embedding))
+        row.write(_base64(completion.pooled) if self.is_base64 else _numbers(completion.pooled))
         row.write("}")
 
 

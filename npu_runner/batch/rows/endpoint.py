@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,7 +27,7 @@ from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsP
 
 RequestParams = SamplingParams | PoolingParams
 Prompts = PromptInputs | tuple[PromptInputs, ...]
-"""One prompt, or of a row for vectors one or several."""
+"""One prompt, or of a row that is pooled one or several."""
 
 # What a field can have too much of, when it is of the type that it should be.
 _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
@@ -165,18 +165,27 @@ class AnswerRow:
 class AnswerForm:
     """How one row's answer is written, but for what all rows have. Made where the row is read; small and picklable."""
 
-    id_prefix: ClassVar[str]
-    object: ClassVar[str]
+    id_prefix: ClassVar[str | None] = None
+    """None: the answer has no id."""
+    object: ClassVar[str | None] = None
+    """None: the answer does not say what it is."""
     list_name: ClassVar[str] = "choices"
     """What the completions are called."""
+    has_created: ClassVar[bool] = True
     counts_reasoning: ClassVar[bool] = False
     prompt_logprobs_in_body: ClassVar[bool] = False
     """True: log probabilities of the prompt stand beside the completions; False: `write_choice` writes them."""
     has_text: ClassVar[bool] = True
-    """False: they are vectors; then there is no id, no time and no fingerprint in the answer, as OpenAI has it."""
+    """False: numbers are pooled; then no completion is counted, and there is no fingerprint in the answer."""
 
     model: str | None = None
     """What the row calls the model."""
+    places: tuple[str, ...] = ()
+    """Of a row with several prompts, the field that each stands in; () where errors need no such name."""
+
+    def in_order(self, completions: Sequence[CompletionOutput]) -> Sequence[CompletionOutput]:
+        """Those that the answer has, as it has them."""
+        return completions
 
     @abstractmethod
     def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
@@ -186,8 +195,8 @@ class AnswerForm:
 class RowBody(Strict):
     """What bodies of all endpoints have. None means: not asked for."""
 
-    runner: ClassVar[str] = "generate"
-    """What the model has to be loaded for."""
+    task: ClassVar[str] = "generate"
+    """What the model has to be loaded for: generate, or a PoolingConfig's."""
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are known and not served, with the values that ask for nothing and are let through."""
     instead: ClassVar[Mapping[str, str]] = {}

@@ -16,12 +16,14 @@ from npu_runner.batch.rows.chat import ChatBody
 from npu_runner.batch.rows.completions import CompletionBody
 from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.endpoint import AnswerRules, RowBody, Strict
+from npu_runner.batch.rows.scores import RerankBody, ScoreBody
 from npu_runner.batch.rows.shape import check_shape
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, check_count, shown
 
 ENDPOINTS: dict[str, type[RowBody]] = {
     "/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody, "/v1/embeddings": EmbeddingBody,
+    "/v1/score": ScoreBody, "/v1/rerank": RerankBody,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
@@ -47,23 +47,33 @@ class RowError:
     status_code: int = 400
 
 
-def why_unanswered(output: RequestOutput) -> RowError | None:
-    """The error of a request of which the engine gave a completion up; None if all of them are answers."""
+def why_unanswered(output: RequestOutput, form: AnswerForm | None = None) -> RowError | None:
+    """The error of a request of which the engine gave a completion up; None if all of them are answers. `form`: names
+    the prompt that it is of, if there are several."""
     lost = next((item for item in output.completions if item.finish_reason not in _SERVED_FINISH_REASONS), None)
     if lost is None:
         return None
     code = lost.error_code or ("generation_aborted" if lost.finish_reason == "abort" else "generation_failed")
     message = lost.error or f"completion {lost.index} ended with finish_reason {lost.finish_reason}"
-    return RowError(code=code, message=message, status_code=400 if code in _CALLERS_FAULTS else 500)
+    error = RowError(code=code, message=message, status_code=400 if code in _CALLERS_FAULTS else 500)
+    return error if form is None else placed(error, form, lost.index)
+
+
+def placed(error: RowError, form: AnswerForm, index: int | None) -> RowError:
+    """The error of prompt `index` of a row, with the field that this stands in, if there are several."""
+    if index is None or index >= len(form.places):
+        return error
+    where = form.places[index]
+    return replace(error, message=f"{where}: {error.message}", param=where)
 
 
 def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp) -> bytes:
     """The result row of a request that was answered. `form`: how its endpoint writes a completion."""
     digest = row_digest(custom_id)
     start = {
-        **({"id": f"{form.id_prefix}{digest}"} if form.has_text else {}),
-        "object": form.object,
-        **({"created": stamp.created} if form.has_text else {}),
+        **({"id": f"{form.id_prefix}{digest}"} if form.id_prefix is not None else {}),
+        **({"object": form.object} if form.object is not None else {}),
+        **({"created": stamp.created} if form.has_created else {}),
         "model": form.model or stamp.model_name,
     }
     end: dict[str, Any] = {"usage": _usage(output, form, stamp)}
@@ -75,7 +85,7 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     row.write(opened({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response"))
     row.write(opened({"status_code": 200, "request_id": f"req_{digest}"}, "body"))
     row.write(opened(start, form.list_name) + "[")
-    for number, completion in enumerate(output.completions):
+    for number, completion in enumerate(form.in_order(output.completions)):
         row.write("," if number else "")
         form.write_choice(completion, row)
     row.write("],")
@@ -102,9 +112,11 @@ def _is_repetition(choice: Mapping[str, Any]) -> bool:
 
 def texts_of(body: Mapping[str, Any]) -> list[str]:
     """What an answer that was written says, completion by completion, whatever endpoint it is of."""
-    if "choices" not in body:
-        return [_length_of(item["embedding"]) for item in body["data"]]
-    return [_text_of(choice) for choice in body["choices"]]
+    if "choices" in body:
+        return [_text_of(choice) for choice in body["choices"]]
+    if "results" in body:
+        return [f"document {item['index']}: {item['relevance_score']:.4f}" for item in body["results"]]
+    return [_length_of(item["embedding"]) if "embedding" in item else f"{item['score']:.4f}" for item in body["data"]]
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

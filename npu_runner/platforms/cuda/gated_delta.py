@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
 
 _CONVOLVE_STEP, _CONVOLVE_CHUNKS, _KEEP_INPUTS = Launch(128, 1), Launch(64, 4), Launch(64, 1)
-_STEP, _PRODUCTS_OF_CHUNKS, _INVERT, _SCAN = Launch(32, 4), Launch(0, 4), Launch(0, 2), Launch(32, 4, 2)
+_STEP, _PRODUCTS_OF_CHUNKS, _INVERT, _SCAN = Launch(16, 1), Launch(0, 4), Launch(0, 2), Launch(32, 4, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class TritonGatedDelta(GatedDeltaBackend):
             qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, out_TVD, metadata.state_slots_B, qkv_TC.stride(0),
             a_TV.stride(0), b_TV.stride(0), state.stride(0), shape.num_k_heads, shape.num_v_heads, shape.head_k_dim,
             shape.head_v_dim, SCALE=shape.head_k_dim**-0.5, VALUES=values, KEYS=self._keys,
-            num_warps=_STEP.num_warps,
+            IS_WHOLE=shape.head_k_dim == self._keys and shape.head_v_dim % values == 0, num_warps=_STEP.num_warps,
         )
         return out_TVD
 

@@ -33,14 +33,23 @@ _L2_EPS = tl.constexpr(1e-6)
 @triton.jit
 def delta_step(qkv, a, b, neg_exp_A, dt_bias, state, out, state_slots, stride_qkv, stride_a, stride_b, stride_slot,
                num_k_heads, num_v_heads, head_k_dim, head_v_dim, SCALE: tl.constexpr, VALUES: tl.constexpr,
-               KEYS: tl.constexpr):
-    """One token of a sequence and v head; VALUES rows of its state (Dv, Dk)."""
+               KEYS: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """One token of a sequence and v head; VALUES rows of its state (Dv, Dk). IS_WHOLE: KEYS and VALUES divide the dims.
+
+    The state is nearly all that is read and written. It is asked for first, and does not stay in the cache.
+    """
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(state_slots + row).to(tl.int64)
     keys = tl.arange(0, KEYS)
     values = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     is_key, is_value = keys < head_k_dim, values < head_v_dim
+    place = state + slot * stride_slot + (head * head_v_dim + values)[:, None] * head_k_dim + keys[None, :]
+    mask = is_value[:, None] & is_key[None, :]
+    if IS_WHOLE:
+        s = tl.load(place, eviction_policy="evict_first")
+    else:
+        s = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
     k_head = head // (num_v_heads // num_k_heads)
     q_place = qkv + row * stride_qkv + k_head * head_k_dim + keys
     q = tl.load(q_place, mask=is_key, other=0.0).to(tl.float32)
@@ -51,12 +60,13 @@ def delta_step(qkv, a, b, neg_exp_A, dt_bias, state, out, state_slots, stride_qk
     k = k * tl.rsqrt(tl.sum(k * k, 0) + _L2_EPS)
     beta = _beta(tl.load(b + row * stride_b + head))
     g = _log_decay(tl.load(a + row * stride_a + head), tl.load(neg_exp_A + head), tl.load(dt_bias + head))
-    place = state + slot * stride_slot + (head * head_v_dim + values)[:, None] * head_k_dim + keys[None, :]
-    mask = is_value[:, None] & is_key[None, :]
-    s = tl.load(place, mask=mask, other=0.0) * tl.exp(g)
+    s = s * tl.exp(g)
     change = (v - tl.sum(s * k[None, :], 1)) * beta
     s += change[:, None] * k[None, :]
-    tl.store(place, s, mask=mask)
+    if IS_WHOLE:
+        tl.store(place, s, eviction_policy="evict_first")
+    else:
+        tl.store(place, s, mask=mask, eviction_policy="evict_first")
     result = tl.sum(s * q[None, :], 1).to(out.dtype.element_ty)
     tl.store(out + (row * num_v_heads + head) * head_v_dim + values, result, mask=is_value)
 

@@ -105,16 +105,17 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
     return size
 
 
-def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
+def resolve_media(messages: Sequence[Any], rules: MediaRules, *, names: Sequence[str] | None = None) -> list[Any]:
     """Messages with every `image_url` part replaced by an `image` part of Media, and every `video_url` part by a
     `video` part; so are an `image` and a `video` that are text, which is an address, or a Path.
 
     Text may come from anywhere, so it is held to `rules`. A Path is made by a program alone: the file that it names is
-    read wherever it lies. vLLM's `image_pil` is an `image`. The same address is the same Media. Raises RequestError
-    naming the part, or that there are too many or too large ones, before any of them is read.
+    read wherever it lies. vLLM's `image_pil` is an `image`. The same address is the same Media. `names`: of the fields
+    that they stand in, where they are not the messages of one prompt; then max_images is for the caller to check.
+    Raises RequestError naming the part, or that there are too many or too large ones, before any of them is read.
     """
     addresses = [part for message in messages for part in _parts(message) if _is_address(part)]
-    if len(addresses) > rules.max_images:
+    if names is None and len(addresses) > rules.max_images:
         raise RequestError(
             f"messages: {len(addresses)} images and videos, at most {rules.max_images} are allowed "
             "(max_images_per_prompt)",
@@ -124,18 +125,19 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules) -> list[Any]:
     known: dict[tuple[str, str, str | None], Media] = {}
     resolved = [
         {**message, "content": [
-            _resolve_part(part, f"messages[{i}].content[{j}]", rules, known)
+            _resolve_part(part, f"{name}.content[{j}]", rules, known)
             for j, part in enumerate(message["content"])
         ]} if _parts(message) else message
-        for i, message in enumerate(messages)
+        for name, message in zip(names or [f"messages[{i}]" for i in range(len(messages))], messages, strict=True)
     ]  # fmt: skip
     total = sum({media.url: media.num_bytes() for media in known.values()}.values())
     if total > rules.max_total_bytes:
+        where = "messages" if names is None else names[-1].partition("[")[0]
         raise RequestError(
-            f"messages: the {len(known)} different images and videos have {total} bytes together, at most "
+            f"{where}: the {len(known)} different images and videos have {total} bytes together, at most "
             f"{rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
             "media_too_large",
-            "messages",
+            where,
         )
     return resolved
 

@@ -55,10 +55,8 @@ class ChatPrompts:
             message = "tools: the model's chat template reads none; describe them in a message, or choose another model"
             raise RequestError(message, "unsupported_parameter", "tools")
         texts = conversation.texts() + [(_UNSAID, text) for text in strings_in(tools)]
-        fences, messages = None, conversation.messages
-        if self.control.typed_in(texts):
-            fences = unused_fences([text for _, text in texts])
-            messages = conversation.map_text(partial(self.control.fence, fences=fences))
+        fences, messages = self._fenced(conversation, texts)
+        if fences is not None:
             tools = map_strings(tools, lambda text: self.control.fence(_UNSAID, text, False, fences=fences))
         render = partial(template.render, kwargs=kwargs, tools=tools)
         if continue_final_message:
@@ -70,6 +68,37 @@ class ChatPrompts:
         for fence in fences or ():
             rendered = rendered.replace(fence, "")
         return rendered, ids
+
+    def split_token_ids(
+        self, conversation: Conversation, kwargs: Mapping[str, Any], *, add_generation_prompt: bool,
+    ) -> tuple[list[int], list[int]]:  # fmt: skip
+        """The tokens up to the end of the last message's text, and those behind it. Side by side they make the prompt,
+        unless a token reaches over the end of that text.
+
+        Raises RequestError where the template refuses, or does not write the text once.
+        """
+        texts = conversation.texts()
+        fences, messages = self._fenced(conversation, texts)
+        mark = _unused_mark(texts, fences)
+        rendered = self._needed_template().render([*messages[:-1], _marked(messages[-1], mark)], kwargs,
+                                                  add_generation_prompt=add_generation_prompt)
+        _refuse_escaped(fences or (), rendered)
+        if rendered.count(mark) != 1:
+            message = f"the model's chat template writes this text {rendered.count(mark)} times, so it cannot be cut"
+            raise RequestError(message, "prompt_not_truncated")
+        before, after = rendered.split(mark)
+        start, end = self.control.surroundings if self._adds_special_tokens(rendered) else ([], [])
+        ids = [self.control.encode(text, add_special_tokens=False, fences=fences) for text in (before, after)]
+        return start + ids[0], ids[1] + end
+
+    def _fenced(
+        self, conversation: Conversation, texts: list[tuple[str, str]]
+    ) -> tuple[tuple[str, str] | None, list[dict[str, Any]]]:
+        """The messages, with typed control tokens between fences; None: there are none."""
+        if not self.control.typed_in(texts):
+            return None, conversation.messages
+        fences = unused_fences([text for _, text in texts])
+        return fences, conversation.map_text(partial(self.control.fence, fences=fences))
 
     def _needed_template(self) -> ChatTemplate:
         if self.template is None:

@@ -6,7 +6,7 @@ Templates come from checkpoints, so they run in jinja2's sandbox and see plain s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,6 +30,8 @@ _TEMPLATE_FAULTS = (
 )  # fmt: skip
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """What makes a prompt of a conversation, and is not for a request to set."""
+DEFAULT = "default"
+"""The name of the template that counts where none is asked for."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _EFFORT = "reasoning_effort"
 """OpenAI's word for what some templates read beside a conversation."""
@@ -101,28 +103,48 @@ def read_chat_template(folder: Path, *, has_vision: bool, given: str | None = No
     """
     if given is not None:
         return ChatTemplate(given, read_special_tokens(folder))
-    tokenizer_config = read_json(folder, "tokenizer_config.json") or {}
-    source: Any = None
+    source = next(_sources(folder, has_vision=has_vision), None)
+    return None if source is None else ChatTemplate(_text_of(source, DEFAULT, folder), read_special_tokens(folder))
+
+
+def named_template_file(name: str) -> str:
+    """Where transformers keeps a template that is not the default one."""
+    return f"additional_chat_templates/{name}.jinja"
+
+
+def read_named_template(folder: Path, name: str, *, has_vision: bool) -> ChatTemplate:
+    """One of several templates. Raises ModelError where there is none of that name."""
+    source: Any = read_text(folder, named_template_file(name))
+    several = (_by_name(source) for source in _sources(folder, has_vision=has_vision))
+    if source is None:
+        source = next((named for named in several if isinstance(named, dict) and name in named), {name: None})
+    return ChatTemplate(_text_of(source, name, folder), read_special_tokens(folder))
+
+
+def _sources(folder: Path, *, has_vision: bool) -> Iterator[Any]:
+    """What the files hold as chat template, the first one first: text, or several by name."""
     for name in ("processor_config.json", "chat_template.json") if has_vision else ():
-        if source is None:
-            source = (read_json(folder, name) or {}).get("chat_template")
-    if source is None:
-        source = read_text(folder, "chat_template.jinja")
-    if source is None:
-        source = tokenizer_config.get("chat_template")
-    if source is None:
-        return None
-    return ChatTemplate(_default_of(source, folder), read_special_tokens(folder))
+        if (source := (read_json(folder, name) or {}).get("chat_template")) is not None:
+            yield source
+    if (text := read_text(folder, "chat_template.jinja")) is not None:
+        yield text
+    if (source := (read_json(folder, "tokenizer_config.json") or {}).get("chat_template")) is not None:
+        yield source
 
 
-def _default_of(source: Any, folder: Path) -> str:
+def _by_name(source: Any) -> Any:
     if isinstance(source, list):  # [{"name": ..., "template": ...}]
-        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        return {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+    return source
+
+
+def _text_of(source: Any, name: str, folder: Path) -> str:
+    source = _by_name(source)
     if isinstance(source, dict):
         names = sorted(str(name) for name in source)
-        source = source.get("default")
+        source = source.get(name)
         if source is None:
-            raise ModelError(f"{folder}: chat templates {names} have no 'default'; name one of them so")
+            raise ModelError(f"{folder}: chat templates {names} have no {name!r}; name one of them so")
     if not isinstance(source, str):
         raise ModelError(f"{folder}: the chat template is a {type(source).__name__}, text is needed")
     return source

@@ -37,6 +37,11 @@ class ControlTokens:
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False).ids
         self._prefix_ids, self._suffix_ids = _surroundings(tokenizer)
 
+    @property
+    def surroundings(self) -> tuple[list[int], list[int]]:
+        """The tokens that the checkpoint's post-processor puts before and after a text."""
+        return self._prefix_ids, self._suffix_ids
+
     def typed_in(self, texts: Iterable[tuple[str, str]]) -> bool:
         """Whether any of the (role, text) holds a control token that only the template may write."""
         return any(self._patterns.get(role, self._pattern).search(text) for role, text in texts)

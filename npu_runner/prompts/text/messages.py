@@ -78,6 +78,16 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int, needs_te
     return conversation
 
 
+def parse_content(content: Any, where: str, *, has_vision: bool,
+                  seen: list[tuple[Any, str]]) -> str | list[dict[str, str]]:
+    """What a template sees of a user's content; images and videos are added to `seen`, each with where it stood.
+    Raises RequestError naming the field. Without vision it is one string, as in `parse_messages`."""
+    parsed = _content(content, "user", where, seen)
+    if seen and not has_vision:
+        raise _no_vision(seen[0][1])
+    return parsed if has_vision or isinstance(parsed, str) else _joined(parsed, separator="\n")
+
+
 def check_ending(
     conversation: Conversation, add_generation_prompt: bool | None, continue_final_message: bool
 ) -> None:
@@ -191,11 +201,7 @@ def _check_seen(conversation: Conversation, has_vision: bool, max_images: int) -
     if not conversation.seen:
         return
     if not has_vision:
-        raise RequestError(
-            "this model reads text only; remove the images and videos or choose a model with vision",
-            "model_has_no_vision",
-            conversation.seen[0][1],
-        )
+        raise _no_vision(conversation.seen[0][1])
     if len(conversation.seen) > max_images:
         raise RequestError(
             f"messages: {len(conversation.seen)} images and videos, at most {max_images} are allowed "
@@ -203,6 +209,11 @@ def _check_seen(conversation: Conversation, has_vision: bool, max_images: int) -
             "too_many_images",
             "messages",
         )
+
+
+def _no_vision(where: str) -> RequestError:
+    return RequestError("this model reads text only; remove the images and videos or choose a model with vision",
+                        "model_has_no_vision", where)
 
 
 def _joined(content: str | list[dict[str, str]], separator: str = "") -> str:

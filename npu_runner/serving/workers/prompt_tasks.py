@@ -13,9 +13,10 @@ from typing import Any
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.media.videos import Video
+from npu_runner.prompts.pair_prompts import Side
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import RawPrompt
-from npu_runner.prompts.sending import checked_conversation, sendable_images
+from npu_runner.prompts.sending import checked_conversation, checked_pair, sendable_images
 from npu_runner.prompts.text.messages import check_ending
 from npu_runner.request.prompt_inputs import PromptInputs
 
@@ -83,6 +84,34 @@ class TextTask(PromptTask):
         images, videos = ([each for each in seen if isinstance(each, Video) is is_video] for is_video in (False, True))
         return processor.from_text(self.prompt, images, videos, truncate_prompt_tokens=self.truncate_prompt_tokens,
                                    mm_processor_kwargs=self.mm_processor_kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTask(PromptTask):
+    """A query and a document that were parsed. `options`: PairPrompts' own; `num_of_query`: of the images."""
+
+    query: str | list[dict[str, str]]
+    document: str | list[dict[str, str]]
+    num_of_query: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def prepare(self, processor: ChatProcessor) -> PromptInputs:
+        assert processor.pairs is not None, "the task was checked before"
+        seen = list(self.images)
+        query = Side(self.query, seen[: self.num_of_query])
+        document = Side(self.document, seen[self.num_of_query :])
+        return processor.pairs(query, document, truncate_prompt_tokens=self.truncate_prompt_tokens, **self.options)
+
+
+def pair_task(pair: tuple[Any, Any], rules: MediaRules, *, has_vision: bool, options: Mapping[str, Any]) -> PairTask:
+    """Raises RequestError for what can be seen without reading an address or decoding an image."""
+    query, document = checked_pair(pair, ("data_1", "data_2"), rules, has_vision=has_vision)
+    contents = query.content, document.content
+    num_chars = sum(len(part["text"] if isinstance(part, dict) else part) for content in contents
+                    for part in ([content] if isinstance(content, str) else content)
+                    if isinstance(part, str) or part["type"] == "text")
+    return PairTask(query=query.content, document=document.content, num_of_query=len(query.seen), num_chars=num_chars,
+                    images=[*query.seen, *document.seen], options=options)
 
 
 def chat_task(

@@ -1,0 +1,1 @@
+"""What a job would bring, before it is run."""

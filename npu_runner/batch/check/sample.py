@@ -1,0 +1,134 @@
+"""How long a job would take, and how its answers would end: some of its rows are answered, in a job of their own.
+
+Knows nothing of where the job's own answers will lie: the sample's are thrown away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npu_runner.batch.check.survey import Survey
+from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
+from npu_runner.batch.job.run import run_batch
+from npu_runner.batch.job.summary import JobSummary
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError, JobError
+
+# What the same work took in another run of the same host, at most, where nothing else ran on it.
+_NOISE = 0.10
+_LEAST_BATCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What some rows of a job took, and what that says of all."""
+
+    summary: JobSummary
+    num_rows: int
+    """Of the sample."""
+    num_all: int
+    """Rows of the job that would be served."""
+    batch: int
+    """Sequences that its replicas decode at a time, together."""
+    spread: float
+    """Standard deviation of a row's tokens, as a share of their mean."""
+
+    @property
+    def is_too_small(self) -> bool:
+        """Its batches were not full for long enough to tell how long full ones take."""
+        return self.num_rows < min(self.num_all, _LEAST_BATCHES * self.batch)
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        """What the job takes, from its start to its last row: at least, at most. None: the sample is too small.
+
+        At most: rows take what they took here, where batches empty at the end. At least: every decode step is full and
+        takes no longer. Both are widened by two standard errors of the rows' tokens, and by what runs differ.
+        """
+        if self.is_too_small:
+            return None
+        stats, summary = self.summary.stats, self.summary
+        num_replicas = max(1, len(summary.replicas))
+        most = summary.serve_seconds
+        decoding = stats.decode_seconds / num_replicas
+        room = stats.num_decode_steps * self.batch / num_replicas
+        filled = min(1.0, stats.num_decode_tokens / room) if room else 1.0
+        least = max(0.0, most - decoding * (1 - filled))
+        scale = self.num_all / self.num_rows
+        doubt = 2 * self.spread / math.sqrt(self.num_rows) * math.sqrt(1 - self.num_rows / self.num_all) + _NOISE
+        start = summary.start_seconds
+        return (start + least * scale) * (1 - min(doubt, 1.0)), (start + most * scale) * (1 + doubt)
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers together, as the sample's are."""
+        return round(self.summary.tally.num_completion_tokens * self.num_all / self.num_rows)
+
+    def share(self, count: int) -> float:
+        return count / max(1, self.summary.tally.num_answered)
+
+    def to_json(self) -> dict[str, Any]:
+        tally, seconds = self.summary.tally, self.seconds
+        return {
+            "rows": self.num_rows, "too_few_to_say": self.is_too_small,
+            "seconds": None if seconds is None else [round(value, 1) for value in seconds],
+            "completion_tokens": self.tokens, "failed": tally.num_failed,
+            "failures_by_code": dict(tally.failures_by_code),
+            "cut_off": self.share(tally.num_cut_off), "repetition": self.share(tally.num_repetition),
+            "unparsed": self.share(tally.num_unparsed),
+        }  # fmt: skip
+
+
+def answer_sample(config: RunnerConfig, options: BatchOptions, file: InputFile, scan: InputScan, survey: Survey,
+                  num_rows: int, batch: int, *,
+                  open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide) -> Sample:
+    """Answer so many of the rows that would be served, evenly spread over the input. `batch`: sequences that one
+    replica decodes at a time.
+
+    Raises what a job raises. ConfigError if no row would be served.
+    """
+    places = np.frombuffer(survey.places, dtype=np.uint64)
+    if not len(places):
+        raise ConfigError("sample: no row would be served, so none can be answered")
+    count = min(num_rows, len(places))
+    wanted = np.zeros(scan.num_rows, dtype=bool)
+    wanted[np.sort(places)[np.arange(count) * len(places) // count].astype(np.int64)] = True
+    book = RowBook(scan, wanted, file.source)
+    with tempfile.TemporaryDirectory(prefix="npu-runner-check-") as name:
+        folder = Path(name)
+        with (folder / "rows.jsonl").open("wb") as rows:
+            for index in range(book.num_rows):
+                rows.write(file.source.read(book.row(index)).rstrip(b"\n") + b"\n")
+        output = folder / "answers.jsonl"
+        taken = dataclasses.replace(options, input=str(folder / "rows.jsonl"), output=str(output), progress="off")
+        summary = run_batch(config, taken, open_model=open_model)
+        if summary.error is not None:
+            raise summary.error
+        if summary.is_interrupted:
+            raise JobError("interrupted while the sample was answered; nothing is left of it")
+        num_replicas = max(1, len(summary.replicas))
+        return Sample(summary=summary, num_rows=count, num_all=len(places), batch=batch * num_replicas,
+                      spread=_spread(output))
+
+
+def _spread(output: Path) -> float:
+    """Standard deviation of the tokens of an answered row, over their mean."""
+    tokens = []
+    with output.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if row["error"] is None:
+                tokens.append(row["response"]["body"]["usage"]["total_tokens"])
+    return float(np.std(tokens) / np.mean(tokens)) if tokens else 0.0

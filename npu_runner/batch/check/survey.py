@@ -1,0 +1,137 @@
+"""What an input would bring: each row prepared as a job does it, and checked as the engine does it, without weights.
+
+Knows nothing of where rows lie, of devices, or of time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.job.row_server import RowServer, ServerPlan
+from npu_runner.batch.job.screening import prepared_rows
+from npu_runner.errors import RequestError
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.serving.engine_loop import Prepared
+
+CheckRequest = Callable[[PromptInputs, Any], Any]
+"""What the engine asks of a prompt and its settings: returns these as they will be served, or raises RequestError."""
+_EXAMPLES = 3
+_QUANTILES = (0.0, 0.5, 0.95, 1.0)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row that would fail. `custom_id` is None where it has no usable one; `line` counts from 1."""
+
+    custom_id: str | None
+    line: int
+    message: str
+
+
+@dataclass
+class Survey:
+    """Counts over all rows. Three numbers are kept of each row, 24 bytes; of failures the first ones of each code."""
+
+    max_model_len: int
+    failures: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[Example]] = field(default_factory=dict)
+    places: array[int] = field(default_factory=lambda: array("Q"))
+    """Which rows of the input would be served, by their index."""
+    prompt_tokens: array[int] = field(default_factory=lambda: array("L"))
+    """Of each row that would be served, all of its prompts together."""
+    images: array[int] = field(default_factory=lambda: array("L"))
+    """Of each of these; a pair of a video's frames counts as one."""
+    num_image_tokens: int = 0
+    num_sequences: int = 0
+    most_output_tokens: int = 0
+    num_short: int = 0
+    """Rows whose prompt leaves fewer tokens to an answer than their max_tokens asks for."""
+    num_unlimited: int = 0
+    """Rows that generate text and do not say how many tokens: as many as the model's length leaves."""
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failures.values())
+
+    @property
+    def num_served(self) -> int:
+        return len(self.places)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rows": {"total": self.num_served + self.num_failed, "served": self.num_served, "failed": self.num_failed,
+                     "failures_by_code": dict(self.failures.most_common())},
+            "examples": {code: [vars(example) for example in self.examples[code]] for code in self.failures},
+            "prompt_tokens": {"total": sum(self.prompt_tokens), **_quantiles(self.prompt_tokens)},
+            "images": {"total": sum(self.images), "tokens": self.num_image_tokens, **_quantiles(self.images)},
+            "answers": {"sequences": self.num_sequences, "tokens_at_most": self.most_output_tokens,
+                        "max_model_len": self.max_model_len, "cut_short": self.num_short,
+                        "without_max_tokens": self.num_unlimited},
+        }  # fmt: skip
+
+    # -- while rows are looked at ----------------------------------------------------------------------------------
+
+    def add(self, prepared: Prepared, line: int, check: CheckRequest) -> None:
+        """One row; `line`: where it stands in the input."""
+        if prepared.failure is not None:
+            row = json.loads(prepared.failure.data)
+            self._fail(row["error"]["code"], Example(row["custom_id"], line, row["error"]["message"]))
+            return
+        prompts = [prepared.prompt] if isinstance(prepared.prompt, PromptInputs) else list(prepared.prompt)
+        try:
+            params = [check(prompt, prepared.params) for prompt in prompts]
+        except RequestError as error:
+            self._fail(error.code, Example(prepared.name, line, error.message))
+            return
+        self.places.append(prepared.flight.number)
+        self.prompt_tokens.append(sum(len(prompt.token_ids) for prompt in prompts))
+        self.images.append(sum(len(prompt.spans) for prompt in prompts))
+        self.num_image_tokens += sum(span.num_tokens for prompt in prompts for span in prompt.spans)
+        self.num_sequences += prepared.flight.num_sequences
+        if isinstance(params[0], SamplingParams):
+            self._add_answers(prompts[0], params[0])
+
+    def _fail(self, code: str, example: Example) -> None:
+        self.failures[code] += 1
+        examples = self.examples.setdefault(code, [])
+        bisect.insort(examples, example, key=lambda example: example.line)  # rows come as workers finish them
+        del examples[_EXAMPLES:]
+
+    def _add_answers(self, prompt: PromptInputs, params: SamplingParams) -> None:
+        room = self.max_model_len - len(prompt.token_ids)
+        self.num_unlimited += params.max_tokens is None
+        self.num_short += params.max_tokens is not None and params.max_tokens > room
+        self.most_output_tokens += params.n * min(room, params.max_tokens or room)
+
+
+def survey_rows(plan: ServerPlan, book: RowBook, check: CheckRequest, max_model_len: int,
+                seen: Callable[[int], None] = lambda count: None) -> Survey:
+    """Prepare all rows of `book` in worker processes. `seen` is called with how many have been looked at.
+
+    Raises what a replica raises while it opens the checkpoint and prepares rows.
+    """
+    found = Survey(max_model_len)
+    server = RowServer(plan)
+    with server:
+        server.start(lambda: None, lambda event: None)
+        for count, prepared in enumerate(prepared_rows(server, book), 1):
+            found.add(prepared, book.row(prepared.flight.number).line, check)
+            seen(count)
+    return found
+
+
+def _quantiles(values: array[int]) -> dict[str, int]:
+    if not values:
+        return {}
+    found = np.quantile(np.asarray(values), _QUANTILES, method="higher")
+    return dict(zip(("least", "median", "95_percent_below", "most"), map(int, found), strict=True))

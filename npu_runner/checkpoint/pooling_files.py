@@ -1,0 +1,154 @@
+"""What a checkpoint's files say of pooling: modules.json and its folders, which sentence-transformers writes.
+
+config.json cannot stand for them: an embedding model's or a reranker's is its base model's. Knows no network and no
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from npu_runner.checkpoint.files import read_json, read_text, require_json
+from npu_runner.checkpoint.model_config import PairSettings, PoolingConfig, ScorePooling, VectorPooling
+from npu_runner.errors import ModelError
+
+_MODULES_FILE, _TEXT_FILE = "modules.json", "sentence_bert_config.json"
+_LIBRARY_FILE = "config_sentence_transformers.json"
+PAIR_FILES = (_MODULES_FILE, _TEXT_FILE, _LIBRARY_FILE)
+"""What prompts of pairs are made of, beside the template and its tokens."""
+_OF_TOKENS = ("truncation", "max_length", "padding", "return_tensors", "restore_suffix")
+"""Stand beside a template's variables there, and say how long a prompt may be; the settings say that here."""
+_TRANSFORMER, _POOLING, _NORMALIZE, _SCORE = "Transformer", "Pooling", "Normalize", "LogitScore"
+_SERVED = ([_TRANSFORMER, _POOLING], [_TRANSFORMER, _POOLING, _NORMALIZE], [_TRANSFORMER, _SCORE])
+_LAST_TOKEN = "lasttoken"
+_MODE_PREFIX = "pooling_mode_"
+_LOGITS = "causal_logits"
+_INSTEAD = "; with runner generate it is served as a model that generates text"
+_YES, _NO = "yes", "no"
+"""What rerankers answer where no file says otherwise (Qwen3-Reranker's model card)."""
+
+
+def read_pooling(
+    folder: Path, *, runner: str, task: str, token_id: Callable[[str], int | None]
+) -> PoolingConfig | None:
+    """What is made of prompts by the checkpoint in `folder`; None: it generates text.
+
+    `runner` (auto, generate, pooling) and `task` (auto, or a PoolingConfig's) are the settings. `token_id`: the id of a
+    token in the checkpoint's tokenizer. Raises ModelError for a modules.json that asks for what is not served, or for
+    another task than `task`.
+    """
+    if runner == "generate":
+        return None
+    modules = _read_modules(folder)
+    if modules is None:
+        if task == ScorePooling.task:
+            return ScorePooling(true_token_id=_needed(_YES, folder, token_id),
+                                false_token_id=_needed(_NO, folder, token_id))
+        is_asked = runner == "pooling" or task == VectorPooling.task
+        return VectorPooling(is_normalised=True) if is_asked else None
+    pooling = _of_modules(folder, modules)
+    if task not in ("auto", pooling.task):
+        raise ModelError(f"{folder / _MODULES_FILE}: its modules are for task {pooling.task}, not {task}; leave task "
+                         "at auto, or take the file out")
+    return pooling
+
+
+def _of_modules(folder: Path, modules: list[tuple[str, str]]) -> PoolingConfig:
+    kinds = [kind for kind, _ in modules]
+    if kinds not in _SERVED:
+        raise ModelError(f"{folder / _MODULES_FILE}: its modules are {', '.join(kinds) or 'none'}; served are "
+                         f"Transformer, Pooling and, if it is there, Normalize; or Transformer, LogitScore{_INSTEAD}")
+    _check_text(folder / modules[0][1])
+    if kinds[1] == _SCORE:
+        return _read_score(folder / modules[1][1], _read_pairs(folder, folder / modules[0][1]))
+    _check_mode(folder / modules[1][1])
+    library = read_json(folder, _LIBRARY_FILE) or {}
+    return VectorPooling(is_normalised=_NORMALIZE in kinds, dimensions=_vector_lengths(folder),
+                         default_prompt=library.get("default_prompt_name"))
+
+
+def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
+    """(kind, folder) of each module; None without the file."""
+    text = read_text(folder, _MODULES_FILE)
+    if text is None:
+        return None
+    try:
+        modules = _as_list(json.loads(text))
+        # "sentence_transformers.models.Pooling", or where later releases keep it.
+        return [(str(module["type"]).rpartition(".")[2], str(module.get("path") or "")) for module in modules]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder / _MODULES_FILE}: is no list of modules ({type(error).__name__}: {error}); copy the "
+                         "file again from its source") from error
+
+
+def _as_list(modules: Any) -> list[Any]:
+    if not isinstance(modules, list):
+        raise ValueError(f"it is a JSON {type(modules).__name__}")
+    return modules
+
+
+def _check_text(folder: Path) -> None:
+    settings = read_json(folder, _TEXT_FILE) or {}
+    if settings.get("do_lower_case"):
+        raise ModelError(f"{folder / _TEXT_FILE}: do_lower_case is not served{_INSTEAD}")
+
+
+def _check_mode(folder: Path) -> None:
+    """One mode as a word, or a switch for each."""
+    config = require_json(folder, "config.json")
+    modes = [name.removeprefix(_MODE_PREFIX) for name, value in config.items()
+             if name.startswith(_MODE_PREFIX) and value is True]
+    if "pooling_mode" in config:
+        given = config["pooling_mode"]
+        modes = [str(mode) for mode in (given if isinstance(given, list) else [given])]
+    if modes != [_LAST_TOKEN]:
+        raise ModelError(f"{folder / 'config.json'}: pooling by {', '.join(modes) or 'nothing'} is not served; the "
+                         f"last token's state ({_LAST_TOKEN}) is{_INSTEAD}")
+
+
+def _read_pairs(folder: Path, transformer: Path) -> PairSettings:
+    """What the text module of a CrossEncoder gives its chat template, and the prompt that stands before every pair."""
+    processing = (read_json(transformer, _TEXT_FILE) or {}).get("processing_kwargs") or {}
+    library = read_json(folder, _LIBRARY_FILE) or {}
+    try:
+        kwargs = dict(processing.get("chat_template") or {})
+        name, add_prompt = kwargs.pop("chat_template", None), kwargs.pop("add_generation_prompt", False)
+        default = library.get("default_prompt_name")
+        instruction = None if default is None else library["prompts"][default]
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}: {_TEXT_FILE} and {_LIBRARY_FILE} do not say how a query and a document are shown "
+                         f"({type(error).__name__}: {error}); copy them again from their source") from error
+    if not isinstance(name, (str, type(None))) or "/" in (name or ""):
+        raise ModelError(f"{transformer / _TEXT_FILE}: chat_template {name!r} is no name of a chat template")
+    kept = {key: value for key, value in kwargs.items() if key not in _OF_TOKENS}
+    return PairSettings(is_saved=True, template_name=name, template_kwargs=kept,
+                        add_generation_prompt=bool(add_prompt), instruction=instruction or None)
+
+
+def _read_score(folder: Path, pairs: PairSettings) -> ScorePooling:
+    config, path = require_json(folder, "config.json"), folder / "config.json"
+    source = config.get("module_input_name", _LOGITS)
+    if source != _LOGITS:
+        raise ModelError(f"{path}: module_input_name {source!r} is not served; {_LOGITS} is{_INSTEAD}")
+    yes, no = config.get("true_token_id"), config.get("false_token_id")
+    for name, value in (("true_token_id", yes), ("false_token_id", 0 if no is None else no)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ModelError(f"{path}: {name} {value!r} is no token id; correct it there")
+    return ScorePooling(true_token_id=yes, false_token_id=no, pairs=pairs)  # type: ignore[arg-type]
+
+
+def _needed(token: str, folder: Path, token_id: Callable[[str], int | None]) -> int:
+    found = token_id(token)
+    if found is None:
+        raise ModelError(f"{folder}: task score is the logit of {_YES!r} less that of {_NO!r}, and the tokenizer has "
+                         f"no token {token!r}; a modules.json with a LogitScore names other tokens")
+    return found
+
+
+def _vector_lengths(folder: Path) -> tuple[int, ...] | None:
+    """The lengths that vectors may be cut to, where config.json names them."""
+    named = require_json(folder, "config.json").get("matryoshka_dimensions")
+    return tuple(int(size) for size in named) if isinstance(named, list) and named else None

@@ -1,0 +1,199 @@
+"""Prompts of a query and a document, for a model that scores: parsed, shown, cut where that is asked for, with images
+in their places. Knows nothing of rows, nor of what is made of a prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from npu_runner.checkpoint.model_config import PairSettings
+from npu_runner.checkpoint.pooling_files import PAIR_FILES
+from npu_runner.errors import ModelError, RequestError
+from npu_runner.prompts.text.chat_prompt import ChatPrompts
+from npu_runner.prompts.text.chat_template import named_template_file, read_chat_template, read_named_template
+from npu_runner.prompts.text.messages import Conversation, parse_content
+from npu_runner.prompts.text.pair_template import (
+    DOCUMENT,
+    INSTRUCTION,
+    PUBLISHED_TOKENS,
+    QUERY,
+    PairTemplate,
+    pair_template,
+)
+from npu_runner.prompts.text.tokenizer import TextLength
+from npu_runner.prompts.vision_prompts import Known, VisionPrompts, check_kinds, not_cut
+from npu_runner.request.limits import shown
+from npu_runner.request.prompt_inputs import PromptInputs
+
+logger = logging.getLogger(__name__)
+
+_VARIABLE = "instruction"
+
+
+@dataclass(frozen=True)
+class Side:
+    """A query or a document: what the template sees, and (image or video, where it stood) in order."""
+
+    content: str | list[dict[str, str]]
+    seen: list[tuple[Any, str]] = field(default_factory=list)
+
+
+def parse_side(content: Any, where: str, *, has_vision: bool) -> Side:
+    """Of text, or of vLLM's {"content": parts}, whose addresses are Media already. Raises RequestError naming the
+    field."""
+    if isinstance(content, Mapping):
+        if list(content) != ["content"]:
+            message = f'{where}: an object is {{"content": parts}}, and this one has {shown(list(content))}'
+            raise RequestError(message, "invalid_type", where)
+        content, where = content["content"], f"{where}.content"
+    elif not isinstance(content, str):
+        message = f'{where}: text or an object {{"content": parts}} is needed, not {type(content).__name__}'
+        raise RequestError(message, "invalid_type", where)
+    seen: list[tuple[Any, str]] = []
+    return Side(parse_content(content, where, has_vision=has_vision, seen=seen), seen)
+
+
+def pairs_of(queries: Any, documents: Any) -> Iterable[tuple[Any, Any]]:
+    """Each document with its query: one query is for all. Documents may come from an iterator, as queries then.
+
+    Raises RequestError where there are neither one nor as many queries.
+    """
+    if not _is_one(queries) and isinstance(queries, Sequence) and len(queries) == 1:
+        queries = queries[0]
+    documents = [documents] if _is_one(documents) else documents
+    for given in (queries, documents):
+        if not _is_one(given) and not isinstance(given, Iterable):
+            message = f'text, an object {{"content": parts}} or a list of these is needed, not {type(given).__name__}'
+            raise RequestError(message, "invalid_type")
+    if _is_one(queries):
+        is_list = isinstance(documents, Sequence)
+        return [(queries, document) for document in documents] if is_list else zip(repeat(queries), documents)
+    if isinstance(queries, Sized) and isinstance(documents, Sized) and len(queries) != len(documents):
+        raise RequestError(f"{len(queries)} queries for {len(documents)} documents; give one, or one for each")
+    are_lists = isinstance(queries, Sequence) and isinstance(documents, Sequence)
+    return list(zip(queries, documents, strict=True)) if are_lists else zip(queries, documents, strict=True)
+
+
+def _is_one(given: Any) -> bool:
+    return isinstance(given, (str, bytes, Mapping))
+
+
+def pair_files(settings: PairSettings) -> tuple[str, ...]:
+    """What else shapes these prompts, beside PROMPT_FILES."""
+    named = () if settings.template_name is None else (named_template_file(settings.template_name),)
+    return (*PAIR_FILES, *named)
+
+
+def read_pair_template(folder: Path, settings: PairSettings, config: Mapping[str, Any],
+                       tokenizer: Tokenizer, *, given: str | None = None) -> PairTemplate:
+    """`given`: the text of a template in the place of the checkpoint's. Raises ModelError where neither that one nor
+    the published text will do."""
+    has_vision = isinstance(config.get("vision_config"), dict)
+    if settings.template_name is None or given is not None:
+        own = read_chat_template(folder, has_vision=has_vision, given=given)
+    else:
+        own = read_named_template(folder, settings.template_name, has_vision=has_vision)
+    template = pair_template(own, settings, has_vision=has_vision, placeholders=_placeholders(config, tokenizer))
+    if template.is_published:
+        missing = [token for token in PUBLISHED_TOKENS if tokenizer.token_to_id(token) is None]
+        if missing:
+            raise ModelError(f"{folder}: its chat template renders no query and document, and the text that Qwen's "
+                             f"rerankers are published with needs {missing[0]!r}, no token of this model; give it a "
+                             "chat template that renders messages of the roles query and document")
+        logger.info("the checkpoint's chat template renders no query and document: prompts are the text that Qwen's "
+                    "rerankers are published with")
+    return template
+
+
+def _placeholders(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    """What stands for an image and for a video in a text: their token, between those of vision."""
+    def text(name: str) -> str:
+        token_id = config.get(name)
+        return (tokenizer.id_to_token(token_id) or "") if isinstance(token_id, int) and token_id >= 0 else ""
+
+    start, end = text("vision_start_token_id"), text("vision_end_token_id")
+    return {kind: f"{start}{text(f'{kind}_token_id')}{end}" for kind in ("image", "video")}
+
+
+class PairPrompts:
+    """Prompts of one checkpoint. `template_kwargs`: the settings', under those of a request."""
+
+    def __init__(self, *, chat: ChatPrompts, vision: VisionPrompts, text_length: TextLength, settings: PairSettings,
+                 template_kwargs: Mapping[str, Any], max_images: int, limits: Mapping[str, int] | None = None):
+        """`limits`: of images and of videos, as `limit_mm_per_prompt` has them."""
+        assert isinstance(chat.template, PairTemplate), "prompts of pairs need a template that renders them"
+        self._chat, self._vision, self._text_length = chat, vision, text_length
+        self._settings = settings
+        self._template_kwargs = {**chat.template.kept(settings.template_kwargs), **template_kwargs}
+        self._max_images, self._limits = max_images, limits
+        self._is_published = chat.template.is_published
+        self._order = chat.template.probe(settings)
+        self._reads_variable = _VARIABLE in chat.template.variables
+
+    def identity(self) -> dict[str, Any]:
+        """What shapes them beside the template, JSON-ready."""
+        return {"instruction": self._settings.instruction, "chat_template_kwargs": self._template_kwargs,
+                "add_generation_prompt": self._settings.add_generation_prompt, "is_published": self._is_published}
+
+    def __call__(
+        self, query: Side, document: Side, *, instruction: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, truncate_prompt_tokens: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None, known: Known | None = None,
+    ) -> PromptInputs:  # fmt: skip
+        """`instruction`: what is looked for, in words. `truncate_prompt_tokens`: of a longer prompt the end of the
+        document is left out, the template stays whole. `known`: as in VisionPrompts. Raises RequestError."""
+        asked = self._vision.as_asked(mm_processor_kwargs)
+        kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
+        messages = [{"role": QUERY, "content": query.content}, {"role": DOCUMENT, "content": document.content}]
+        told = self._settings.instruction if instruction is None else instruction
+        if told is not None and INSTRUCTION in self._order:
+            messages.insert(0, {"role": INSTRUCTION, "content": told})
+        elif told is not None:
+            kwargs |= self._as_variable(told)
+        conversation = Conversation(messages, [*query.seen, *document.seen])
+        self._check(conversation, is_cut=truncate_prompt_tokens is not None)
+        most = None if conversation.seen else truncate_prompt_tokens
+        text, token_ids = self._text_and_ids(conversation, kwargs, most)
+        sides = {QUERY: query, DOCUMENT: document}
+        in_order = [located for role in self._order if role in sides for located in sides[role].seen]
+        seen = self._vision.in_order(token_ids, in_order)
+        return replace(self._vision.prompt(token_ids, seen, truncate_prompt_tokens, asked, known), text=text)
+
+    def _as_variable(self, instruction: str) -> dict[str, Any]:
+        """Of a template that renders no message of role system."""
+        if not self._reads_variable:
+            raise RequestError("instruction: the model's chat template renders none; leave it out",
+                               "unsupported_parameter", _VARIABLE)
+        return self._chat.checked_kwargs({_VARIABLE: instruction})
+
+    def _check(self, conversation: Conversation, *, is_cut: bool) -> None:
+        texts = [text for _, text in conversation.texts()]
+        self._text_length.check(texts, is_cut=is_cut)
+        if len(conversation.seen) > self._max_images:
+            raise RequestError(
+                f"{len(conversation.seen)} images and videos in query and document, at most {self._max_images} are "
+                "allowed (max_images_per_prompt)", "too_many_images", conversation.seen[-1][1],
+            )  # fmt: skip
+        check_kinds(conversation.seen, self._limits)
+        if not conversation.seen and not any(text.strip() for text in texts[-2:]):
+            raise RequestError("query and document are both empty; give text or an image", "empty_prompt")
+
+    def _text_and_ids(self, conversation: Conversation, kwargs: Mapping[str, Any],
+                      most: int | None) -> tuple[str, list[int]]:
+        add_prompt = self._settings.add_generation_prompt
+        text, token_ids = self._chat.text_and_ids(conversation, kwargs, add_generation_prompt=add_prompt)
+        if most is None or len(token_ids) <= most:
+            return text, token_ids
+        shown, behind = self._chat.split_token_ids(conversation, kwargs, add_generation_prompt=add_prompt)
+        empty = Conversation([*conversation.messages[:-1], {**conversation.messages[-1], "content": ""}])
+        least = len(self._chat.split_token_ids(empty, kwargs, add_generation_prompt=add_prompt)[0]) + len(behind)
+        if most <= least:
+            raise not_cut(len(token_ids), most, f"has {least} tokens without its document")
+        return text, shown[: most - len(behind)] + behind

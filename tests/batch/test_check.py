@@ -1,0 +1,133 @@
+"""`npu-runner check` says of an input what the real job over it finds, and what its definition gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from npu_runner.assets import SHAPES_VL
+from npu_runner.batch.check.run import check_input
+from npu_runner.batch.check.sample import Sample
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.cli import main as cli
+from npu_runner.config import RunnerConfig
+from tests.batch.scripted import row, write_rows
+from tests.batch.test_real_job import EXAMPLES, SMALL, rows_of
+
+MODEL = [option for option in SMALL if option not in ("--progress", "off")]
+BAD: list[Any] = [
+    b"not json",
+    row("bad-length", "long " * 2000),
+    row("bad-image", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "no.png"}}]}]),
+    row("bad-bias", logit_bias={"99999": 1}),
+    row("bad-field", frequency_penalti=1),
+]
+GOOD = [row("two", "What is this?", n=2, max_tokens=5), row("open", "What is this?")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Twelve rows with images, two without, and five that fail."""
+    folder = tmp_path_factory.mktemp("check")
+    write_rows(folder / "in.jsonl", [*BAD, *rows_of(EXAMPLES, folder), *GOOD])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = cli.main(["check", *arguments, "--allowed-media-dir", ".", "--json", *MODEL])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_it_finds_what_the_job_finds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """10 s. Failures by code and all prompt tokens; the job is the oracle."""
+    status, found = check(capsys, "in.jsonl")
+    assert cli.main(["batch", "-i", "in.jsonl", "-o", "out.jsonl", "--allowed-media-dir", ".", "--summary", "s.json",
+                     *SMALL]) == status == 3
+    job = json.loads((folder / "s.json").read_text())["this_run"]
+    assert found["rows"]["failures_by_code"] == job["rows"]["failures_by_code"]
+    assert found["rows"]["served"] == job["rows"]["answered"] == len(EXAMPLES) + len(GOOD)
+    assert found["prompt_tokens"]["total"] == job["tokens"]["prompt"]
+    assert found["images"]["total"] == sum(len(example.images) for example in EXAMPLES)
+    assert found["answers"]["tokens_at_most"] >= job["tokens"]["completion"]
+
+
+def test_examples_are_the_first_rows_of_their_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(folder / "bad.jsonl", [row(f"bad-{n}", frequency_penalti=1) for n in range(40)])
+    _, found = check(capsys, "bad.jsonl")
+    assert [example["line"] for example in found["examples"]["unknown_parameter"]] == [1, 2, 3]
+    assert found["rows"] == {"total": 40, "served": 0, "failed": 40, "failures_by_code": {"unknown_parameter": 40}}
+
+
+def test_answers_and_prices_are_what_their_definition_gives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row("short", "a", max_tokens=7), row("two", "a", n=2, max_tokens=5), row("open", "a"),
+            row("more than is left", "a", max_tokens=1023)]
+    write_rows(folder / "good.jsonl", rows)
+    status, found = check(capsys, "good.jsonl", "--input-price", "2", "--output-price", "3")
+    (length,) = {found["prompt_tokens"]["least"], found["prompt_tokens"]["most"]}
+    room = 1024 - length
+    at_most = 7 + 2 * 5 + room + room
+    assert status == 0
+    assert found["answers"] == {"sequences": 5, "tokens_at_most": at_most, "max_model_len": 1024, "cut_short": 1,
+                                "without_max_tokens": 1}
+    assert found["price_at_most"] == {"prompts": 4 * length * 2 / 1e6, "answers": at_most * 3 / 1e6}
+
+
+def test_a_model_that_does_not_fit_is_an_exit_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for size, status in (("1G", 1), ("8G", 0)):
+        write_rows(folder / "one.jsonl", [row("a", "What is this?", max_tokens=5)])
+        assert cli.main(["check", "one.jsonl", "--device-memory", size, "--max-model-len", "1024"]) == status
+        assert "fit       an estimate for platform npu" in capsys.readouterr().out
+
+
+def test_rows_beyond_the_length_that_memory_leaves_would_fail(folder: Path) -> None:
+    config = RunnerConfig(model=str(SHAPES_VL), platform="cpu")
+    options = BatchOptions(input=str(folder / "in.jsonl"), output="-", allowed_media_dir=folder)
+    most = sorted(check_input(config, options).survey.prompt_tokens)
+    survey = check_input(config, options, most_model_len=most[-1]).survey
+    assert survey.failures["prompt_too_long"] == 1 + most.count(most[-1])  # no token of an answer has room behind it
+
+
+def test_a_sample_is_answered_and_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 s. Of too few rows no time is said."""
+    before = set(folder.iterdir())
+    _, few = check(capsys, "in.jsonl", "--sample", "3", "--max-num-seqs", "2")
+    _, enough = check(capsys, "in.jsonl", "--sample", "100", "--max-num-seqs", "2")
+    assert few["sample"]["rows"] == 3
+    assert few["sample"]["too_few_to_say"]
+    assert few["sample"]["seconds"] is None
+    assert enough["sample"]["rows"] == len(EXAMPLES) + len(GOOD), "no more than would be served"
+    assert not enough["sample"]["too_few_to_say"]
+    least, most = enough["sample"]["seconds"]
+    assert 0 < least < most
+    assert set(folder.iterdir()) == before
+
+
+def test_an_input_without_rows_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "empty.jsonl").write_bytes(b"\n")
+    assert cli.main(["check", "empty.jsonl", *MODEL]) == 2
+    assert "input empty.jsonl: it has no row" in capsys.readouterr().err
+
+
+def sample(*, num_rows: int, num_all: int, batch: int, spread: float, **figures: float) -> Sample:
+    stats = SimpleNamespace(decode_seconds=figures["decode"], num_decode_steps=figures["steps"],
+                            num_decode_tokens=figures["tokens"])
+    summary: Any = SimpleNamespace(stats=stats, replicas=(), serve_seconds=figures["serve"],
+                                   start_seconds=figures["start"])
+    return Sample(summary=summary, num_rows=num_rows, num_all=num_all, batch=batch, spread=spread)
+
+
+def test_the_time_lies_between_full_batches_and_batches_as_the_sample_had_them() -> None:
+    found = sample(num_rows=100, num_all=100, batch=10, spread=5.0, start=2, serve=50, decode=40, steps=100, tokens=500)
+    assert found.seconds == pytest.approx(((2 + 50 - 40 * 0.5) * 0.9, (2 + 50) * 1.1)), "all rows: nothing is drawn"
+    found = sample(num_rows=100, num_all=400, batch=10, spread=0.5, start=2, serve=50, decode=40, steps=100,
+                   tokens=1000)
+    doubt = 2 * 0.5 / 10 * 0.75**0.5 + 0.1
+    assert found.seconds == pytest.approx((202 * (1 - doubt), 202 * (1 + doubt))), "full batches: both ends are one"
