@@ -314,7 +314,6 @@ class LLM:
                                "invalid_type", "pooling_params")
         rules, has_vision = self._media_rules(allowed_media_dir), self.processor.has_vision
         options = {"instruction": instruction, "mm_processor_kwargs": mm_processor_kwargs,
-                   "truncate_prompt_tokens": self.processor.most_prompt_tokens(params),
                    "chat_template_kwargs": plain_template_kwargs(dict(chat_template_kwargs or {}))}
         results = self._run(pairs_of(data_1, data_2), params,
                             lambda pair: pair_task(pair, rules, has_vision=has_vision, options=options),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from npu_runner.prompts.text.pair_template import (
     pair_template,
 )
 from npu_runner.prompts.text.tokenizer import TextLength
-from npu_runner.prompts.vision_prompts import Known, VisionPrompts, not_cut
+from npu_runner.prompts.vision_prompts import Known, VisionPrompts, check_kinds, not_cut
 from npu_runner.request.limits import shown
 from npu_runner.request.prompt_inputs import PromptInputs
 
@@ -92,11 +92,12 @@ def pair_files(settings: PairSettings) -> tuple[str, ...]:
 
 
 def read_pair_template(folder: Path, settings: PairSettings, config: Mapping[str, Any],
-                       tokenizer: Tokenizer) -> PairTemplate:
-    """Raises ModelError where neither the checkpoint's template nor the published text will do."""
+                       tokenizer: Tokenizer, *, given: str | None = None) -> PairTemplate:
+    """`given`: the text of a template in the place of the checkpoint's. Raises ModelError where neither that one nor
+    the published text will do."""
     has_vision = isinstance(config.get("vision_config"), dict)
-    if settings.template_name is None:
-        own = read_chat_template(folder, has_vision=has_vision)
+    if settings.template_name is None or given is not None:
+        own = read_chat_template(folder, has_vision=has_vision, given=given)
     else:
         own = read_named_template(folder, settings.template_name, has_vision=has_vision)
     template = pair_template(own, settings, has_vision=has_vision, placeholders=_placeholders(config, tokenizer))
@@ -125,12 +126,13 @@ class PairPrompts:
     """Prompts of one checkpoint. `template_kwargs`: the settings', under those of a request."""
 
     def __init__(self, *, chat: ChatPrompts, vision: VisionPrompts, text_length: TextLength, settings: PairSettings,
-                 template_kwargs: Mapping[str, Any], max_images: int):
+                 template_kwargs: Mapping[str, Any], max_images: int, limits: Mapping[str, int] | None = None):
+        """`limits`: of images and of videos, as `limit_mm_per_prompt` has them."""
         assert isinstance(chat.template, PairTemplate), "prompts of pairs need a template that renders them"
         self._chat, self._vision, self._text_length = chat, vision, text_length
         self._settings = settings
         self._template_kwargs = {**chat.template.kept(settings.template_kwargs), **template_kwargs}
-        self._max_images = max_images
+        self._max_images, self._limits = max_images, limits
         self._is_published = chat.template.is_published
         self._order = chat.template.probe(settings)
         self._reads_variable = _VARIABLE in chat.template.variables
@@ -157,11 +159,12 @@ class PairPrompts:
             kwargs |= self._as_variable(told)
         conversation = Conversation(messages, [*query.seen, *document.seen])
         self._check(conversation, is_cut=truncate_prompt_tokens is not None)
-        token_ids = self._token_ids(conversation, kwargs, None if conversation.seen else truncate_prompt_tokens)
+        most = None if conversation.seen else truncate_prompt_tokens
+        text, token_ids = self._text_and_ids(conversation, kwargs, most)
         sides = {QUERY: query, DOCUMENT: document}
         in_order = [located for role in self._order if role in sides for located in sides[role].seen]
         seen = self._vision.in_order(token_ids, in_order)
-        return self._vision.prompt(token_ids, seen, truncate_prompt_tokens, asked, known)
+        return replace(self._vision.prompt(token_ids, seen, truncate_prompt_tokens, asked, known), text=text)
 
     def _as_variable(self, instruction: str) -> dict[str, Any]:
         """Of a template that renders no message of role system."""
@@ -178,17 +181,19 @@ class PairPrompts:
                 f"{len(conversation.seen)} images and videos in query and document, at most {self._max_images} are "
                 "allowed (max_images_per_prompt)", "too_many_images", conversation.seen[-1][1],
             )  # fmt: skip
+        check_kinds(conversation.seen, self._limits)
         if not conversation.seen and not any(text.strip() for text in texts[-2:]):
             raise RequestError("query and document are both empty; give text or an image", "empty_prompt")
 
-    def _token_ids(self, conversation: Conversation, kwargs: Mapping[str, Any], most: int | None) -> list[int]:
+    def _text_and_ids(self, conversation: Conversation, kwargs: Mapping[str, Any],
+                      most: int | None) -> tuple[str, list[int]]:
         add_prompt = self._settings.add_generation_prompt
-        _, token_ids = self._chat.text_and_ids(conversation, kwargs, add_generation_prompt=add_prompt)
+        text, token_ids = self._chat.text_and_ids(conversation, kwargs, add_generation_prompt=add_prompt)
         if most is None or len(token_ids) <= most:
-            return token_ids
+            return text, token_ids
         shown, behind = self._chat.split_token_ids(conversation, kwargs, add_generation_prompt=add_prompt)
         empty = Conversation([*conversation.messages[:-1], {**conversation.messages[-1], "content": ""}])
         least = len(self._chat.split_token_ids(empty, kwargs, add_generation_prompt=add_prompt)[0]) + len(behind)
         if most <= least:
             raise not_cut(len(token_ids), most, f"has {least} tokens without its document")
-        return shown[: most - len(behind)] + behind
+        return text, shown[: most - len(behind)] + behind

@@ -36,7 +36,7 @@ from npu_runner.prompts.media.largest_image import largest_image
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import PairPrompts, pair_files, read_pair_template
-from npu_runner.prompts.prompt_forms import plain_ids
+from npu_runner.prompts.prompt_forms import checked_ids, plain_ids
 from npu_runner.prompts.tasks import GENERATE, check_pooling_params, task_of, wrong_task
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
 from npu_runner.prompts.text.chat_template import ChatTemplate, read_chat_template
@@ -132,7 +132,8 @@ class ChatProcessor:
         if scores is None:
             self._template = read_chat_template(folder, has_vision=self.has_vision, given=settings.chat_template)
         else:
-            self._template = read_pair_template(folder, scores.pairs, config, self.tokenizer)
+            self._template = read_pair_template(folder, scores.pairs, config, self.tokenizer,
+                                                given=settings.chat_template)
         finds_reasoning = settings.reasoning_parser == "auto"
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if finds_reasoning else None
         """Answers to conversations are split at them; None: they stay as they are."""
@@ -148,7 +149,8 @@ class ChatProcessor:
         if scores is not None:
             self.pairs = PairPrompts(chat=self._chat, vision=self._vision, text_length=self._text_length,
                                      settings=scores.pairs, template_kwargs=self._template_kwargs,
-                                     max_images=settings.max_images_per_prompt)
+                                     max_images=settings.max_images_per_prompt,
+                                     limits=settings.limit_mm_per_prompt)
 
     def _chat_with(self, template: ChatTemplate | None) -> ChatPrompts:
         control = ControlTokens(self.tokenizer, template.literals() if template else (), self._vision_tokens,
@@ -431,23 +433,10 @@ class ChatProcessor:
             self._text_length.check([prompt], is_cut=is_cut)
             token_ids = self._chat.control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
         else:
-            token_ids = _checked_ids(plain_ids(prompt), self.tokenizer.get_vocab_size())
+            token_ids = checked_ids(plain_ids(prompt), self.tokenizer.get_vocab_size())
         if not token_ids:
             raise RequestError("prompt: it is empty", "empty_prompt", "prompt")
         return token_ids
-
-
-def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
-        raise RequestError(
-            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt"
-        )
-    for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError(
-                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
-            )
-    return list(prompt)
 
 
 def _read_again(

@@ -25,6 +25,7 @@ _PROCESSOR_KWARGS = {
     "num_frames": "video_num_frames", "max_frames": "video_max_frames",
 }  # fmt: skip
 _FORMATS = ("awq", "gptq", "compressed-tensors", "ascend")
+_TASKS = {"generate": {"runner": "generate"}, "embedding": {"task": "embed"}}
 _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "no code of a checkpoint is ever run; docs/models.md says which models are served"),
     "disable_log_stats": ((_ANY,), ""),
@@ -139,10 +140,8 @@ def _max_logprobs(_: str, value: Any) -> dict[str, Any]:
 
 
 def _task(_: str, value: Any) -> dict[str, Any]:
-    """vLLM's older words; the others are ours."""
-    if value == "generate":
-        return {"runner": "generate"}
-    return {} if value is None else {"task": "embed" if value == "embedding" else value}
+    """vLLM's older words; what is left is ours, or nobody's."""
+    return {} if value is None else _TASKS.get(value, {"task": value})
 
 
 def _processor_kwargs(_: str, value: Any) -> dict[str, Any]:

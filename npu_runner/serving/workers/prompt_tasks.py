@@ -99,7 +99,8 @@ class PairTask(PromptTask):
         assert processor.pairs is not None, "the task was checked before"
         seen = list(self.images)
         query = Side(self.query, seen[: self.num_of_query])
-        return processor.pairs(query, Side(self.document, seen[self.num_of_query :]), **self.options)
+        document = Side(self.document, seen[self.num_of_query :])
+        return processor.pairs(query, document, truncate_prompt_tokens=self.truncate_prompt_tokens, **self.options)
 
 
 def pair_task(pair: tuple[Any, Any], rules: MediaRules, *, has_vision: bool, options: Mapping[str, Any]) -> PairTask:
