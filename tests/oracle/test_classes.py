@@ -215,6 +215,10 @@ def test_a_classifier_does_nothing_else_and_nothing_else_classifies(
         assert no.value.code == "wrong_endpoint"
     with pytest.raises(RequestError, match="dimensions: they are for vectors"):
         llm.classify("hello", PoolingParams(dimensions=2))
+    with pytest.raises(RequestError, match=r"use_activation: outputs.logits of LLM.classify"):
+        llm.classify("hello", PoolingParams(use_activation=False))
+    with pytest.raises(RequestError, match=r"loaded for classes .* take the checkpoint that it was made of"):
+        llm.score("a", "b")
     assert llm.stats().num_prefill_steps == steps
     for settings in ({"runner": "generate"}, {"task": "embed"}, {"task": "score"}):
         with pytest.raises(ModelError, match=r"Qwen3ForSequenceClassification, a classifier, .* leave runner and task"):

@@ -193,9 +193,12 @@ def test_what_is_not_given_is_refused_before_any_work(llm: LLM, path: Path, plat
         llm.encode("a", pooling_task="token_classify")
     with pytest.raises(RequestError, match="dimensions: states of all tokens"):
         llm.encode("a", PoolingParams(dimensions=7), pooling_task="token_embed")
+    with pytest.raises(RequestError, match="use_activation: states of all tokens"):
+        llm.encode("a", PoolingParams(use_activation=True), pooling_task="token_embed")
     with pytest.raises(RequestError, match="task: 'classify' is not token_embed"):
         PoolingParams(task="classify")
     assert llm.stats().num_prefill_steps == steps
+    assert len(llm.encode("a", PoolingParams(use_activation=False), pooling_task="token_embed")[0].data)
     with (LLM(path, platform=platform_name, **SMALL) as generating,
           pytest.raises(RequestError, match="--runner pooling")):
         generating.encode("a", pooling_task="token_embed")
