@@ -12,10 +12,11 @@ from tests.cann.environment import has_real_cann
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, on_cpu, on_npu
 
-pytestmark = [pytest.mark.npu]
+pytestmark = [pytest.mark.npu, pytest.mark.slow]
 FORMATS = {"fp8-block": "reduce-overhead", "modelslim-w4a16": "eager"}
 
 
+@pytest.mark.full("captures graphs; what reads such weights is the same on every platform, and compared on the cpu one")
 @pytest.mark.skipif(has_real_cann(), reason="a device's attention takes no float32")
 def test_dequantised_weights_give_the_tokens_of_the_cpu_platform(checkpoint: Any, tmp_path: Path) -> None:
     cases = []
