@@ -195,7 +195,7 @@ def _add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id or a bare config.json "
                         "(default: the table of all model types)")
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
-    add_some_options(parser, RunnerConfig, "settings of MODEL", ("revision", "runner"))
+    add_some_options(parser, RunnerConfig, "settings of MODEL", ("revision", "runner", "task"))
     parser.set_defaults(run=_models)
 
 
