@@ -107,6 +107,18 @@ def test_fields_have_the_types_of_their_schema(job: Path) -> None:
     assert cut_off["answer.n"] is None
 
 
+def test_a_schema_decides_where_values_alone_would_not(tmp_path: Path) -> None:
+    numbers = {"type": "array", "items": {"type": "number"}}
+    properties = {"share": {"type": "number"}, "n": {"type": "integer"}, "ids": numbers}
+    (tmp_path / "schema.json").write_text(json.dumps({"type": "object", "properties": properties}))
+    answers = written(tmp_path / "a.jsonl", answered("a", completion('{"share": 1, "n": 3.0, "ids": [1, 2]}')))
+    table(answers, tmp_path / "t.parquet", schema=tmp_path / "schema.json")
+    schema, (found,) = pq.read_schema(tmp_path / "t.parquet"), read(tmp_path / "t.parquet")
+    assert [schema.field(f"answer.{name}").type for name in properties] == [
+        pa.float64(), pa.int64(), pa.list_(pa.float64())]  # fmt: skip
+    assert [found[f"answer.{name}"] for name in properties] == [1.0, 3, [1.0, 2.0]]
+
+
 @pytest.mark.parametrize("where", ["option", "manifest", "nowhere"])
 def test_the_schema_may_be_named_or_the_jobs_or_be_found_in_the_values(job: Path, where: str) -> None:
     (job / "schema.json").write_text(json.dumps(SCHEMA))
