@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Environment if needed, then the batch job on freshly drawn images with the embedded model, on the CPU.
-# usage: demo.sh [rows] [embedded model]
+# Environment if needed, then from a folder of freshly drawn images to a table and a report: rows, batch, table, with the
+# embedded model, on the CPU.
+# usage: demo.sh [images] [embedded model]
 #   ENVIRONMENT=folder: one that has all already, in place of .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,18 +9,30 @@ environment=${ENVIRONMENT:-.venv}
 [ -n "${ENVIRONMENT:-}" ] || bash scripts/setup_env.sh
 
 out=demo-output
-rows=${1:-64}
+images=${1:-64}
 model=${2:-shapes-vl}
+rm -rf "$out/pictures"
 mkdir -p "$out"
-"$environment"/bin/python scripts/demo_requests.py "$out" --num-rows "$rows"
+"$environment"/bin/python scripts/demo_pictures.py "$out" --num-images "$images"
 
+run() {
+    printf '+'
+    printf ' %q' "$@"
+    echo
+    "$environment/bin/$1" "${@:2}"
+}
+
+run npu-runner rows "$out/pictures" --prompt-file "$out/question.txt" --schema "$out/schema.json" --max-tokens 96 \
+    --body '{"temperature": 0}' --kind folder -o "$out/rows.jsonl"
 status=0
-"$environment"/bin/npu-runner batch --platform cpu --model "$model" \
-    --input "$out/requests.jsonl" --output "$out/answers.jsonl" --overwrite \
-    --allowed-media-dir "$out/pictures" \
-    --report "$out/report.html" --summary "$out/summary.json" || status=$?
+run npu-runner batch --platform cpu --model "$model" -i "$out/rows.jsonl" -o "$out/answers.jsonl" --overwrite \
+    --allowed-media-dir "$out/pictures" --report "$out/report.html" --summary "$out/summary.json" || status=$?
+run npu-runner table "$out/answers.jsonl" --rows "$out/rows.jsonl" -o "$out/table.csv"
 
 echo
+head -n 4 "$out/table.csv" | cut -d, -f1-6
+echo
+echo "table:    $out/table.csv"
 echo "answers:  $out/answers.jsonl"
 echo "summary:  $out/summary.json"
 echo "report:   $PWD/$out/report.html (open it in a browser)"

@@ -23,6 +23,7 @@ from npu_runner.cli.check import run as run_check
 from npu_runner.cli.doctor_options import add_doctor_arguments, refuse_without_fits
 from npu_runner.cli.generate import answer_question
 from npu_runner.cli.options import add_options, add_some_options, given
+from npu_runner.cli.tables import add_merge, add_rows, add_table
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
@@ -106,8 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"npu-runner {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_rows(commands)
     _add_batch(commands)
     _add_check(commands)
+    add_table(commands)
+    add_merge(commands)
     _add_generate(commands)
     _add_summary(commands)
     _add_report(commands)

@@ -17,6 +17,7 @@ from .questions import (
     Question,
     group_questions,
     json_question,
+    leftmost_question,
     questions,
     text_question,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "draw_scene",
     "group_questions",
     "json_question",
+    "leftmost_question",
     "questions",
     "text_question",
 ]

@@ -51,10 +51,13 @@ def json_question(scene: Scene, rng: random.Random) -> Question:
     if rng.random() < 0.3:
         asked = _ask_presence(scene, rng)
         return _in_json(asked.text, {"present": asked.answer == "yes"}, {"present": {"type": "boolean"}})
+    return leftmost_question(scene, rng.choice(("What is on the left?", "What is left of all?")))
+
+
+def leftmost_question(scene: Scene, text: str = "What is on the left?") -> Question:
+    """One that fits every scene, with one schema."""
     colour, shape = scene.items[0]
-    fields = {"count": len(scene.things), "color": colour, "shape": shape}
-    texts = ("What is on the left?", "What is left of all?")
-    return _in_json(rng.choice(texts), fields, _LEFTMOST)
+    return _in_json(text, {"count": len(scene.things), "color": colour, "shape": shape}, _LEFTMOST)
 
 
 def group_questions(scenes: Sequence[Scene], rng: random.Random) -> list[Question]:

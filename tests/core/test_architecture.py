@@ -27,10 +27,12 @@ FLOORS = [
     {"engine"},
     {"serving"},
     {"batch", "llm"},
-    {"cli", "ray_data"},
+    {"ray_data", "tables"},
+    {"cli"},
 ]
 # Of all pairs of rooms so many may know each other. A new arrow is a decision: raise this with its reason.
-MOST_ARROWS = 105
+# 111: tables makes rows of files and reads answers (batch, with request, prompts, config and errors), cli calls it.
+MOST_ARROWS = 111
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -226,12 +226,17 @@ def rewrite_rows(path: Path, scan: OutputScan, order: Iterable[int]) -> None:
 
 def rows_in_order(scan: OutputScan, keys: np.ndarray) -> np.ndarray:
     """For every key the number of its row in the output; -1 where there is none."""
-    if not scan.num_rows:
+    return places_of(keys, scan.keys)
+
+
+def places_of(keys: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """For every key its place among others, each of which is there once; -1 where it is not."""
+    if not len(among):
         return np.full(len(keys), -1, dtype=np.int64)
-    by_key = np.argsort(scan.keys, kind="stable")
-    places = np.searchsorted(scan.keys, keys, sorter=by_key)
-    found = by_key[np.minimum(places, scan.num_rows - 1)]
-    return np.where(scan.keys[found] == keys, found, -1)
+    by_key = np.argsort(among, kind="stable")
+    places = np.searchsorted(among, keys, sorter=by_key)
+    found = by_key[np.minimum(places, len(among) - 1)]
+    return np.where(among[found] == keys, found, -1)
 
 
 def read_row(file: BinaryIO, start: int) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from npu_runner.batch.files.fingerprint import files_that_count
 from npu_runner.batch.files.folder_place import FolderPlace, find_folder
 from npu_runner.batch.files.input_file import STANDARD_STREAM
 from npu_runner.batch.files.place import Place, find_place
+from npu_runner.batch.files.taken_names import refuse_taken
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.report.leaves import MAX_CARDS_OF_ONE_FILE
 from npu_runner.errors import ConfigError
-
-_STANDARD = {1: "standard output", 2: "standard error"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +52,10 @@ def find_places(options: BatchOptions, model: str | None) -> Places:
         output=find_place("output", options.output), error_file=_found("error_file", options.error_file),
         report=_found_report(options), summary=_found("summary", options.summary),
     )  # fmt: skip
-    _refuse_two_on_standard_output(places)
     _refuse_within(places.report, places, options)
-    taken = _read_names(options)
-    for place in places:
-        for key in _keys(place):
-            if key in taken:
-                raise ConfigError(f"{place.title}: is the {taken[key]} as well; choose another name")
-        taken |= dict.fromkeys(_keys(place), place.option)
-    kept = _kept_names(places, [] if model is None or not Path(model).is_dir() else files_that_count(Path(model)))
-    for place in places:
-        for key in [] if place.is_stream else _keys(place):
-            if key in kept:
-                raise ConfigError(f"{place.title}: is the {kept[key]}; choose another name")
+    model_files = [] if model is None or not Path(model).is_dir() else files_that_count(Path(model))
+    refuse_taken(list(places), [("input", options.input), ("response_schema", options.response_schema)],
+                 {path: f"model's {path.name}" for path in model_files})
     return places
 
 
@@ -97,61 +86,3 @@ def _refuse_within(folder: Place | None, places: Places, options: BatchOptions) 
         if folder.holds(Path(name)):
             raise ConfigError(f"{folder.title}: is the folder that holds the {option}, {name}; a report needs one of "
                               "its own")
-
-
-def _refuse_two_on_standard_output(places: Places) -> None:
-    found = [place.option for place in places if place.number == 1]
-    if len(found) > 1:
-        raise ConfigError(f"{' and '.join(found)}: both would go to standard output, which takes one; name a file for "
-                          "the other")
-
-
-def _read_names(options: BatchOptions) -> dict[Hashable, str]:
-    """What is read is not written to. A terminal and other devices may be both."""
-    read = {"input": options.input, "response_schema": options.response_schema}
-    taken: dict[Hashable, str] = {}
-    for option, name in read.items():
-        if name is None:
-            continue
-        is_standard = name == STANDARD_STREAM
-        with contextlib.suppress(OSError):  # whoever reads it says what is wrong
-            found = os.fstat(0) if is_standard else os.stat(name)
-            if stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode):
-                taken[found.st_dev, found.st_ino] = option
-        if not is_standard:
-            taken[os.path.realpath(name)] = option
-    return taken
-
-
-def _kept_names(places: Places, model_files: list[Path]) -> dict[Hashable, str]:
-    """Names that the job needs for itself, or that others write to, and what each is."""
-    kept: dict[Hashable, str] = {}
-    for place in places:
-        if place.path is None:
-            continue
-        for path, name in place.own_files().items():
-            kept |= dict.fromkeys(_keys_of_file(path), f"{name} of the {place.option}, which the job makes itself")
-    for path in model_files:
-        kept |= dict.fromkeys(_keys_of_file(path), f"model's {path.name}")
-    if any(not place.is_stream for place in places):
-        for number, name in _STANDARD.items():
-            with contextlib.suppress(OSError):
-                found = os.fstat(number)
-                if stat.S_ISREG(found.st_mode):
-                    kept[found.st_dev, found.st_ino] = f"file that {name} goes to"
-    return kept
-
-
-def _keys(place: Place) -> list[Hashable]:
-    """Two places with one of these in common are one."""
-    keys: list[Hashable] = [] if place.identity is None else [place.identity]
-    return keys if place.path is None else [*keys, str(place.path)]
-
-
-def _keys_of_file(path: Path) -> list[Hashable]:
-    keys: list[Hashable] = [os.path.realpath(path.parent) + os.sep + path.name]
-    with contextlib.suppress(OSError):
-        found = os.lstat(path)
-        if not stat.S_ISLNK(found.st_mode):
-            keys.append((found.st_dev, found.st_ino))
-    return keys

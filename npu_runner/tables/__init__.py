@@ -1,0 +1,1 @@
+"""Folders and tables become rows, answers become tables: commands beside the job, with files between them."""

@@ -1,0 +1,108 @@
+"""What a result row is in a table: a line of cells for each of its answers. Knows nothing of types or formats."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from npu_runner.tables.answer_files import Answer, has_failed, name_of_answer
+
+Cells = dict[str, Any]
+FIELD, METADATA = "answer.", "metadata."
+"""What names of columns begin with that are fields of answers, and metadata of rows. No other name has a dot."""
+TEXT_COLUMNS = ("text", "reasoning", "tool_calls", "finish_reason", "stop_reason")
+ERROR_COLUMNS = ("error_code", "error_message")
+PROMPT_COUNT = "prompt_tokens"
+COUNT_COLUMNS = ("completion_tokens", "reasoning_tokens")
+VECTOR, LOGPROB = "vector", "mean_logprob"
+
+
+def cells_of(answer: Answer) -> Iterator[Cells]:
+    """The cells of each answer of a row; of a failed row one line. A column that is not there is empty.
+
+    Tokens are counted for the whole row: they stand with its first answer, so that sums over a table are right.
+    """
+    name = name_of_answer(answer)
+    if has_failed(answer):
+        yield {"custom_id": name, **_error_of(answer)}
+        return
+    body = answer["response"]["body"]
+    counts = _counts_of(body.get("usage") or {})
+    for number, item in enumerate(body["choices"] if "choices" in body else body["data"]):
+        cells = _of_choice(item, counts) if "choices" in body else {VECTOR: vector_of(item["embedding"])}
+        yield {"custom_id": name, "index": item["index"], **cells, **(counts if number == 0 else {})}
+
+
+def num_cells(answer: Answer) -> int:
+    """How many lines `cells_of` gives."""
+    if has_failed(answer):
+        return 1
+    body = answer["response"]["body"]
+    return len(body["choices"] if "choices" in body else body["data"])
+
+
+def fields_of_text(text: Any) -> Mapping[str, Any] | None:
+    """The JSON object that an answer is; None: it is none, as one that was cut off."""
+    if not isinstance(text, str) or not text.lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def vector_of(embedding: Sequence[float] | str) -> np.ndarray:
+    """(D,) float32, of either form that a row may ask for."""
+    if isinstance(embedding, str):
+        return np.frombuffer(base64.b64decode(embedding), dtype="<f4")
+    return np.array(embedding, dtype=np.float32)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _error_of(answer: Answer) -> Cells:
+    """OpenAI's own error files may have the error in the body alone."""
+    error = answer["error"] or answer["response"]["body"]["error"]
+    return {"error_code": _as_text(error.get("code")), "error_message": _as_text(error.get("message"))}
+
+
+def _of_choice(choice: Mapping[str, Any], counts: Cells) -> Cells:
+    message = choice.get("message")
+    calls = None if message is None else message.get("tool_calls")
+    return {
+        "text": choice["text"] if message is None else message["content"],
+        "reasoning": None if message is None else message.get("reasoning_content"),
+        "tool_calls": json.dumps(calls, ensure_ascii=False) if calls else None,
+        "finish_reason": choice["finish_reason"],
+        "stop_reason": _as_text(choice.get("stop_reason")),
+        LOGPROB: _mean_logprob(choice.get("logprobs"), counts),
+    }
+
+
+def _mean_logprob(logprobs: Any, counts: Cells) -> float | None:
+    """Of the tokens that were drawn. An echoed prompt begins with a token without one, and is left out."""
+    if not logprobs:
+        return None
+    if "token_logprobs" in logprobs:
+        values = logprobs["token_logprobs"]
+        values = values[counts[PROMPT_COUNT]:] if values and values[0] is None else values
+    else:
+        values = [token["logprob"] for token in logprobs.get("content") or ()]
+    return sum(values) / len(values) if values else None
+
+
+def _counts_of(usage: Mapping[str, Any]) -> Cells:
+    details = usage.get("completion_tokens_details") or {}
+    return {PROMPT_COUNT: usage.get("prompt_tokens"), "completion_tokens": usage.get("completion_tokens"),
+            "reasoning_tokens": details.get("reasoning_tokens")}
+
+
+def _as_text(value: Any) -> str | None:
+    return None if value is None else str(value)

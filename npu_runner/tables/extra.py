@@ -1,0 +1,17 @@
+"""pyarrow, which only Parquet and Hugging Face's folders need: imported by whoever reads or writes one, or named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npu_runner.errors import ConfigError
+
+
+def pyarrow_for(what: str) -> Any:
+    """The module. Raises ConfigError where it is not installed. `what` is read or written: "Parquet"."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigError(f"{what} goes through pyarrow, which is not there ({error}); pip install 'pyarrow>=17', or "
+                          "'npu-runner[tables]' from the clone: pip install -e '.[tables]'") from error
+    return pyarrow

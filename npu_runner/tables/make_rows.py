@@ -1,0 +1,103 @@
+"""`npu-runner rows`: sources in, the input of a job out, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from npu_runner.batch.files.input_file import keys_array
+from npu_runner.batch.rows.input_row import row_key
+from npu_runner.errors import ConfigError
+from npu_runner.tables.answer_files import has_twins
+from npu_runner.tables.media_files import MediaFolder
+from npu_runner.tables.options import RowsOptions
+from npu_runner.tables.places import find_output
+from npu_runner.tables.prompt_text import PromptText
+from npu_runner.tables.records import Reader, Record
+from npu_runner.tables.row_maker import RowMaker
+from npu_runner.tables.sources import Sources, find_sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeRows:
+    """What was made, for the words at the end."""
+
+    options: RowsOptions
+    num_rows: int
+    num_without_media: int
+    media: MediaFolder
+    sources: Sources
+
+    def to_lines(self) -> list[str]:
+        lines = [f"rows      {self.options.output}: {self.num_rows} rows"]
+        if self.media.num_written:
+            lines.append(f"images    {self.media.num_written} written below {self.media.root}")
+        if self.num_without_media:
+            lines.append(f"          {self.num_without_media} rows show no image or video: theirs is empty")
+        if left_out := +self.sources.left_out:
+            kinds = ", ".join(f"{count} {ending}" for ending, count in sorted(left_out.items())[:10])
+            lines.append(f"left out  {left_out.total()} files that are no image, video or table by name: {kinds}")
+        return [*lines, f"next      {self._next_command()}"]
+
+    def _next_command(self) -> str:
+        words = ["npu-runner", "batch", "-i", self.options.output, "-o", "answers.jsonl", "--model", "MODEL"]
+        if self.media.is_used:
+            words += ["--allowed-media-dir", os.fsencode(self.media.root).decode("utf-8", "backslashreplace")]
+        return " ".join(map(shlex.quote, words))
+
+
+def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
+    """Raises ConfigError for whatever cannot be a row; then the output is as it was before."""
+    sources = find_sources(names)
+    media = _media_folder(sources, options)
+    prompt = PromptText(options)
+    maker = RowMaker(options, prompt, media)
+    reader = Reader(sources, delimiter=options.delimiter, needed=maker.needed)
+    read = [(name, getattr(options, name)) for name in ("prompt_file", "template", "schema")]
+    place = find_output("rows", options.output, [*read, *(("source", name) for name in names)])
+    sources.output = place.path
+
+    def records() -> Iterator[Record]:
+        return reader.records() if options.sample is None else reader.sample(options.sample)
+
+    keys = bytearray()
+    with place, place.writing() as file:
+        for record in records():
+            custom_id, line = maker.row(record)
+            keys += row_key(custom_id, 0)
+            file.write(line)
+        if not keys:
+            raise ConfigError(f"source {', '.join(map(repr, names))}: there is no record in it, so there are no rows")
+        _refuse_twins(keys, records, maker)
+        media.sync()
+    return MadeRows(options=options, num_rows=len(keys_array(keys)), num_without_media=maker.num_without_media,
+                    media=media, sources=sources)
+
+
+def _media_folder(sources: Sources, options: RowsOptions) -> MediaFolder:
+    if options.media_dir is None:
+        return MediaFolder(sources.root, is_named=False)
+    if not options.media_dir.is_dir():
+        raise ConfigError(f"media_dir: {str(options.media_dir)!r} is not a folder; make it first")
+    return MediaFolder(str(options.media_dir), is_named=True)
+
+
+def _refuse_twins(keys: bytearray, records: Callable[[], Iterator[Record]], maker: RowMaker) -> None:
+    """Raises ConfigError for a custom_id that two records have, and names both."""
+    all_keys = keys_array(keys)
+    if not has_twins(all_keys):
+        return
+    order = np.argsort(all_keys, kind="stable")
+    (repeats,) = np.nonzero(all_keys[order][1:] == all_keys[order][:-1])
+    first, second = int(order[repeats[0]]), int(order[repeats[0] + 1])
+    named: list[tuple[str, str]] = []
+    for place, record in enumerate(records()):
+        if place in (first, second):
+            named.append((maker.row(record)[0], record.where))
+    more = f"; {len(repeats)} ids in all are there twice" if len(repeats) > 1 else ""
+    raise ConfigError(f"custom_id {named[0][0]!r}: is that of {named[0][1]} and of {named[1][1]}, and answers are "
+                      f"matched by it; name another --id, or none{more}")

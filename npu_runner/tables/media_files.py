@@ -1,0 +1,153 @@
+"""What a row calls an image or a video: an address that a job finds below its --allowed-media-dir.
+
+Bytes that are embedded in records become files there, once, under a name made of their content. Nothing is written
+outside of that folder: names are hashes, and no link is followed. Knows nothing of what a prompt says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote_from_bytes
+
+from npu_runner.batch.files.durable import clear_file_errors, sync_folder, write_all
+from npu_runner.errors import ConfigError, RequestError
+from npu_runner.prompts.media.file_kinds import image_kind, video_kind
+from npu_runner.prompts.media.media import load_media
+from npu_runner.request.limits import LIMITS
+
+_ENDINGS = {"JPEG": "jpg", "JPEG 2000": "jp2", "TIFF": "tif", "HEIC or AVIF": "heic", "MP4 or MOV": "mp4",
+            "Matroska or WebM": "mkv"}  # fmt: skip
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class MediaFolder:
+    """`root`: the folder in which addresses start. `is_named`: the user named it, so embedded images may go there."""
+
+    def __init__(self, root: str, *, is_named: bool):
+        self.root = os.path.abspath(root)
+        self.is_used = False
+        """Some address leads to a file in it."""
+        self.num_written = 0
+        self._is_named = is_named
+        self._touched: set[bytes] = set()
+
+    def address(self, path: str) -> str:
+        """Of a file: its path below the root, or a file:// URL where the path would be read as something else. Raises
+        ConfigError for one that lies elsewhere."""
+        self.is_used = True
+        name = os.path.relpath(path, self.root)
+        if name.split(os.sep)[0] == os.pardir:
+            raise ConfigError(f"{path!r}: does not lie below --media-dir {self.root!r}, which the job will read; leave "
+                              "that out, or name a folder above both")
+        return name if _is_plain(name) else "file://" + quote_from_bytes(os.fsencode(os.path.join(self.root, name)))
+
+    def addresses(self, value: Any, where: str) -> Iterator[str]:
+        """What a cell says: a path, a data: URL, bytes, what Hugging Face's datasets have, or a list of these. None
+        says nothing. Raises ConfigError for anything else."""
+        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+            value = value["path"] if value["bytes"] is None else value["bytes"]
+        if value is None or value == "":
+            return
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                yield from self.addresses(item, where)
+        elif isinstance(value, bytes):
+            yield self._written(value, where)
+        elif not isinstance(value, str):
+            raise ConfigError(f"{where}: holds a {type(value).__name__}; a path, a data: URL or bytes are needed")
+        elif value[:5].lower() == "data:":
+            yield self._written(_decoded(value, where), where) if self._is_named else value
+        else:
+            self.is_used = True
+            yield value
+
+    def sync(self) -> None:
+        """Files and their names are on disk."""
+        for folder in sorted(self._touched):
+            sync_folder(_path(os.path.join(os.fsencode(self.root), folder)))
+        if self._touched:
+            sync_folder(_path(os.fsencode(self.root)))
+
+    def _written(self, data: bytes, where: str) -> str:
+        if not self._is_named:
+            raise ConfigError(f"{where}: holds the bytes of an image; name a folder for such images with --media-dir")
+        if len(data) > LIMITS.max_media_bytes:
+            raise ConfigError(f"{where}: has {len(data)} bytes, at most {LIMITS.max_media_bytes} are allowed; scale it "
+                              "down")
+        self.is_used = True
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        name = f"{digest[2:]}.{_ending(data)}"
+        with clear_file_errors(f"media_dir {self.root}"), self._open(digest[:2]) as folder:
+            if not _is_there(folder, name, data):
+                _write(folder, name, data)
+                self._touched.add(digest[:2].encode())
+                self.num_written += 1
+        return f"{digest[:2]}/{name}"
+
+    @contextlib.contextmanager
+    def _open(self, part: str) -> Iterator[int]:
+        """One of 256 folders below the root. A link in its place is an error."""
+        root = os.open(self.root, _FOLDER)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, dir_fd=root)
+            folder = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=root)
+        finally:
+            os.close(root)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether the address is read as this path."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return name[:5].lower() not in ("data:", "file:") and "://" not in name
+
+
+def _path(name: bytes) -> Any:
+    from pathlib import Path
+
+    return Path(os.fsdecode(name))
+
+
+def _decoded(url: str, where: str) -> bytes:
+    try:
+        return load_media(url, None)
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error.message}") from error
+
+
+def _ending(data: bytes) -> str:
+    kind = image_kind(data[:32]) or video_kind(data[:32]) or "bin"
+    return _ENDINGS.get(kind, kind.lower())
+
+
+def _is_there(folder: int, name: str, data: bytes) -> bool:
+    """Whole: a power cut may have left less under the name."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        return os.fstat(descriptor).st_size == len(data) and file.read(len(data)) == data
+
+
+def _write(folder: int, name: str, data: bytes) -> None:
+    new = f".{name}.new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new, dir_fd=folder)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
+    try:
+        write_all(descriptor, data)
+    finally:
+        os.close(descriptor)
+    os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)

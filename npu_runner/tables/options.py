@@ -1,0 +1,137 @@
+"""Every option of `rows`, `table` and `merge`, checked once. Knows nothing of how they go about it.
+
+Imports nothing heavy: --help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from npu_runner.config import check_choices, one_of
+from npu_runner.errors import ConfigError
+from npu_runner.request.limits import LIMITS
+
+_COLUMN = {"values": "COLUMN"}
+_FORMATS = ("parquet", "csv", "jsonl", "npy")
+RESERVED = {"expected": "the right answer, with which the job compares", "kind": "the group on the report's page"}
+"""Names in metadata that mean something to a job, and what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOptions:
+    """What a row is made of, and where rows go."""
+
+    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    """JSONL file of rows, for npu-runner batch; an earlier one is replaced. - writes standard output."""
+    prompt: str | None = None
+    """What is asked of every record: this text."""
+    prompt_file: Path | None = None
+    """The same from a file, as it stands; a newline at its end does not count."""
+    template: Path | None = None
+    """A jinja template of what is asked, from a file. It sees the columns of a record by name, and all of them as
+    `record`. Of a file they are path, name and folder."""
+    system: str | None = None
+    """Instructions that come before the question."""
+    image: tuple[str, ...] = field(default=(), metadata=_COLUMN)
+    """A column of images: paths, data: URLs, bytes, or lists of them; may be repeated. Without --image and --video,
+    columns that a Hugging Face dataset has for images are taken."""
+    video: tuple[str, ...] = field(default=(), metadata=_COLUMN)
+    """A column of videos; may be repeated."""
+    media_dir: Path | None = None
+    """The folder that the job gets as --allowed-media-dir. Paths in rows start there. Images that are bytes in a record
+    are written into it once, under a name made of their content. None: the common root of the sources."""
+    id: str | None = field(default=None, metadata=_COLUMN)
+    """The column whose value becomes the custom_id. None: the file's path below the common root of the sources, with
+    the number of the record behind #."""
+    keep: tuple[str, ...] = field(default=(), metadata=_COLUMN)
+    """A column that goes along as metadata, and into the table of answers; may be repeated. None does by default."""
+    expected: str | None = field(default=None, metadata=_COLUMN)
+    """The column of right answers: the job compares its answers with them."""
+    kind: str | None = field(default=None, metadata=_COLUMN)
+    """The column by which the report's page groups rows."""
+    schema: Path | None = None
+    """Answers are JSON that fits the schema in this file."""
+    max_tokens: int | None = None
+    """Most tokens of an answer."""
+    body: Mapping[str, Any] | None = None
+    """More fields of every row's body: a JSON object such as {"temperature": 0}."""
+    endpoint: str = one_of("chat", "completions", "embeddings")
+    """What the rows ask for."""
+    sample: int | None = None
+    """Only so many records, evenly over all of them; their ids are the same."""
+    delimiter: str | None = None
+    """What stands between the cells of a CSV. None: a comma, in .tsv files a tab."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        asked = [name for name in ("prompt", "prompt_file", "template") if getattr(self, name) is not None]
+        if len(asked) != 1:
+            given = " and ".join(f"--{name.replace('_', '-')}" for name in asked) or "none of them"
+            raise ConfigError(f"one of --prompt, --prompt-file and --template is needed, not {given}")
+        for name in self.keep:
+            if name in RESERVED:
+                raise ConfigError(f"keep: metadata called {name!r} is {RESERVED[name]}; if the column is that, say "
+                                  f"--{name} {name}")
+        if len(set(self.keep)) < len(self.keep):
+            raise ConfigError(f"keep: {', '.join(self.keep)}: a column is named twice")
+        if self.sample is not None and self.sample < 1:
+            raise ConfigError(f"sample: {self.sample} is not a positive number")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"max_tokens: {self.max_tokens} is not a positive number")
+        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            raise ConfigError(f"delimiter: {self.delimiter!r} is not one character that can stand between cells")
+        if self.endpoint != "chat" and self.schema is not None:
+            raise ConfigError(f"schema: rows for {self.endpoint} have no response_format; use --endpoint chat")
+        if self.endpoint == "completions" and (self.system is not None or self.image or self.video):
+            raise ConfigError("endpoint completions: a raw prompt has no system message, images or videos; use chat")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """What a table of answers is made of, and where it goes."""
+
+    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    """The table; an earlier one is replaced. Its name ends in .parquet, .csv, .jsonl or .npy."""
+    rows: str | None = field(default=None, metadata={"values": "FILE"})
+    """The input of the job. With it the table has the metadata, and the order of the input. None: no metadata, and the
+    order in which answers finished."""
+    format: str = one_of("auto", *_FORMATS)
+    """What the table is; auto: as its name ends."""
+    schema: Path | None = None
+    """The schema of the answers, for the types of their columns. None: the rows' own, or the job's."""
+    excel_safe: bool = False
+    """In a CSV, texts that begin with =, +, -, @, a tab or a carriage return get ' in front: no spreadsheet takes them
+    for a formula then."""
+    max_row_bytes: int = LIMITS.max_row_bytes
+    """Most bytes of a row or an answer; a longer one is an error."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.max_row_bytes < 1:
+            raise ConfigError(f"max_row_bytes: {self.max_row_bytes} is not a positive number")
+        if self.excel_safe and self.kind != "csv":
+            raise ConfigError(f"excel_safe: a table in {self.kind} has no formulas; it goes with CSV")
+
+    @property
+    def kind(self) -> str:
+        """Which of the formats. Raises ConfigError for a name that says none."""
+        if self.format != "auto":
+            return self.format
+        ending = Path(self.output).suffix[1:].lower()
+        if ending not in _FORMATS:
+            raise ConfigError(f"output {self.output}: does not end in {', '.join('.' + name for name in _FORMATS)}; "
+                              "name it so, or say --format")
+        return ending
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """Where two outputs of one input go together."""
+
+    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    """JSONL file of the answers of both; an earlier one is replaced."""
+    dropped: Path | None = None
+    """JSONL file of the rows that are left out, whole."""

@@ -1,0 +1,95 @@
+"""What is asked of a record: one text for all, or a jinja template that sees the record's columns.
+
+Templates run in jinja2's sandbox with nothing but the record, and what is empty is never printed as a word. Knows
+nothing of files of images or of rows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from npu_runner.errors import ConfigError
+from npu_runner.tables.options import RowsOptions
+from npu_runner.tables.records import Record, without_nan
+
+_RECORD = "record"
+_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What an expression of a template can raise."""
+_MAX_BYTES = 1 << 20
+
+
+class PromptText:
+    """Of these options. Raises ConfigError for a file that cannot be read, and a template that does not compile."""
+
+    def __init__(self, options: RowsOptions):
+        self._name = str(options.template)
+        self._template: jinja2.Template | None = None
+        self.needed: frozenset[str] | None = frozenset()
+        """Columns that it looks at; None: perhaps all."""
+        if options.template is None:
+            file = options.prompt_file
+            self._text = options.prompt if file is None else read_text("prompt_file", file)
+            return
+        environment = _environment()
+        source = read_text("template", options.template)
+        try:
+            self._template = environment.from_string(source)
+            read = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"template {self._name}, line {error.lineno}: {error.message}") from error
+        self.needed = None if _RECORD in read else frozenset(read)
+
+    def of(self, record: Record) -> str:
+        """Raises ConfigError where the template and the record do not fit together."""
+        if self._template is None:
+            assert self._text is not None, "the options have one of three"
+            return self._text
+        columns = {name: without_nan(value) for name, value in record.columns.items()}
+        try:
+            return self._template.render({**columns, _RECORD: columns})
+        except _FAULTS as error:
+            known = ", ".join(map(repr, list(columns)[:20]))
+            raise ConfigError(f"template {self._name}: {record.where}: {error or type(error).__name__}; its columns "
+                              f"are {known}") from error
+
+
+def read_text(option: str, path: Path) -> str:
+    """A small file of text, without the newline at its end."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: {str(path)!r} cannot be read ({error})") from error
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{option}: {str(path)!r} has more than {_MAX_BYTES} bytes; name a smaller file")
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, finalize=_printed, extensions=["jinja2.ext.loopcontrols"],
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.globals = {"range": environment.globals["range"]}
+    environment.filters["tojson"] = _to_json  # jinja2's own escapes HTML characters
+    return environment
+
+
+def _printed(value: Any) -> Any:
+    """What `{{ }}` prints. An empty cell is no word: "None" or "nan" in a prompt would be asked in earnest."""
+    if without_nan(value) is None:
+        raise ValueError("an empty cell is printed; write {{ column or '' }}, or {% if column is none %}")
+    if isinstance(value, bytes):
+        raise ValueError("bytes are printed; an image goes with --image COLUMN")
+    return value
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,181 @@
+"""Makes a row of a record: the bytes that a line of the job's input has. The same record, the same bytes.
+
+The first row is held to what the job will read, so that a wrong field is an error before a million rows have it.
+Knows nothing of where records come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+from npu_runner.batch.rows.logprobs_json import to_json
+from npu_runner.batch.rows.openai_format import parse_row
+from npu_runner.errors import ConfigError, RequestError
+from npu_runner.request.limits import LIMITS
+from npu_runner.tables.media_files import MediaFolder
+from npu_runner.tables.options import RESERVED, RowsOptions
+from npu_runner.tables.prompt_text import PromptText, read_text
+from npu_runner.tables.records import Record
+from npu_runner.tables.sources import VIDEO
+
+_URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "embeddings": "/v1/embeddings"}
+_OURS = ("messages", "prompt", "input", "metadata")
+"""Fields of a body that the records fill."""
+_DIGEST_CHARS = 32
+
+
+class RowMaker:
+    """Rows of one command. Raises ConfigError for a schema that cannot be read and for a field that is not the user's
+    to set."""
+
+    def __init__(self, options: RowsOptions, prompt: PromptText, media: MediaFolder):
+        self.num_without_media = 0
+        """Rows that should show something, and do not."""
+        self._options = options
+        self._prompt = prompt
+        self._media = media
+        self._url = _URLS[options.endpoint]
+        self._fixed = _fixed_fields(options)
+        self._is_checked = False
+
+    @property
+    def needed(self) -> frozenset[str] | None:
+        """Columns that are looked at; None: perhaps all."""
+        options = self._options
+        named = [*options.image, *options.video, *options.keep, options.id, options.expected, options.kind]
+        needed = self._prompt.needed
+        return None if needed is None else needed.union(name for name in named if name is not None)
+
+    def row(self, record: Record) -> tuple[str, bytes]:
+        """The custom_id, and the line. Raises ConfigError, naming the record, where it cannot be a row."""
+        custom_id = self._name(record)
+        body = {**self._asked(record), **self._fixed}
+        if metadata := self._metadata(record):
+            body["metadata"] = metadata
+        row = {"custom_id": custom_id, "method": "POST", "url": self._url, "body": body}
+        try:
+            line = to_json(row).encode("utf-8") + b"\n"
+            if not self._is_checked:
+                parse_row(json.loads(line))
+                self._is_checked = True
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{record.where}: spells half a surrogate pair, which is no text; correct it") from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{record.where}: is no JSON ({error})") from error
+        except RequestError as error:
+            raise ConfigError(f"{record.where}: the job would refuse this row: {error.message}") from error
+        if len(line) > LIMITS.max_row_bytes:
+            raise ConfigError(f"{record.where}: its row has {len(line)} bytes, at most {LIMITS.max_row_bytes} are "
+                              "allowed; shorten its text")
+        return custom_id, line
+
+    def _name(self, record: Record) -> str:
+        if self._options.id is None:
+            return _shortened(record.id)
+        value = metadata_value(record.value(self._options.id), record.where)
+        if value is None or value == "":
+            raise ConfigError(f"{record.where}: its {self._options.id!r} is empty, and every row needs a custom_id; "
+                              "name another --id, or none")
+        return _shortened(str(value))
+
+    def _asked(self, record: Record) -> dict[str, Any]:
+        text = self._prompt.of(record)
+        if self._options.endpoint == "completions":
+            return {"prompt": text}
+        shown = self._shown(record)
+        if self._options.endpoint == "embeddings" and not shown and self._options.system is None:
+            return {"input": text}
+        content = [*shown, {"type": "text", "text": text}] if shown else text
+        messages = [{"role": "user", "content": content}]
+        if self._options.system is not None:
+            messages.insert(0, {"role": "system", "content": self._options.system})
+        return {"messages": messages}
+
+    def _shown(self, record: Record) -> list[dict[str, Any]]:
+        """Images, then videos, as parts of a message."""
+        if record.file is not None:
+            kind = "video_url" if record.file.kind == VIDEO else "image_url"
+            return [{"type": kind, kind: {"url": self._media.address(record.file.path)}}]
+        images, videos = self._options.image, self._options.video
+        if not images and not videos:
+            images = record.image_columns
+        parts = []
+        for kind, columns in (("image_url", images), ("video_url", videos)):
+            for column in columns:
+                where = f"{record.where}, column {column!r}"
+                for url in self._media.addresses(record.value(column), where):
+                    parts.append({"type": kind, kind: {"url": url}})
+        self.num_without_media += not parts and bool(images or videos)
+        return parts
+
+    def _metadata(self, record: Record) -> dict[str, Any]:
+        options = self._options
+        columns = {name: name for name in options.keep}
+        columns |= {name: column for name in RESERVED if (column := getattr(options, name)) is not None}
+        found = {name: metadata_value(record.value(column), f"{record.where}, column {column!r}")
+                 for name, column in columns.items()}
+        num_chars = sum(len(name) + len(value) for name, value in found.items() if isinstance(value, str))
+        if num_chars > LIMITS.max_metadata_chars:
+            raise ConfigError(f"{record.where}: its metadata has {num_chars} characters, at most "
+                              f"{LIMITS.max_metadata_chars} are allowed; keep fewer columns")
+        return found
+
+
+def metadata_value(value: Any, where: str) -> str | int | float | bool | None:
+    """What metadata can hold: lists and objects become their JSON, infinities a word. Raises ConfigError for bytes."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        raise ConfigError(f"{where}: holds bytes, and metadata is text; leave the column out, or decode it before")
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, (list, tuple, dict)):
+        try:
+            return json.dumps(value, ensure_ascii=False, default=_refuse, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: cannot be metadata ({error}); leave the column out") from error
+    return str(value)
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"a {type(value).__name__} in it is no JSON")
+
+
+def _shortened(name: str) -> str:
+    """A custom_id that a job takes: of a longer one the beginning, and a digest of all of it."""
+    if len(name) <= LIMITS.max_custom_id_chars:
+        return name
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_CHARS // 2).hexdigest()
+    return f"{name[:LIMITS.max_custom_id_chars - _DIGEST_CHARS - 1]}~{digest}"
+
+
+def _fixed_fields(options: RowsOptions) -> dict[str, Any]:
+    """Fields of every body."""
+    fields: dict[str, Any] = {}
+    if options.max_tokens is not None:
+        fields["max_tokens"] = options.max_tokens
+    if options.schema is not None:
+        described = {"name": "answer", "schema": _schema(options), "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": described}
+    for name, value in (options.body or {}).items():
+        if name in fields:
+            raise ConfigError(f"body: {name} is said by --{'schema' if name == 'response_format' else 'max-tokens'} "
+                              "already; leave one of them out")
+        if name in _OURS:
+            raise ConfigError(f"body: {name} is made of the records; metadata comes with --keep, --expected and --kind")
+        fields[name] = value
+    return fields
+
+
+def _schema(options: RowsOptions) -> dict[str, Any]:
+    assert options.schema is not None, "the caller has looked"
+    try:
+        schema = json.loads(read_text("schema", options.schema))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"schema: {str(options.schema)!r} is not JSON ({error})") from error
+    if not isinstance(schema, dict):
+        raise ConfigError(f"schema: {str(options.schema)!r} holds a {type(schema).__name__}, a JSON object is needed")
+    return schema

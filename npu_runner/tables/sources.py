@@ -1,0 +1,172 @@
+"""What the named sources are: files of images and videos, and files of records, in an order that never changes.
+
+A folder is walked in the order of its names' bytes, so that no file system decides. Knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from npu_runner.batch.files.durable import clear_file_errors
+from npu_runner.errors import ConfigError
+
+IMAGE, VIDEO, CSV, JSONL, PARQUET, ARROW = "image", "video", "csv", "jsonl", "parquet", "arrow"
+_ENDINGS = {
+    **dict.fromkeys(("png", "jpg", "jpeg", "jfif", "webp", "gif", "bmp", "tif", "tiff", "heic", "heif", "avif", "jp2"),
+                    IMAGE),
+    **dict.fromkeys(("mp4", "m4v", "mov", "mkv", "webm", "avi", "mpg", "mpeg", "ogv", "flv", "wmv"), VIDEO),
+    **dict.fromkeys(("csv", "tsv"), CSV), **dict.fromkeys(("jsonl", "ndjson"), JSONL), "parquet": PARQUET,
+}  # fmt: skip
+MEDIA = (IMAGE, VIDEO)
+_SAVED = "state.json"
+"""Beside what `save_to_disk` of Hugging Face's datasets writes; it lists the files."""
+_OF_DATASETS = {_SAVED, "dataset_info.json", "dataset_dict.json"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file. `path`: absolute; a name that is not UTF-8 is as Python has it, with lone surrogates."""
+
+    kind: str
+    path: str
+
+
+@dataclass
+class Sources:
+    """All files of the named sources. `root`: the folder below which all of them lie; ids are relative to it."""
+
+    names: Sequence[str]
+    root: str
+    output: Path | None = None
+    """Where the rows will be: that file is no source."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """What the last walk has found and no rows are made of, by the ending of its name; hidden names apart."""
+
+    def files(self) -> Iterator[Source]:
+        """Each of them; the same every time, unless somebody changes the folders."""
+        self.left_out.clear()
+        for name in self.names:
+            found = _expanded(name)
+            for path in found:
+                for source in self._of(path, is_pattern=found != [name]):
+                    self._refuse_output(source)
+                    yield source
+
+    def shown(self, path: str) -> str:
+        """A path below the root, as text: bytes that are not UTF-8 stand as \\xNN."""
+        return os.fsencode(os.path.relpath(path, self.root)).decode("utf-8", errors="backslashreplace")
+
+    def _refuse_output(self, source: Source) -> None:
+        if self.output is not None and os.path.basename(source.path) == self.output.name and (
+            os.path.realpath(source.path) == str(self.output)
+        ):
+            raise ConfigError(f"rows {str(self.output)!r}: is a source as well; choose another name, or another folder")
+
+    def _of(self, path: str, *, is_pattern: bool) -> Iterator[Source]:
+        path = os.path.abspath(path)
+        if os.path.isdir(path):
+            if not is_pattern:
+                yield from self._in_folder(path)
+            return
+        kind = _kind_of(path)
+        if kind is not None:
+            yield Source(kind, path)
+        elif is_pattern:
+            self._leave_out(path)
+        else:
+            raise ConfigError(f"source {path!r}: its name ends in none of {', '.join(sorted(_ENDINGS))}, which is how "
+                              "images, videos and tables are told apart")
+
+    def _leave_out(self, path: str) -> None:
+        name, ending = os.path.basename(path), _ending(path)
+        if name not in _OF_DATASETS:
+            self.left_out["hidden" if name.startswith(".") else f".{ending}" if ending else "without ending"] += 1
+
+    def _in_folder(self, folder: str) -> Iterator[Source]:
+        """Its images and videos, or its tables. Raises ConfigError where it holds both, or datasets by split."""
+        kinds: dict[bool, str] = {}
+        for path in _walk(folder):
+            kind = None if os.path.basename(path).startswith(".") else _kind_of(path)
+            if kind is None:
+                self._leave_out(path)
+                continue
+            kinds.setdefault(kind in MEDIA, path)
+            if len(kinds) == 2:
+                raise ConfigError(f"source {folder!r}: holds images or videos ({self.shown(kinds[True])}) and tables "
+                                  f"({self.shown(kinds[False])}); name the files that are meant, or a pattern in "
+                                  "quotes such as 'folder/*.png'")
+            yield Source(kind, path)
+
+
+def find_sources(names: Sequence[str]) -> Sources:
+    """Raises ConfigError for a name that stands for nothing."""
+    tops = [_top_of(name) for name in names]
+    return Sources(names, os.path.commonpath(tops))
+
+
+def _top_of(name: str) -> str:
+    """The folder below which a source has its files."""
+    with clear_file_errors(f"source {name!r}"):
+        if os.path.isdir(name):
+            return os.path.abspath(name)
+        if os.path.exists(name):
+            return os.path.dirname(os.path.abspath(name))
+    if not glob.has_magic(name):
+        raise ConfigError(f"source {name!r}: there is no such file or folder")
+    plain = name
+    while glob.has_magic(plain):
+        plain = os.path.dirname(plain)
+    return os.path.abspath(plain or ".")
+
+
+def _expanded(name: str) -> list[str]:
+    if os.path.lexists(name) or not glob.has_magic(name):
+        return [name]
+    found = sorted(glob.iglob(name, recursive=True), key=os.fsencode)
+    if not found:
+        raise ConfigError(f"source {name!r}: no file fits this pattern")
+    return found
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Files below a folder, links to folders not followed, and hidden folders themselves. Of a saved dataset the files
+    that it lists: others beside them are caches."""
+    with clear_file_errors(f"source {folder!r}"), os.scandir(folder) as entries:
+        found = sorted((os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in entries)
+    if (os.fsencode(_SAVED), False) in found:
+        yield from _listed(os.path.join(folder, _SAVED))
+        return
+    for name, is_folder in found:
+        path = os.path.join(folder, os.fsdecode(name))
+        if is_folder and not name.startswith(b"."):
+            yield from _walk(path)
+        elif is_folder or os.path.isfile(path):
+            yield path
+
+
+def _listed(state: str) -> Iterator[str]:
+    folder = os.path.dirname(state)
+    try:
+        with clear_file_errors(f"source {state!r}"), open(state, "rb") as file:
+            names = [entry["filename"] for entry in json.load(file)["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"source {state!r}: lists no files of a dataset ({error}); save it again") from error
+    for name in names:
+        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ConfigError(f"source {state!r}: {name!r} is no file beside it; save the dataset again")
+        yield os.path.join(folder, name)
+
+
+def _kind_of(path: str) -> str | None:
+    ending = _ending(path)
+    return ARROW if ending == "arrow" else _ENDINGS.get(ending)
+
+
+def _ending(path: str) -> str:
+    return os.path.splitext(path)[1][1:].lower()

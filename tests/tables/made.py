@@ -1,0 +1,116 @@
+"""Answers as a job writes them, rows as `rows` makes them, and tables as others read them. Holds no tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npu_runner.batch.rows.chat import ChatForm
+from npu_runner.batch.rows.embeddings import EmbeddingForm
+from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.request.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from npu_runner.tables.make_rows import MadeRows, make_rows
+from npu_runner.tables.make_table import MadeTable, make_table
+from npu_runner.tables.options import RowsOptions, TableOptions
+
+STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="shapes-vl", splits_reasoning=True)
+
+
+def rows(
+    output: Path, *sources: Path | str, prompt: str | None = "What is this?", **options: Any
+) -> list[dict[str, Any]]:
+    """What `npu-runner rows` writes."""
+    if "template" in options or "prompt_file" in options:
+        prompt = None
+    made(output, *sources, prompt=prompt, **options)
+    return [json.loads(line) for line in output.read_bytes().splitlines()]
+
+
+def made(output: Path, *sources: Path | str, **options: Any) -> MadeRows:
+    return make_rows([str(source) for source in sources], RowsOptions(output=str(output), **options))
+
+
+def table(answers: Path, output: Path, **options: Any) -> MadeTable:
+    return make_table(
+        str(answers),
+        TableOptions(
+            output=str(output), **{name: str(value) if name == "rows" else value for name, value in options.items()}
+        ),
+    )
+
+
+def shown(row: dict[str, Any]) -> list[str]:
+    """Addresses of a chat row."""
+    content = row["body"]["messages"][-1]["content"]
+    return (
+        [part[part["type"]]["url"] for part in content if part["type"] != "text"] if isinstance(content, list) else []
+    )
+
+
+def asked(row: dict[str, Any]) -> str:
+    content = row["body"]["messages"][-1]["content"]
+    return content if isinstance(content, str) else content[-1]["text"]
+
+
+def completion(
+    text: str,
+    index: int = 0,
+    *,
+    num_tokens: int = 3,
+    finish_reason: str = "stop",
+    logprobs: list[float] | None = None,
+    stop_reason: str | None = None,
+    reasoning: str | None = None,
+) -> CompletionOutput:
+    positions = (
+        None
+        if logprobs is None
+        else [
+            PositionLogprobs(sampled=TokenLogprob(token_id=1, token="x", logprob=value, token_bytes=b"x"), top=())
+            for value in logprobs
+        ]
+    )
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=[1] * num_tokens,
+        finish_reason=finish_reason,
+        logprobs=positions,
+        stop_reason=stop_reason,
+        reasoning_content=reasoning,
+    )
+
+
+def answered(custom_id: str, *completions: CompletionOutput, num_prompt_tokens: int = 7) -> bytes:
+    output = RequestOutput(
+        request_id=custom_id, completions=list(completions), num_prompt_tokens=num_prompt_tokens, num_cached_tokens=0
+    )
+    return answer_row(output, custom_id=custom_id, form=ChatForm(), stamp=STAMP)
+
+
+def embedded(custom_id: str, *vectors: list[float], is_base64: bool = False) -> bytes:
+    completions = [
+        CompletionOutput(
+            index=index, text="", token_ids=[], finish_reason="stop", embedding=np.array(vector, dtype=np.float32)
+        )
+        for index, vector in enumerate(vectors)
+    ]
+    output = RequestOutput(request_id=custom_id, completions=completions, num_prompt_tokens=5, num_cached_tokens=0)
+    return answer_row(output, custom_id=custom_id, form=EmbeddingForm(is_base64=is_base64), stamp=STAMP)
+
+
+def failed(custom_id: str | None, code: str = "media_missing", line: int = 1) -> bytes:
+    return error_row(RowError(code=code, message=f"it is {code}"), custom_id=custom_id, line=line)
+
+
+def request(custom_id: str, **body: Any) -> bytes:
+    row = {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "?"}], **body},
+    }
+    return json.dumps(row).encode() + b"\n"

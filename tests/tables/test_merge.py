@@ -1,0 +1,131 @@
+"""Two outputs of one input become one: each row once, the better one, and what is dropped is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from npu_runner.errors import ConfigError
+from npu_runner.tables.merge_outputs import merge
+from npu_runner.tables.options import MergeOptions
+from tests.batch.job_folder import Job
+from tests.batch.scripted import read_rows, row, write_rows
+from tests.tables.made import answered, completion, failed
+
+EASY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def merged(folder: Path, first: bytes, second: bytes, **options: Any) -> Any:
+    (folder / "a.jsonl").write_bytes(first)
+    (folder / "b.jsonl").write_bytes(second)
+    return merge(
+        str(folder / "a.jsonl"), str(folder / "b.jsonl"), MergeOptions(output=str(folder / "c.jsonl"), **options)
+    )
+
+
+def line(name: str, who: str, is_answered: bool) -> bytes:
+    return answered(name, completion(f"{name} of {who}")) if is_answered else failed(name, f"bad_{who}")
+
+
+def test_an_answer_counts_more_than_a_failure_and_the_first_more_than_the_second(tmp_path: Path) -> None:
+    first = line("a", "A", True) + line("b", "A", False) + line("c", "A", False) + line("d", "A", True)
+    second = (
+        line("d", "B", False)
+        + line("c", "B", False)
+        + line("b", "B", True)
+        + line("a", "B", True)
+        + line("e", "B", True)
+    )
+    found = merged(tmp_path, first, second, dropped=tmp_path / "d.jsonl")
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    assert (tmp_path / "c.jsonl").read_bytes() == b"".join(
+        [line("a", "A", True), line("b", "B", True), line("c", "A", False), line("d", "A", True), line("e", "B", True)]
+    )
+    assert found.to_lines() == [
+        f"merged    {tmp_path / 'c.jsonl'}: 5 rows (3 of {a}, 2 of {b}), 1 of them failed",
+        f"dropped   1 of {a} (failed, and the other output has an answer): 'b'",
+        f"dropped   1 of {b} (failed, and the other output has an answer): 'd'",
+        f"dropped   2 of {b} (is in the other output as well): 'c', 'a'",
+    ]
+    assert sorted((tmp_path / "d.jsonl").read_bytes().splitlines(keepends=True)) == sorted(
+        [line("b", "A", False), line("d", "B", False), line("c", "B", False), line("a", "B", True)]
+    )
+
+
+ROWS = st.dictionaries(st.sampled_from("abcdefg"), st.booleans(), min_size=1)
+
+
+@EASY
+@given(ROWS, ROWS)
+def test_every_row_is_kept_or_dropped_once(tmp_path: Path, first: dict[str, bool], second: dict[str, bool]) -> None:
+    if not first.keys() & second.keys():
+        second = {**second, next(iter(first)): True}
+    found = merged(
+        tmp_path,
+        b"".join(line(name, "A", ok) for name, ok in first.items()),
+        b"".join(line(name, "B", ok) for name, ok in second.items()),
+        dropped=tmp_path / "d.jsonl",
+    )
+    kept = {item["custom_id"]: item["error"] is None for item in read_rows(tmp_path / "c.jsonl")}
+    assert kept == {name: first.get(name, False) or second.get(name, False) for name in first.keys() | second.keys()}
+    assert len(read_rows(tmp_path / "c.jsonl")) == len(kept)
+    inputs = [*(tmp_path / "a.jsonl").read_bytes().splitlines(), *(tmp_path / "b.jsonl").read_bytes().splitlines()]
+    outputs = [*(tmp_path / "c.jsonl").read_bytes().splitlines(), *(tmp_path / "d.jsonl").read_bytes().splitlines()]
+    assert sorted(outputs) == sorted(inputs)
+    assert sum(each.count for each in found.dropped) == len(read_rows(tmp_path / "d.jsonl"))
+
+
+def test_outputs_of_jobs_with_their_error_files(tmp_path: Path) -> None:
+    jobs: list[Callable[..., Any]] = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        job = Job(tmp_path / name)
+        texts = ["bad" if number == 1 and name == "a" else str(number) for number in range(4)]
+        write_rows(job.input, [row(str(number), text) for number, text in enumerate(texts)])
+        job.run(error_file=job.folder / "errors.jsonl")
+        jobs.append(job)  # type: ignore[arg-type]
+    first, second = (str(tmp_path / name / "out.jsonl") for name in "ab")
+    with pytest.raises(ConfigError, match="their manifests say that their inputs differ"):
+        merge(first, second, MergeOptions(output=str(tmp_path / "c.jsonl")))
+    write_rows(
+        tmp_path / "b" / "in.jsonl", [row(str(number), "bad" if number == 1 else str(number)) for number in range(5)]
+    )
+    (tmp_path / "b" / "out.jsonl").unlink()
+    for path in (tmp_path / "b").glob("out.jsonl.*"):
+        path.unlink()
+    jobs[1].run(error_file=tmp_path / "b" / "errors.jsonl", overwrite=True)  # type: ignore[attr-defined]
+    found = merge(first, second, MergeOptions(output=str(tmp_path / "c.jsonl")))
+    assert sum(found.kept.values()) == 5, "an input that has grown is the same input"
+    assert found.num_failed == 1
+    for output in (first, str(tmp_path / "a" / "errors.jsonl"), first + ".manifest.json"):
+        before = Path(output).read_bytes()
+        with pytest.raises(ConfigError, match=r"merged .*: is the"):
+            merge(first, second, MergeOptions(output=output))
+        assert Path(output).read_bytes() == before
+
+
+def test_outputs_without_a_row_in_common_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="have no row in common"):
+        merged(tmp_path, line("a", "A", True), line("b", "B", True))
+    assert not (tmp_path / "c.jsonl").exists()
+
+
+def test_two_models_are_named(tmp_path: Path) -> None:
+    for name in "ab":
+        manifest = {
+            "format": 3,
+            "created": 1,
+            "model_name": f"model-{name}",
+            "model_files": {},
+            "settings": {},
+            "input": {"num_bytes": 5, "blake2b": "same"},
+        }
+        (tmp_path / f"{name}.jsonl.manifest.json").write_text(json.dumps(manifest))
+    found = merged(tmp_path, line("a", "A", True), line("a", "B", True))
+    assert "models    the outputs are of different ones: model-a, model-b" in found.to_lines()
