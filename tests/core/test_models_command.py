@@ -74,6 +74,11 @@ def test_of_a_hub_id_the_small_files_in_the_cache_are_enough(
     assert (status, line.startswith("owner/name: not served: model 'owner/name' at revision 'older': ")) == (1, True)
 
 
+def test_scores_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    served = f"shapes-vl: served as qwen3_vl, by {STRATEGY}: text, images and videos in, "
+    assert ask(capsys, "shapes-vl", "--task", "score") == (0, f"{served}scores (/v1/score, /v1/rerank) out")
+
+
 def test_vectors_are_said_by_the_checkpoint_or_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     served = f"{folder}: served as qwen3_vl, by {STRATEGY}: text, images and videos in, "
     assert ask(capsys, str(folder), "--runner", "pooling") == (0, f"{served}vectors (/v1/embeddings) out")

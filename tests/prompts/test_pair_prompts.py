@@ -89,6 +89,19 @@ def test_templates_for_strings_are_given_strings_with_placeholders(tmp_path: Pat
         assert shown.count("<|vision_start|><|image_pad|>") == shown.count("<|image_pad|><|vision_end|>") == 1
 
 
+def test_videos_are_shown_as_in_chats() -> None:
+    """Pairs of frames, as many of them."""
+    pytest.importorskip("av")
+    from tests.videos import moving_frames, video_of
+
+    video = {"type": "video", "video": video_of(moving_frames(30))}
+    seen = prompt(processor(SHAPES_VL, takes_videos=True), "a", {"content": [video]})
+    chats = ChatProcessor(str(SHAPES_VL), ProcessorSettings(takes_videos=True))
+    chat = chats([{"role": "user", "content": [video, {"type": "text", "text": "a"}]}])
+    assert [each.content_hash for each in seen.images] == [each.content_hash for each in chat.images]
+    assert {each.pixels_HWC.shape[2] for each in seen.images} == {6}
+
+
 def test_images_go_where_their_side_stands(tmp_path: Path) -> None:
     made = processor(checkpoint(tmp_path, BACKWARDS))
     seen = prompt(made, image(255, 0, 0), image(0, 0, 255))
