@@ -252,7 +252,7 @@ def test_what_leaves_a_grammar_nothing_is_an_error_of_that_row_by_name(llm: LLM,
     completion = ruled.completions[0]
     assert (completion.finish_reason, completion.error_code) == ("error", "no_token_left")
     assert completion.error is not None
-    assert "min_tokens, bad_words or no_repeat_ngram_size" in completion.error
+    assert "min_tokens, bad_words, no_repeat_ngram_size or allowed_token_ids" in completion.error
     assert beside.token_ids == alone.token_ids
 
 
