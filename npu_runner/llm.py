@@ -24,7 +24,7 @@ from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.tokenizer import transformers_tokenizer
-from npu_runner.request.limits import plain_template_kwargs, shown
+from npu_runner.request.limits import shown
 from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
 from npu_runner.request.pooling_outputs import ClassificationRequestOutput, PoolingRequestOutput
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
@@ -33,11 +33,13 @@ from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParam
 from npu_runner.serving.calls.arguments import is_one_conversation, is_one_prompt, no_params, with_index, with_task
 from npu_runner.serving.calls.call_options import (
     ChatOptions,
+    PairOptions,
     Parse,
     PromptOptions,
     chat_parser,
     checked_options,
     is_conversation,
+    pair_parser,
     parse_prompt,
     prompt_or_chat_parser,
 )
@@ -47,7 +49,7 @@ from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.calls.unsaid_limit import UnsaidLimit
 from npu_runner.serving.calls.vllm_settings import own_settings
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
-from npu_runner.serving.workers.prompt_tasks import PromptTask, pair_task
+from npu_runner.serving.workers.prompt_tasks import PromptTask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -284,22 +286,16 @@ class LLM:
 
     @overload
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
-              pooling_params: PoolingParams | None = None, instruction: str | None = None,
-              chat_template_kwargs: Mapping[str, Any] | None = None,
-              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
-              stream_results: Literal[False] = False, return_errors: bool = False) -> list[ScoringRequestOutput]: ...
+              pooling_params: PoolingParams | None = None, stream_results: Literal[False] = False,
+              return_errors: bool = False, **options: Unpack[PairOptions]) -> list[ScoringRequestOutput]: ...
     @overload
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
-              pooling_params: PoolingParams | None = None, instruction: str | None = None,
-              chat_template_kwargs: Mapping[str, Any] | None = None,
-              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
-              stream_results: Literal[True], return_errors: bool = False) -> ScoringResults: ...
+              pooling_params: PoolingParams | None = None, stream_results: Literal[True],
+              return_errors: bool = False, **options: Unpack[PairOptions]) -> ScoringResults: ...
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
-              pooling_params: PoolingParams | None = None, instruction: str | None = None,
-              chat_template_kwargs: Mapping[str, Any] | None = None,
-              mm_processor_kwargs: Mapping[str, Any] | None = None, allowed_media_dir: Path | str | None = None,
-              stream_results: bool = False, return_errors: bool = False
-              ) -> list[ScoringRequestOutput] | ScoringResults:
+              pooling_params: PoolingParams | None = None, stream_results: bool = False,
+              return_errors: bool = False,
+              **options: Unpack[PairOptions]) -> list[ScoringRequestOutput] | ScoringResults:
         """How well each document of `data_2` answers its query in `data_1`, of a model that was loaded for that
         (setting `task`). One query serves all documents.
 
@@ -308,16 +304,13 @@ class LLM:
         out the end of a longer document. Everything else is as in `chat`.
         """
         self.processor.check_task("score")
-        params = PoolingParams() if pooling_params is None else pooling_params
+        params = pooling_params or PoolingParams()
         if not isinstance(params, PoolingParams):
             raise RequestError(f"pooling_params: one PoolingParams is needed, not {type(params).__name__}",
                                "invalid_type", "pooling_params")
-        rules, has_vision = self._media_rules(allowed_media_dir), self.processor.has_vision
-        options = {"instruction": instruction, "mm_processor_kwargs": mm_processor_kwargs,
-                   "chat_template_kwargs": plain_template_kwargs(dict(chat_template_kwargs or {}))}
-        results = self._run(pairs_of(data_1, data_2), params,
-                            lambda pair: pair_task(pair, rules, has_vision=has_vision, options=options),
-                            use_tqdm, stream_results, return_errors)
+        asked = checked_options("score", options, PairOptions)
+        parse = pair_parser(self.processor, self._media_rules(asked.pop("allowed_media_dir", None)), **asked)
+        results = self._run(pairs_of(data_1, data_2), params, parse, use_tqdm, stream_results, return_errors)
         of = partial(ScoringRequestOutput.of, is_raw=params.use_activation is False)
         return list(map(of, results)) if isinstance(results, list) else ((index, of(one)) for index, one in results)
 

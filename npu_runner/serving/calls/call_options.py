@@ -18,7 +18,7 @@ from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import plain_template_kwargs, shown
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, text_task
+from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, pair_task, text_task
 
 Parse = Callable[[Any], PromptTask | PromptInputs]
 """Raises RequestError for an item that is no prompt."""
@@ -52,6 +52,15 @@ class ChatOptions(PromptOptions, total=False):
     reasoning_effort: str | None
 
 
+class PairOptions(PromptOptions, total=False):
+    """Of a call with queries and documents; see LLM.score."""
+
+    allowed_media_dir: Path | str | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    instruction: str | None
+
+
 def checked_options(call: str, options: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Those that ask for anything. Raises TypeError for a name that `kind` has not, RequestError for what is not
     served."""
@@ -63,6 +72,15 @@ def checked_options(call: str, options: Mapping[str, Any], kind: type) -> dict[s
             message = f"{name}: {shown(value)} is not served: {_UNSERVED[name][1]}"
             raise RequestError(message, "unsupported_parameter", name)
     return {name: value for name, value in options.items() if name not in _UNSERVED and value is not None}
+
+
+def pair_parser(processor: ChatProcessor, rules: MediaRules, *, instruction: str | None = None,
+                mm_processor_kwargs: Mapping[str, Any] | None = None,
+                chat_template_kwargs: Mapping[str, Any] | None = None) -> Parse:
+    """Of a query and a document. Raises RequestError for options that cannot be."""
+    options = {"instruction": instruction, "mm_processor_kwargs": mm_processor_kwargs,
+               "chat_template_kwargs": plain_template_kwargs(dict(chat_template_kwargs or {}))}
+    return lambda pair: pair_task(pair, rules, has_vision=processor.has_vision, options=options)
 
 
 def chat_parser(processor: ChatProcessor, rules: MediaRules, *, mm_processor_kwargs: Mapping[str, Any] | None = None,
