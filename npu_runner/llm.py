@@ -304,7 +304,7 @@ class LLM:
         out the end of a longer document. Everything else is as in `chat`.
         """
         self.processor.check_task("score")
-        params = pooling_params or PoolingParams()
+        params = PoolingParams() if pooling_params is None else pooling_params
         if not isinstance(params, PoolingParams):
             raise RequestError(f"pooling_params: one PoolingParams is needed, not {type(params).__name__}",
                                "invalid_type", "pooling_params")
