@@ -91,7 +91,8 @@ class _Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-            near = difflib.get_close_matches(name, self._option_string_actions, n=3)
+            options = {option.lstrip("-"): option for option in self._option_string_actions}  # dashes are alike in all
+            near = [options[word] for word in difflib.get_close_matches(name.lstrip("-"), options, n=3, cutoff=0.62)]
             self.error(f"{name} is no option of it" + (f"; did you mean {', '.join(near)}?" if near else ""))
         return parsed, unknown
 

@@ -26,7 +26,7 @@ from npu_runner.batch.files.names import manifest_path, rows_path
 from npu_runner.batch.files.place import find_place
 from npu_runner.batch.job.manifest_check import manifest_of, refuse_another_input
 from npu_runner.errors import ConfigError
-from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.serving.replica import ReplicaFacts
 from tests.batch.scripted import read_rows
 
@@ -297,7 +297,7 @@ def test_a_setting_that_is_new_or_gone_is_accepted_once_and_for_all(folder: Path
 
 
 def test_every_limit_in_the_table_is_a_setting_of_manifests() -> None:
-    identity = ChatProcessor(str(SHAPES_VL)).identity()
+    identity = ChatProcessor(str(SHAPES_VL), ProcessorSettings(limit_mm_per_prompt={"image": 1})).identity()
     assert {f"prompts.{name}" for name in identity} >= LIMITS_OF_ROWS.keys()
 
 

@@ -37,7 +37,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "response_format.json_schema.schema", "#/properties/size"),
     "two rules": ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "invalid_value", "guided_regex",
                   "structured_outputs says already"),
-    "nothing left": ({"guided_choice": ["a"], "min_tokens": 90}, "no_token_left", None, "bad_words or no_repeat_ngram"),
+    "nothing left": ({"guided_choice": ["a"], "min_tokens": 90}, "no_token_left", None, "or allowed_token_ids"),
     "ends nothing": ({"ignore_eos": True}, "invalid_sampling_parameter", "ignore_eos", "leave it out"),
     "deep": ({"guided_json": json.loads('{"allOf": [' * 30 + "{}" + "]}" * 30)}, "nested_too_deep", "guided_json",
              "at most 60"),

@@ -47,8 +47,8 @@ def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkey
     no_weights(monkeypatch)
     with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no products of such weights"):
         LLM(quantised, platform="cpu", quantization="int8", **SMALL)
-    with pytest.raises(ConfigError, match="quantization: 'awq' is not one of auto, int8"):
-        LLM(quantised, platform="cpu", quantization="awq", **SMALL)
+    with pytest.raises(ConfigError, match="quantization: 'fp8' is not one of auto, int8"):
+        LLM(quantised, platform="cpu", quantization="fp8", **SMALL)
 
 
 def test_a_start_says_what_is_dequantised_and_an_output_in_which_arithmetic(

@@ -76,7 +76,7 @@ def test_a_bar_is_shown_on_a_terminal_where_it_is_asked_for_or_made(llm: LLM, mo
 def test_what_vllm_has_and_is_not_served_may_ask_for_nothing(llm: LLM) -> None:
     llm.chat(messages=ASKED, sampling_params=greedy(1), lora_request=None, chat_template_content_format="auto")
     llm.generate("x", greedy(1), priority=None)
-    with pytest.raises(RequestError, match=r"lora_request: .* is not served: merge the adapter"):
+    with pytest.raises(RequestError, match=r"lora_request: .* is not served: LLM\(lora=PATH\) merges one adapter"):
         llm.generate("x", greedy(1), lora_request=object())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"generate\(\) got an unexpected keyword argument 'tools'"):
         llm.generate("x", greedy(1), tools=[])  # type: ignore[call-overload]

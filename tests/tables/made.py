@@ -11,7 +11,8 @@ import numpy as np
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.embeddings import EmbeddingForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
-from npu_runner.request.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from npu_runner.request.logprobs import Logprob, PositionLogprobs
+from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.tables.make_rows import MadeRows, make_rows
 from npu_runner.tables.make_table import MadeTable, make_table
 from npu_runner.tables.options import RowsOptions, TableOptions
@@ -69,7 +70,7 @@ def completion(
         None
         if logprobs is None
         else [
-            PositionLogprobs(sampled=TokenLogprob(token_id=1, token="x", logprob=value, token_bytes=b"x"), top=())
+            PositionLogprobs(sampled=Logprob(token_id=1, token="x", logprob=value, token_bytes=b"x"), top=())
             for value in logprobs
         ]
     )
@@ -94,7 +95,7 @@ def answered(custom_id: str, *completions: CompletionOutput, num_prompt_tokens: 
 def embedded(custom_id: str, *vectors: list[float], is_base64: bool = False) -> bytes:
     completions = [
         CompletionOutput(
-            index=index, text="", token_ids=[], finish_reason="stop", embedding=np.array(vector, dtype=np.float32)
+            index=index, text="", token_ids=[], finish_reason="stop", pooled=np.array(vector, dtype=np.float32)
         )
         for index, vector in enumerate(vectors)
     ]
