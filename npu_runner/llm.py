@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from tqdm import tqdm
 
 from npu_runner.config import RunnerConfig, from_keywords
+from npu_runner.engine.checked_format import check_format
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
@@ -103,6 +104,7 @@ class LLM:
     def __init__(self, model: str | Path, **settings: Any):
         given = {"model": str(model), **own_settings(str(model), settings)}
         config, self.options, several = from_keywords(given, RunnerConfig, PreprocessingOptions, ReplicaOptions)
+        check_format(config, settings.get("quantization"))
         self._turns = Turns()
         self._tokenizer: Any = None
         self._is_torn = False

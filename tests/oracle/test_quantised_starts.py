@@ -51,6 +51,16 @@ def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkey
         LLM(quantised, platform="cpu", quantization="fp8", **SMALL)
 
 
+def test_a_format_that_is_not_the_checkpoints_is_refused(quantised: Path, checkpoint: Any,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's `quantization` names what the files say, or nothing is loaded."""
+    no_weights(monkeypatch)
+    with pytest.raises(ConfigError, match=r"quantization='awq' is not served: the .* weights are quantised as fp8"):
+        LLM(quantised, platform="cpu", quantization="awq", **SMALL)
+    with pytest.raises(ConfigError, match=r"quantization='ascend' is not served: the .* weights are not quantised"):
+        LLM(checkpoint("qwen3"), platform="cpu", quantization="ascend", **SMALL)
+
+
 def test_a_start_says_what_is_dequantised_and_an_output_in_which_arithmetic(
         quantised: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), LLM(quantised, platform="cpu", **SMALL) as llm:

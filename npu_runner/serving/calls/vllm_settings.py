@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from npu_runner.config import RunnerConfig, flat_fields
+from npu_runner.engine.checked_format import FORMATS
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.processor_kwargs import checked_kwargs
 from npu_runner.request.limits import shown
@@ -24,7 +25,6 @@ _PROCESSOR_KWARGS = {
     "min_pixels": "image_min_pixels", "max_pixels": "image_max_pixels", "fps": "video_fps",
     "num_frames": "video_num_frames", "max_frames": "video_max_frames",
 }  # fmt: skip
-_FORMATS = ("awq", "gptq", "compressed-tensors", "ascend")
 _TASKS = {"generate": {"runner": "generate"}, "embedding": {"task": "embed"}}
 _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "no code of a checkpoint is ever run; docs/models.md says which models are served"),
@@ -122,8 +122,10 @@ def _tokenizer(model: str, value: Any) -> dict[str, Any]:
 
 
 def _quantization(_: str, value: Any) -> dict[str, Any]:
-    """A format's name asks for what the checkpoint says of itself. vLLM's fp8 makes such weights of others, too."""
-    return {} if value is None or value in _FORMATS else {"quantization": value}
+    """A format's name asks for what the checkpoint says of itself (`check_format`). vLLM's fp8 makes such weights of
+    others, too."""
+    is_named = isinstance(value, str) and value in FORMATS
+    return {} if value is None or is_named else {"quantization": value}
 
 
 def _swap_space(_: str, value: Any) -> dict[str, Any]:
