@@ -71,6 +71,7 @@ def test_a_start_says_what_is_dequantised_and_an_output_in_which_arithmetic(
 
 
 def test_a_model_that_only_transformers_knows_is_refused_with_quantised_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"quantised \(gptq\), and model_type 'gpt2' is served through transformers"):
