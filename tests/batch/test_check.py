@@ -8,14 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from npu_runner.assets import SHAPES_VL
+from npu_runner.batch.check.repeats import Repeats
 from npu_runner.batch.check.run import check_input
 from npu_runner.batch.check.sample import Sample
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli import main as cli
 from npu_runner.config import RunnerConfig
+from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 from tests.batch.scripted import row, write_rows
 from tests.batch.test_real_job import EXAMPLES, SMALL, rows_of
 
@@ -116,18 +119,38 @@ def test_an_input_without_rows_is_refused(folder: Path, capsys: pytest.CaptureFi
     assert "input empty.jsonl: it has no row" in capsys.readouterr().err
 
 
-def sample(*, num_rows: int, num_all: int, batch: int, spread: float, **figures: float) -> Sample:
+def sample(*, num_rows: int, num_all: int, batch: int, spread: float, growth: float, **figures: float) -> Sample:
     stats = SimpleNamespace(decode_seconds=figures["decode"], num_decode_steps=figures["steps"],
-                            num_decode_tokens=figures["tokens"])
+                            num_decode_tokens=figures["tokens"], prefill_seconds=figures.get("prefill", 0.0))
     summary: Any = SimpleNamespace(stats=stats, replicas=(), serve_seconds=figures["serve"],
                                    start_seconds=figures["start"])
-    return Sample(summary=summary, num_rows=num_rows, num_all=num_all, batch=batch, spread=spread)
+    return Sample(summary=summary, num_rows=num_rows, num_all=num_all, batch=batch, spread=spread, growth=growth)
 
 
 def test_the_time_lies_between_full_batches_and_batches_as_the_sample_had_them() -> None:
-    found = sample(num_rows=100, num_all=100, batch=10, spread=5.0, start=2, serve=50, decode=40, steps=100, tokens=500)
+    found = sample(num_rows=100, num_all=100, batch=10, spread=5.0, growth=1.0, start=2, serve=50, decode=40, steps=100,
+                   tokens=500)
     assert found.seconds == pytest.approx(((2 + 50 - 40 * 0.5) * 0.9, (2 + 50) * 1.1)), "all rows: nothing is drawn"
-    found = sample(num_rows=100, num_all=400, batch=10, spread=0.5, start=2, serve=50, decode=40, steps=100,
-                   tokens=1000)
+    found = sample(num_rows=100, num_all=400, batch=10, spread=0.5, growth=4.0, start=2, serve=50, decode=40, steps=100,
+                   tokens=1000, prefill=10)
     doubt = 2 * 0.5 / 10 * 0.75**0.5 + 0.1
     assert found.seconds == pytest.approx((202 * (1 - doubt), 202 * (1 + doubt))), "full batches: both ends are one"
+
+
+def test_prompts_that_repeat_earlier_ones_are_not_computed_again_at_least() -> None:
+    found = sample(num_rows=100, num_all=400, batch=10, spread=0.0, growth=1.5, start=2, serve=50, decode=40, steps=100,
+                   tokens=1000, prefill=10)
+    assert found.seconds == pytest.approx(((202 - 10 * 4 + 10 * 1.5) * 0.9, 202 * 1.1))
+
+
+def test_texts_and_images_that_rows_share_are_counted_once() -> None:
+    def image(name: bytes) -> ImageInput:
+        return ImageInput(name, np.zeros((28, 28, 3), dtype=np.uint8), (1, 2, 2), 3)
+
+    repeats = Repeats()
+    for number, (tokens, name) in enumerate([((1, 9, 9, 9, 2), b"cat"), ((1, 9, 9, 9, 2), b"dog"),
+                                             ((1, 9, 9, 9, 4), b"cat"), ((1, 9, 9, 9, 2), b"cat")]):
+        repeats.add(number, PromptInputs(list(tokens), [image(name)], [ImageSpan(1, 3, 0)]))
+    assert repeats.num_new_tokens() == 3 * 2 + 2 * 3, "three texts of two tokens, two images of three"
+    assert repeats.num_new_tokens(np.array([0, 3], dtype=np.uint64)) == 2 + 3
+    assert repeats.num_new_tokens(np.array([1, 2], dtype=np.uint64)) == 2 * 2 + 2 * 3

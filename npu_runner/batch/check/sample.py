@@ -44,6 +44,9 @@ class Sample:
     """Sequences that its replicas decode at a time, together."""
     spread: float
     """Standard deviation of a row's tokens, as a share of their mean."""
+    growth: float
+    """Prompt tokens that no earlier row has, over those of the sample: `num_all / num_rows` where no row repeats
+    another's text or images."""
 
     @property
     def is_too_small(self) -> bool:
@@ -54,8 +57,9 @@ class Sample:
     def seconds(self) -> tuple[float, float] | None:
         """What the job takes, from its start to its last row: at least, at most. None: the sample is too small.
 
-        At most: rows take what they took here, where batches empty at the end. At least: every decode step is full and
-        takes no longer. Both are widened by two standard errors of the rows' tokens, and by what runs differ.
+        At most: rows take what they took here, where batches empty at the end and what repeats is mostly new. At least:
+        every decode step is full and takes no longer, and of the prompts only what no earlier row has is computed.
+        Both are widened by two standard errors of the rows' tokens, and by what runs differ.
         """
         if self.is_too_small:
             return None
@@ -65,11 +69,12 @@ class Sample:
         decoding = stats.decode_seconds / num_replicas
         room = stats.num_decode_steps * self.batch / num_replicas
         filled = min(1.0, stats.num_decode_tokens / room) if room else 1.0
-        least = max(0.0, most - decoding * (1 - filled))
         scale = self.num_all / self.num_rows
+        known = stats.prefill_seconds / num_replicas * max(0.0, scale - self.growth)
+        least = max(0.0, (most - decoding * (1 - filled)) * scale - known)
         doubt = 2 * self.spread / math.sqrt(self.num_rows) * math.sqrt(1 - self.num_rows / self.num_all) + _NOISE
         start = summary.start_seconds
-        return (start + least * scale) * (1 - min(doubt, 1.0)), (start + most * scale) * (1 + doubt)
+        return (start + least) * (1 - min(doubt, 1.0)), (start + most * scale) * (1 + doubt)
 
     @property
     def tokens(self) -> int:
@@ -103,8 +108,9 @@ def answer_sample(config: RunnerConfig, options: BatchOptions, file: InputFile, 
     if not len(places):
         raise ConfigError("sample: no row would be served, so none can be answered")
     count = min(num_rows, len(places))
+    chosen = np.sort(places)[np.arange(count) * len(places) // count]
     wanted = np.zeros(scan.num_rows, dtype=bool)
-    wanted[np.sort(places)[np.arange(count) * len(places) // count].astype(np.int64)] = True
+    wanted[chosen.astype(np.int64)] = True
     book = RowBook(scan, wanted, file.source)
     with tempfile.TemporaryDirectory(prefix="npu-runner-check-") as name:
         folder = Path(name)
@@ -120,7 +126,8 @@ def answer_sample(config: RunnerConfig, options: BatchOptions, file: InputFile, 
             raise JobError("interrupted while the sample was answered; nothing is left of it")
         num_replicas = max(1, len(summary.replicas))
         return Sample(summary=summary, num_rows=count, num_all=len(places), batch=batch * num_replicas,
-                      spread=_spread(output))
+                      spread=_spread(output),
+                      growth=survey.repeats.num_new_tokens() / survey.repeats.num_new_tokens(chosen))
 
 
 def _spread(output: Path) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_runner.batch.check.repeats import Repeats
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.job.row_server import RowServer, ServerPlan
 from npu_runner.batch.job.screening import prepared_rows
@@ -40,7 +41,8 @@ class Example:
 
 @dataclass
 class Survey:
-    """Counts over all rows. Three numbers are kept of each row, 24 bytes; of failures the first ones of each code."""
+    """Counts over all rows. Three numbers are kept of each row and of each of its texts and images, 24 bytes; of
+    failures the first ones of each code."""
 
     max_model_len: int
     failures: Counter[str] = field(default_factory=Counter)
@@ -51,6 +53,8 @@ class Survey:
     """Of each row that would be served, all of its prompts together."""
     images: array[int] = field(default_factory=lambda: array("L"))
     """Of each of these; a pair of a video's frames counts as one."""
+    repeats: Repeats = field(default_factory=Repeats)
+    """Of the rows that would be served."""
     num_image_tokens: int = 0
     num_sequences: int = 0
     most_output_tokens: int = 0
@@ -94,6 +98,8 @@ class Survey:
             self._fail(error.code, Example(prepared.name, line, error.message))
             return
         self.places.append(prepared.flight.number)
+        for prompt in prompts:
+            self.repeats.add(prepared.flight.number, prompt)
         self.prompt_tokens.append(sum(len(prompt.token_ids) for prompt in prompts))
         self.images.append(sum(len(prompt.spans) for prompt in prompts))
         self.num_image_tokens += sum(span.num_tokens for prompt in prompts for span in prompt.spans)
