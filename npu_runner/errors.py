@@ -92,6 +92,10 @@ class JobError(NpuRunnerError):
     """The job cannot go on (disk full, output gone, interrupted). What is written stays; the same command resumes."""
 
 
+class TooManyFailuresError(JobError):
+    """More rows failed than `max_failures` allows. The command line exits with status 4. What is written stays."""
+
+
 class OutputLostError(JobError):
     """The output was removed, replaced, cut or written by another process during the job."""
 

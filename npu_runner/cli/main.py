@@ -25,7 +25,7 @@ from npu_runner.cli.generate import answer_question
 from npu_runner.cli.options import add_options, add_some_options, given
 from npu_runner.cli.tables import add_merge, add_rows, add_table
 from npu_runner.config import RunnerConfig, from_keywords
-from npu_runner.errors import ConfigError, NpuRunnerError, RequestError
+from npu_runner.errors import ConfigError, NpuRunnerError, RequestError, TooManyFailuresError
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
 from npu_runner.threads import wait_briefly
 
@@ -35,6 +35,7 @@ exit status:
   3  finished, but some rows failed; --retry-errors tries them again
   1  the job ended early (a signal, a dead process, a full disk); the same command goes on where it stopped
   2  a wrong option or setting; nothing was begun
+  4  the job ended early because more rows failed than --max-failures allows; finished rows are kept
 """
 _OUTPUT = "the output of a job, which may be at work"
 
@@ -56,7 +57,7 @@ def _run(parsed: argparse.Namespace) -> int:
         return 2
     except NpuRunnerError as error:
         print(f"npu-runner: {error}", file=sys.stderr)
-        return 1
+        return 4 if isinstance(error, TooManyFailuresError) else 1
     except ModuleNotFoundError as error:
         from npu_runner.platforms.examination import RUNNER_NEEDS
 
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add_table(commands)
     add_merge(commands)
     _add_generate(commands)
+    _add_status(commands)
     _add_summary(commands)
     _add_report(commands)
     _add_models(commands)
@@ -171,6 +173,19 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _of_kind(kind: str, file: str) -> tuple[str, str]:
     return kind, file
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="how a job gets on, from another terminal",
+        description="Says of a job under way how many rows are done, how fast, how long still, and of one that has "
+        "ended how. Takes no lock, changes nothing and loads no model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("output", help=_OUTPUT)
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.set_defaults(run=_status)
 
 
 def _add_summary(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -259,6 +274,14 @@ def _check(arguments: argparse.Namespace) -> int:
     (config,) = from_keywords(given(arguments, RunnerConfig), RunnerConfig)
     _say_who_answers(config)
     return run_check(arguments)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from npu_runner.batch.job.job_status import status_of
+
+    status = status_of(arguments.output)
+    print(json.dumps(status.to_json(), indent=2) if arguments.json else "\n".join(status.to_lines()))
+    return 0
 
 
 def _summary(arguments: argparse.Namespace) -> int:

@@ -83,6 +83,11 @@ class Child:
         if self.is_running:
             self._process.kill()
 
+    def ask_to_end(self) -> None:
+        """SIGTERM, which it may handle."""
+        if self.is_running:
+            self._process.terminate()
+
     def kill(self, patience: float = 0.0) -> int:
         """Kill and reap it; returns its exit status. It may be dying by itself, and then its own status says why: it is
         given `patience` seconds for that."""
@@ -92,12 +97,8 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """As SIGSTOP leaves a process. False where it has ended."""
-        try:
-            text = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return text.rpartition(")")[2].split()[0] == "T"
+        """See the function."""
+        return is_stopped(self.pid)
 
     def is_stopped_for(self, seconds: float) -> bool:
         """Whether it has been seen stopped for longer, by looks that come every second or so.
@@ -109,6 +110,15 @@ class Child:
             return False
         self._stopped = self._stopped or Stopwatch()
         return self._stopped.exceeds(seconds)
+
+
+def is_stopped(pid: int) -> bool:
+    """As SIGSTOP leaves a process. False where it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
 
 
 def describe_exit(status: int) -> str:

@@ -48,6 +48,8 @@ class AnswerWriter:
         self._sync_at = float("inf")
         self.num_kept = 0
         """Rows given to `put` that were on disk, and the file in its place, when last looked at: the first so many."""
+        self.synced_end = self._end
+        """Bytes of the file that were on disk then: whole rows."""
         self._thread = threading.Thread(target=self._run, name="answer-writer", daemon=True)
         self._thread.start()
 
@@ -139,6 +141,7 @@ class AnswerWriter:
         if self._path is not None:
             self._look(self._path)
         self.num_kept += self._num_unsynced
+        self.synced_end = self._end
         self._num_unsynced, self._sync_at = 0, float("inf")
 
     def _look(self, path: Path) -> None:

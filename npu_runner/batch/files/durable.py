@@ -63,8 +63,11 @@ def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a new version of a file: killed at any moment, the old one or the new one is there, whole and on disk."""
+def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
+    """Write a new version of a file: killed at any moment, the old one or the new one is there, whole and on disk.
+
+    `is_synced` false: a power cut may leave an empty one, for a file that is soon written again.
+    """
     new = new_version_path(path)
     descriptor = _create(new)
     try:
@@ -72,12 +75,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             _take_mode(file.fileno(), path)
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if is_synced:
+                os.fsync(file.fileno())
         os.replace(new, path)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if is_synced:
+        sync_folder(path.parent)
 
 
 def remove_torn_version(path: Path) -> None:

@@ -25,6 +25,10 @@ def runs_path(output: Path) -> Path:
     return output.with_name(output.name + ".runs.jsonl")
 
 
+def status_path(output: Path) -> Path:
+    return output.with_name(output.name + ".status.json")
+
+
 def new_version_path(file: Path) -> Path:
     # Always the same name: what a killed process leaves is found by the next one.
     return file.with_name(f".{file.name}.new")
@@ -37,7 +41,7 @@ def own_files(option: str, file: Path) -> dict[Path, str]:
         found[lock_path(file)] = "lock"
     if option == "output":
         others = ((manifest_path(file), "manifest"), (rows_path(file), "rows"), (suspects_path(file), "suspects"),
-                  (runs_path(file), "record of runs"))
+                  (runs_path(file), "record of runs"), (status_path(file), "status"))
         for path, name in others:
             found |= {path: name, new_version_path(path): f"next version of the {name}"}
     return found

@@ -40,6 +40,7 @@ from npu_runner.errors import ConfigError, JobError, OutputLostError
 _UNNAMED = "unknown"
 # A process that is gone may have left a child that is not another program yet and holds what it held.
 _LEAVING_SECONDS = 5.0
+_LOOKING_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class OutputLock:
         self._descriptor = -1
 
     def __enter__(self) -> OutputLock:
-        deadline = time.monotonic() + _LEAVING_SECONDS
+        began = time.monotonic()
         while self._descriptor < 0:
             descriptor = _open_lock(self._path)
             try:
@@ -121,7 +122,9 @@ class OutputLock:
             except BlockingIOError:
                 holder = _holder(descriptor)
                 os.close(descriptor)
-                if _is_gone(holder) and time.monotonic() < deadline:
+                # A job that looks from outside (job_at_work) has a lock for a moment, too.
+                patience = _LEAVING_SECONDS if _is_gone(holder) else _LOOKING_SECONDS
+                if time.monotonic() < began + patience:
                     time.sleep(0.01)
                     continue
                 raise ConfigError(
@@ -176,13 +179,15 @@ def _is_gone(holder: str) -> bool:
     return False
 
 
-def scan_output(path: Path) -> OutputScan:
-    """Read an output file once. One that does not exist has no rows."""
+def scan_output(path: Path, end: int | None = None) -> OutputScan:
+    """Read an output file once, to its end or so many bytes. One that does not exist has no rows."""
     keys, starts, failed = bytearray(), array("Q"), bytearray()
     codes: list[str] = []
     seen: set[bytes] = set()
     position = num_broken = num_cut_off = num_repetition = 0
     for line in _lines_of(path):
+        if end is not None and position + len(line) > end:
+            break
         row = _row_of(line)
         if row is None or row.key in seen:
             num_broken += 1

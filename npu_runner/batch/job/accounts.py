@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.batch.files.durable import clear_file_errors
-from npu_runner.batch.files.output_file import RowCounts
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.files.run_record import Line, RunRecord
 from npu_runner.batch.job.signals import Interrupted
@@ -87,6 +86,18 @@ class Accounts:
         else:
             self.keep()
 
+    @property
+    def is_recorded(self) -> bool:
+        """This run is in the record."""
+        return self._last_line_at is not None
+
+    @property
+    def last_recorded(self) -> str | None:
+        """The last run that the record beside the output has; None: none that stays."""
+        if self.is_recorded:
+            return self._record.run_id
+        return str(self._runs.earlier[-1]["run"]) if self._runs.earlier else None
+
     def is_due(self) -> bool:
         """Whether it is time for `keep`, while the model loads and while rows are served."""
         return self._last_line_at is not None and time.monotonic() - self._last_line_at >= LINE_SECONDS
@@ -113,13 +124,7 @@ class Accounts:
         record, runs = self._record, [*self._runs.earlier]
         if self._last_line_at is not None:
             runs.append(self._last_line or line_of(record, None))
-        rows = RowCounts(
-            num_answered=record.kept.num_answered + record.tally.num_answered,
-            num_cut_off=record.kept.num_cut_off + record.tally.num_cut_off,
-            num_repetition=record.kept.num_repetition + record.tally.num_repetition,
-            failures_by_code=record.kept.failures_by_code + record.tally.failures_by_code,
-        )  # fmt: skip
-        return Totals(output=self._output.name, num_rows=record.num_rows, rows=rows, runs=runs,
+        return Totals(output=self._output.name, num_rows=record.num_rows, rows=record.rows, runs=runs,
                       is_under_way=is_under_way)
 
     def lines(self) -> list[str]:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from npu_runner.batch.job.failure_limit import FailureLimit
 from npu_runner.config import check_choices, from_keywords, one_of
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.options import AUTO, PreprocessingOptions, ReplicaOptions
+
+_MOST_MINUTES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,15 @@ class BatchOptions:
     report_rows: int = 300
     """Most rows in that report: some of each failure's code, some that are unexpected, cut off, repetitions or
     unparsed, and always some good ones."""
+    report_every: float | None = field(default=None, metadata={"values": "MINUTES"})
+    """Make that report while the job runs, too, so often, in a process of its own. One at a time, of rows that are on
+    disk; it costs the job nothing but spare cores. It needs a report that is no stream."""
+    metrics_file: Path | None = field(default=None, metadata={"values": "FILE"})
+    """Write figures of the job in Prometheus' text form to this file, every 2 seconds. It is a file and no stream."""
+    max_failures: str | None = field(default=None, metadata={"values": "N|P%"})
+    """End the job early, with exit status 4, once more than N rows of the output have failed, or more than P percent of
+    its finished rows, which counts from 200 finished rows. Failed rows of earlier runs count until retry_errors tries
+    them again. Finished rows are kept."""
     cached_tokens: bool = False
     """Report each row's prefix-cache hits in its usage. They depend on timing, so rows are not reproducible then."""
     ray: str | None = field(default=None, metadata={"alone": AUTO})
@@ -92,8 +104,19 @@ class BatchOptions:
             raise ConfigError(f"max_thinking_tokens: {self.max_thinking_tokens} is negative; 0 lets nothing be thought")
         if self.report_rows < 1:
             raise ConfigError(f"report_rows: {self.report_rows} is not a positive number")
+        if self.report_every is not None and self.report is None:
+            raise ConfigError("report_every: there is no report to make; name its file with --report")
+        if self.report_every is not None and not 0 < self.report_every <= _MOST_MINUTES:
+            raise ConfigError(f"report_every: {self.report_every} is no number of minutes above 0 and up to "
+                              f"{_MOST_MINUTES}")
+        _ = self.failure_limit  # raises ConfigError for one that cannot be read
         if self.allowed_media_dir is not None and not self.allowed_media_dir.is_dir():
             raise ConfigError(f"allowed_media_dir: {str(self.allowed_media_dir)!r} is not a folder")
+
+    @property
+    def failure_limit(self) -> FailureLimit | None:
+        """`max_failures`, read. Raises ConfigError."""
+        return None if self.max_failures is None else FailureLimit.parse(str(self.max_failures))
 
     @classmethod
     def from_keywords(cls, **options: Any) -> BatchOptions:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from npu_runner.batch.files.durable import clear_file_errors
@@ -55,8 +55,9 @@ class PastJob:
                 num_rows = rows.num_rows
         return Totals(output=self.name, num_rows=num_rows, rows=counts, runs=runs, is_under_way=is_under_way)
 
-    def report(self, options: BatchOptions) -> None:
-        """Make the report `options.report`; its input is NO_INPUT where none is given."""
+    def report(self, options: BatchOptions, ends: Sequence[int] | None = None) -> None:
+        """Make the report `options.report`; its input is NO_INPUT where none is given. `ends`: bytes of each output
+        that are read; None: all that are there."""
         if self._manifest is None or not self._output.is_file():
             raise ConfigError(f"output {self.name}: it is not there yet, or not any more; run its job again, or wait "
                               "for it")
@@ -67,10 +68,12 @@ class PastJob:
         about = about_job(self._manifest, read_runs(self._output))
         with place:
             if options.input == NO_INPUT:
-                make_report(place, options, most_pixels, None, None, self._files, has_schema=has_schema, about=about)
+                make_report(place, options, most_pixels, None, None, self._files, has_schema=has_schema, about=about,
+                            ends=ends)
                 return
             with self._opened(options.input) as (file, rows):
-                make_report(place, options, most_pixels, file, rows, self._files, has_schema=has_schema, about=about)
+                make_report(place, options, most_pixels, file, rows, self._files, has_schema=has_schema, about=about,
+                            ends=ends)
 
     @property
     def _files(self) -> list[Path]:

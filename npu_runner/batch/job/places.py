@@ -29,15 +29,24 @@ class Places:
     error_file: Place | None
     report: Place | None
     summary: Place | None
+    metrics_file: Place | None
 
     def __iter__(self) -> Iterator[Place]:
-        return (place for place in (self.output, self.error_file, self.report, self.summary) if place is not None)
+        return (place for place in self._all if place is not None)
+
+    @property
+    def _all(self) -> tuple[Place | None, ...]:
+        return self.output, self.error_file, *self._beside
+
+    @property
+    def _beside(self) -> tuple[Place | None, ...]:
+        return self.report, self.summary, self.metrics_file
 
     @contextlib.contextmanager
     def beside_the_answers(self) -> Iterator[None]:
-        """Report and summary can be written, or it raises ConfigError; within, their streams are open."""
+        """Report, summary and metrics can be written, or it raises ConfigError; within, their streams are open."""
         with contextlib.ExitStack() as entered:
-            for place in (self.report, self.summary):
+            for place in self._beside:
                 if place is not None:
                     entered.enter_context(place)
             yield
@@ -51,7 +60,9 @@ def find_places(options: BatchOptions, model: str | None) -> Places:
     places = Places(
         output=find_place("output", options.output), error_file=_found("error_file", options.error_file),
         report=_found_report(options), summary=_found("summary", options.summary),
+        metrics_file=_found("metrics_file", options.metrics_file),
     )  # fmt: skip
+    _refuse_streams(places, options)
     _refuse_within(places.report, places, options)
     model_files = [] if model is None or not Path(model).is_dir() else files_that_count(Path(model))
     refuse_taken(list(places), [("input", options.input), ("response_schema", options.response_schema)],
@@ -73,6 +84,16 @@ def _found_report(options: BatchOptions) -> Place | None:
     if options.report.is_dir():
         return find_folder("report", options.report, reason="it was a folder a moment ago")
     return find_place("report", options.report)
+
+
+def _refuse_streams(places: Places, options: BatchOptions) -> None:
+    """Of what is replaced while the job runs."""
+    replaced = [(places.metrics_file, "it is replaced every other second")]
+    if options.report_every is not None:
+        replaced.append((places.report, "with report_every it is replaced while the job runs"))
+    for place, reason in replaced:
+        if place is not None and place.is_stream:
+            raise ConfigError(f"{place.title}: is a stream, and {reason}; name a file")
 
 
 def _refuse_within(folder: Place | None, places: Places, options: BatchOptions) -> None:

@@ -12,7 +12,7 @@ from typing import TextIO, cast
 
 from tqdm import tqdm
 
-from npu_runner.batch.job.summary import Tally
+from npu_runner.batch.job.summary import Tally, seconds_left
 from npu_runner.processes.patient_streams import PatientStream, patient
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.loading_line import loading_line
@@ -90,8 +90,8 @@ class Progress:
 
     def _pace(self, num_done: int, seconds: float, rate_lately: float) -> list[str]:
         """How far it is and how fast: the rate over all of this run says how long the rest takes."""
-        num_left = self._num_rows - self._num_before - num_done
-        left = [f"{tqdm.format_interval(num_left * seconds / num_done)} left"] if num_left and num_done else []
+        rest = seconds_left(self._num_rows - self._num_before - num_done, num_done, seconds)
+        left = [] if rest is None else [f"{tqdm.format_interval(rest)} left"]
         return [f"{self._num_before + num_done}/{self._num_rows} rows", *left,
                 f"{num_done / max(seconds, 1e-3):.2f} rows/s (lately {rate_lately:.2f})"]
 

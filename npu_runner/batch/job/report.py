@@ -19,15 +19,17 @@ from npu_runner.serving.workers.pool import PoolLimits
 def make_report(
     place: Place, options: BatchOptions, max_source_pixels: int, file: InputFile | None, rows: InputScan | None,
     outputs: Sequence[Path], *, has_schema: bool, about: About | None,
+    ends: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
-    """The report of a job's output, with a worker process that decodes its images. See `write_report`."""
+    """The report of a job's output, with a worker process that decodes its images. `ends`: Source's. See
+    `write_report`."""
     worker = PoolLimits(
         num_workers=1,
         task_timeout_seconds=options.workers.preprocessing_timeout,
         worker_memory_bytes=options.workers.worker_memory_bytes,
     )
     source = Source(file=file, rows=rows, outputs=outputs, max_row_bytes=options.max_row_bytes, has_schema=has_schema,
-                    about=about)
+                    about=about, ends=ends)
     write_report(
         place, source, worker=worker, max_rows=options.report_rows,
         thumbnails=ThumbnailMaker(options.allowed_media_dir, max_source_pixels, options.workers.max_media_bytes),

@@ -29,6 +29,8 @@ from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.accounts import Accounts
 from npu_runner.batch.job.delivery import Delivery, EarlyRows, delivery_for, window_of
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
+from npu_runner.batch.job.live import Live
+from npu_runner.batch.job.live_report import LiveReport
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
@@ -41,7 +43,7 @@ from npu_runner.batch.job.summary import JobRecord, JobSummary, Tally
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.config import RunnerConfig
-from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError
+from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError, TooManyFailuresError
 from npu_runner.processes.patient_streams import PatientStream, patient_stderr
 from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replicas.fleet import Fleet
@@ -109,12 +111,15 @@ class _Job:
         self._open_model = open_model
         self.record = JobRecord()
         self.accounts = Accounts(self.record, places.output, places.summary, progress.say)
+        self.live = Live(self.record, self.accounts, places.output, places.metrics_file, progress.say)
+        self._failure_limit = options.failure_limit
+        self._fails_too_often = False
 
     def run(self) -> None:
         destination = open_destination(self._places.output, overwrite=self._options.overwrite,
                                        retry_errors=self._options.retry_errors, errors=self._places.error_file)
         try:
-            with destination, self._signals.interrupting():
+            with destination, self.live.of_this_run(), self._signals.interrupting():
                 self._run(destination)
         except Interrupted as signal:
             self.record.is_interrupted = True
@@ -138,6 +143,7 @@ class _Job:
             if not work.wanted.any():
                 self._nothing_to_do(work, destination)
             elif not self._all_are_refused_again(file, work, destination):
+                self._refuse_earlier_failures()
                 self._serve(file, work, destination)
             if not self.record.is_cut_short:
                 self._finish(file, work, destination)
@@ -218,7 +224,7 @@ class _Job:
         self.accounts.announce()
         if record.num_resumed:
             self._progress.say(f"resuming: {record.num_resumed} of {work.rows.num_rows} rows are finished")
-        self._progress.loading(f"opening {work.model_folder.name}")
+        self._loading(f"opening {work.model_folder.name}")
         given = self._config_of(work)
         taken = manifest_check.config_to_go_on_with(given, destination.earlier)
         book = RowBook(work.rows, work.wanted, file.source)
@@ -236,6 +242,7 @@ class _Job:
                               rows_carry_data=plan.rows_carry_data, scale_up=plan.scale_up)  # fmt: skip
             given_up = known_suspects(queue, book, suspects)
             with Fleet(plan.replicas, queue, hooks, max_restarts=plan.max_restarts, given_up=given_up) as fleet:
+                self.live.fleet = fleet
                 manifest = self._load(fleet, work, destination, manifest_check.loading(given, taken, destination))
                 # From here on a signal lets the step under way end, and then the job.
                 self._signals.defer()
@@ -245,7 +252,7 @@ class _Job:
                 fleet.begin(self._stamp(manifest))
                 delivery = delivery_for(writers, record.tally, queue.allow, is_ordered=options.ordered, window=window)
                 try:
-                    self._drive(fleet, book, suspects, delivery)
+                    self._drive(fleet, book, suspects, delivery, file)
                 finally:
                     record.num_workers = round(plan.workers_each * len(fleet.states))
 
@@ -285,36 +292,75 @@ class _Job:
             with_cached_tokens=self._options.cached_tokens,
         )
 
-    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery) -> None:
+    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery, file: InputFile) -> None:
         record = self.record
         record.serve_began = time.monotonic()
         driver = Driver(
             fleet, book, delivery, tally=record.tally, progress=self._progress,
-            should_stop=lambda: self._signals.is_requested, suspects=suspects,
+            should_stop=functools.partial(self._should_stop, fleet), suspects=suspects,
         )  # fmt: skip
         try:
-            with delivery:
+            with delivery, self._live_report(delivery, file) as report:
                 self._measure(fleet, driver)
                 self.accounts.begin()
                 self._progress.start(record.num_rows or 0, record.num_resumed)
-                driver.run(functools.partial(self._look, fleet, driver))
+                self.live.enter("serving")
+                driver.run(functools.partial(self._look, fleet, driver, report))
             self._progress.update(record.tally, driver.engine_stats, is_last=True)
             if not record.is_cut_short:
                 suspects.clear()
+            elif self._fails_too_often:
+                raise self._too_many_failures()
         finally:
             record.serve_ended = time.monotonic()
             self._measure(fleet, driver)
             record.replicas = tuple(map(report_of, fleet.states)) if len(fleet.states) > 1 else ()
             self._progress.close()
 
-    def _look(self, fleet: Fleet, driver: Driver) -> None:
+    def _look(self, fleet: Fleet, driver: Driver, report: LiveReport | None) -> None:
         """Now and then while rows are served."""
         if self.accounts.is_due():
             self._measure(fleet, driver)
             self.accounts.keep()
+        self.live.beat()
+        if report is not None:
+            report.look()
+
+    def _live_report(self, delivery: Delivery, file: InputFile) -> AbstractContextManager[LiveReport | None]:
+        place, output = self._places.report, self._places.output.path
+        if self._options.report_every is None or place is None or output is None:
+            return contextlib.nullcontext()
+        return LiveReport(self._options, place, output, file.source.descriptor, synced_ends=delivery.synced_ends,
+                          say=self._progress.say, tell=self.live.tell_of_report)
+
+    def _should_stop(self, fleet: Fleet) -> bool:
+        if self._failure_limit is not None and not self._fails_too_often:
+            rows = self.record.rows_done
+            # With the rows that engines have: they take a look at each replica, so the limit is held against the others
+            # alone before.
+            self._fails_too_often = self._failure_limit.is_exceeded(*rows) and self._failure_limit.is_exceeded(
+                *rows, sum(len(state.begun) for state in fleet.states))
+        return self._signals.is_requested or self._fails_too_often
+
+    def _refuse_earlier_failures(self) -> None:
+        """Before a model is loaded for rows that the limit would not let be served."""
+        if self._failure_limit is not None and self._failure_limit.is_exceeded(*self.record.rows_done):
+            raise self._too_many_failures()
+
+    def _too_many_failures(self) -> TooManyFailuresError:
+        num_failed, num_done = self.record.rows_done
+        return TooManyFailuresError(
+            f"{num_failed} of {num_done} finished rows have failed, more than --max-failures "
+            f"{self._options.max_failures} allows: ended early. Finished rows are kept; mend what fails and try it "
+            "again with --retry-errors, or raise the limit"
+        )
+
+    def _loading(self, doing: str) -> None:
+        self._progress.loading(doing)
+        self.live.enter("loading", doing)
 
     def _while_loading(self, num_replicas: int, phase: str) -> None:
-        self._progress.loading(phase)
+        self._loading(phase)
         if self.accounts.is_due():
             self._hold(num_replicas)
             self.accounts.keep()
@@ -343,8 +389,10 @@ class _Job:
     def _finish(self, file: InputFile, work: _Work, destination: Destination) -> None:
         """Every row is there: put them in order, and make the report."""
         file.refuse_changes()
+        self.live.enter("ordering")
         destination.finish(work.rows, is_ordered=self._options.ordered)
         if self._places.report is not None:
+            self.live.enter("reporting")
             most_pixels = self._config.prompts.max_source_pixels
             assert destination.path is not None, "refused at the start"
             outputs = [path for path in (destination.path, destination.error_path) if path is not None]

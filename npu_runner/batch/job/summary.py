@@ -14,7 +14,7 @@ from typing import Any
 
 from npu_runner.batch.files.output_file import RowCounts
 from npu_runner.batch.rows.judging import is_as_expected, is_json
-from npu_runner.errors import ConfigError, NpuRunnerError
+from npu_runner.errors import ConfigError, NpuRunnerError, TooManyFailuresError
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.serving.replica import ReplicaStats
 
@@ -100,11 +100,22 @@ class Tally:
 
     def shortcomings(self, *, with_codes: bool = True) -> list[str]:
         """What a person has to see: "3 failed (2 media_missing, 1 not_json)", "cut off 4", "unparsed 1"."""
-        common = self.failures_by_code.most_common() if with_codes else []
-        codes = [f"{count} {code}" for code, count in common[:_MOST_CODES]] + ["..."] * (len(common) > _MOST_CODES)
+        codes = listed_codes(self.failures_by_code) if with_codes else ""
         counts = (("cut off", self.num_cut_off), ("repetition", self.num_repetition), ("unparsed", self.num_unparsed))
-        return [f"{self.num_failed} failed" + (f" ({', '.join(codes)})" if codes else ""),
+        return [f"{self.num_failed} failed{codes}",
                 *(f"{name} {count}" for name, count in counts if count)]
+
+
+def listed_codes(failures_by_code: Mapping[str, int]) -> str:
+    """" (2 media_missing, 1 not_json)"; empty without any."""
+    common = Counter(failures_by_code).most_common()
+    codes = [f"{count} {code}" for code, count in common[:_MOST_CODES]] + ["..."] * (len(common) > _MOST_CODES)
+    return f" ({', '.join(codes)})" if codes else ""
+
+
+def seconds_left(num_left: int, num_done: int, seconds: float) -> float | None:
+    """What the rest takes at the pace so far; None: nothing is done, or nothing is left."""
+    return num_left * seconds / num_done if num_left and num_done else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +177,22 @@ class JobRecord:
     device_seconds: float = 0.0
     """Those of the start and of serving, times the devices."""
     _held_since: float | None = None
+
+    @property
+    def rows(self) -> RowCounts:
+        """Of all runs, as far as they are in the output."""
+        kept, tally = self.kept, self.tally
+        return RowCounts(
+            num_answered=kept.num_answered + tally.num_answered,
+            num_cut_off=kept.num_cut_off + tally.num_cut_off,
+            num_repetition=kept.num_repetition + tally.num_repetition,
+            failures_by_code=kept.failures_by_code + tally.failures_by_code,
+        )
+
+    @property
+    def rows_done(self) -> tuple[int, int]:
+        """Failed rows, and all, of all runs, in the output."""
+        return self.kept.num_failed + self.tally.num_failed, self.num_resumed + self.tally.num_done
 
     @property
     def start_seconds(self) -> float:
@@ -239,7 +266,10 @@ class JobSummary:
 
     @property
     def exit_status(self) -> int:
-        """0 all rows answered, 3 finished with failed rows, 1 ended early, 2 ended by what a setting must mend."""
+        """0 all rows answered, 3 finished with failed rows, 1 ended early, 2 ended by what a setting must mend, 4 ended
+        early because too many rows failed."""
+        if isinstance(self.error, TooManyFailuresError):
+            return 4
         if isinstance(self.error, ConfigError):
             return 2
         if self.is_interrupted or self.error is not None:

@@ -22,13 +22,15 @@ from npu_runner.serving.replica import RawRow
 
 class Joined:
     """`file` and `rows`: the input, None where it is not there. `outputs`: the file of answers, and that of failed
-    rows behind it, where there is one. Of requests above `max_row_bytes` nothing is read."""
+    rows behind it, where there is one. Of requests above `max_row_bytes` nothing is read. `ends`: bytes of
+    each output that are read; None: all."""
 
-    def __init__(self, file: InputFile | None, rows: InputScan | None, outputs: Sequence[Path], max_row_bytes: int):
+    def __init__(self, file: InputFile | None, rows: InputScan | None, outputs: Sequence[Path], max_row_bytes: int,
+                 ends: Sequence[int] | None = None):
         self._file = file
         self._outputs = outputs
         self._max_row_bytes = max_row_bytes
-        scans = [scan_output(output) for output in outputs]
+        scans = [scan_output(output, None if ends is None else ends[number]) for number, output in enumerate(outputs)]
         keys = _keys_of(scans) if rows is None else rows.keys
         self.num_rows = len(keys)
         self._starts = np.zeros(len(keys), dtype=np.int64)

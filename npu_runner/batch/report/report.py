@@ -45,6 +45,8 @@ class Source:
     outputs: Sequence[Path]
     max_row_bytes: int
     """Of a request above it nothing is shown but its answer."""
+    ends: Sequence[int] | None = None
+    """Bytes of each output that are read; None: all that are there."""
     has_schema: bool = False
     """The job has one for rows that say nothing of their answer."""
     about: About | None = None
@@ -81,7 +83,7 @@ class _Report:
         self._max_rows = max_rows if is_folder else min(max_rows, MAX_CARDS_OF_ONE_FILE)
         self._cards_per_leaf = CARDS_PER_LEAF if is_folder else MAX_CARDS_OF_ONE_FILE
         self._picture_bytes = PICTURE_BYTES_OF_FOLDER if is_folder else PICTURE_BYTES
-        self._joined = Joined(source.file, source.rows, source.outputs, source.max_row_bytes)
+        self._joined = Joined(source.file, source.rows, source.outputs, source.max_row_bytes, source.ends)
 
     def write(self) -> None:
         found = survey(self._joined, self._max_rows, has_schema=self._source.has_schema)

@@ -1,0 +1,196 @@
+"""Tells how a job gets on while it runs: the status beside its output, and --metrics-file. Both every other second.
+
+The driver's thread does it between its looks at the replicas, so nothing else is read at the same time, and a file that
+is old says that the driver has been in one step since then. Knows nothing of how rows are served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from npu_runner import __version__
+from npu_runner.batch.files.names import status_path
+from npu_runner.batch.files.place import Place
+from npu_runner.batch.files.status_file import (
+    Engines,
+    LiveFile,
+    Moment,
+    Pace,
+    Phase,
+    ReplicaPhase,
+    ReplicaStatus,
+    ReportStatus,
+    Rows,
+    Status,
+    Tokens,
+    encoded,
+    printable,
+)
+from npu_runner.batch.job.accounts import Accounts
+from npu_runner.batch.job.metrics import metrics_of
+from npu_runner.batch.job.signals import Interrupted
+from npu_runner.batch.job.summary import JobRecord, seconds_left
+from npu_runner.batch.job.totals import FINISHED, INTERRUPTED
+from npu_runner.errors import NpuRunnerError
+from npu_runner.request.outputs import EngineStats
+from npu_runner.serving.replicas.fleet import Fleet
+from npu_runner.serving.replicas.replica_state import ReplicaState, added
+
+BEAT_SECONDS = 2.0
+LATELY_SECONDS = 30.0
+
+
+class Lately:
+    """Rows per second in the last LATELY_SECONDS, of counts that come now and then."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def rate(self, now: float, num_done: int) -> float:
+        """`now`: of the monotonic clock; `num_done`: so far."""
+        self._seen.append((now, num_done))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - LATELY_SECONDS:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        return (num_done - before) / (now - since) if now > since else 0.0
+
+
+class Live:
+    """Of `record`'s run. `metrics`: where --metrics-file goes. The output is locked within `of_this_run`."""
+
+    def __init__(self, record: JobRecord, accounts: Accounts, output: Place, metrics: Place | None,
+                 say: Callable[[str], None]):
+        self._record = record
+        self._accounts = accounts
+        self._output, self._metrics = output, metrics
+        self._say = say
+        self._files: list[tuple[LiveFile, Callable[[Status], bytes]]] = []
+        self._started = Moment.now()
+        self._phase: Phase = "starting"
+        self._doing: str | None = None
+        self._end: str | None = None
+        self._exit_status: int | None = None
+        self._lately = Lately()
+        self._next_at = 0.0
+        self.fleet: Fleet | None = None
+        """Once there is one."""
+        self._report: ReportStatus | None = None
+
+    @contextlib.contextmanager
+    def of_this_run(self) -> Iterator[None]:
+        """When it is left, the files say how the run has ended; after one that was refused they are as before."""
+        for place, path, encode in (
+            (self._output, None if self._output.path is None else status_path(self._output.path), encoded),
+            (self._metrics, None if self._metrics is None else self._metrics.path, metrics_of),
+        ):
+            if place is not None and path is not None:
+                title = "status" if place is self._output else place.option
+                self._files.append((LiveFile(f"{title} {path}", path, self._say), encode))
+        self._write()
+        try:
+            yield
+        except BaseException as error:
+            self._close(error)
+            raise
+        self._close(None)
+
+    def tell_of_report(self, report: ReportStatus) -> None:
+        """Of the last report of this run that was made while it goes on, or was to be."""
+        self._report = report
+
+    def enter(self, phase: Phase, doing: str | None = None) -> None:
+        """From here on it does this."""
+        if phase != self._phase:
+            self._phase, self._next_at = phase, 0.0
+        self._doing = None if doing is None else printable(doing)
+        self.beat()
+
+    def beat(self) -> None:
+        """Call it as often as you like; it writes when it is time to."""
+        if time.monotonic() >= self._next_at:
+            self._write()
+
+    def _close(self, error: BaseException | None) -> None:
+        """A run that is not in the record has changed nothing, unless it came to an end."""
+        if error is not None and not self._accounts.is_recorded:
+            for file, _ in self._files:
+                file.put_back()
+            return
+        if isinstance(error, NpuRunnerError):
+            self._end, self._exit_status = printable(str(error)), self._record.summary(error).exit_status
+        elif error is None:
+            summary = self._record.summary(None)
+            self._end = INTERRUPTED if summary.is_interrupted else FINISHED
+            self._exit_status = summary.exit_status
+        elif isinstance(error, Interrupted):
+            self._end, self._exit_status = INTERRUPTED, 1
+        else:
+            return  # a bug, which says nothing: to those outside it is a killed job
+        self._write()
+
+    def _write(self) -> None:
+        self._next_at = time.monotonic() + BEAT_SECONDS
+        if self._files:
+            status = self._status()
+            for file, encode in self._files:
+                file.write(encode(status))
+
+    def _status(self) -> Status:
+        record = self._record
+        states = [] if self.fleet is None else self.fleet.states
+        engine = added([state.stats() for state in states]).engine
+        if self._end is not None:
+            engine = replace(engine, num_running=0, num_waiting=0, kv_blocks_used=0)
+        return Status(
+            run=record.run_id, last_recorded=self._accounts.last_recorded, npu_runner=__version__, pid=os.getpid(),
+            started=self._started, updated=Moment.now(), phase=self._phase, doing=self._doing, end=self._end,
+            exit_status=self._exit_status, rows=self._rows(), pace=self._pace(),
+            tokens=Tokens(prompt=record.tally.num_prompt_tokens, completion=record.tally.num_completion_tokens,
+                          prefill_computed=engine.num_prefill_tokens, decode_computed=engine.num_decode_tokens),
+            engines=_engines(engine), report=self._report,
+            replicas=[_replica(state, is_over=self._end is not None) for state in states],
+        )  # fmt: skip
+
+    def _rows(self) -> Rows:
+        rows = self._record.rows
+        codes = sorted((printable(code), count) for code, count in rows.failures_by_code.items())
+        return Rows(total=self._record.num_rows, answered=rows.num_answered, failed=rows.num_failed,
+                    cut_off=rows.num_cut_off, repetition=rows.num_repetition, failures_by_code=dict(codes))
+
+    def _pace(self) -> Pace:
+        record, num_done = self._record, self._record.tally.num_done
+        seconds = record.serve_seconds
+        num_left = (record.num_rows or 0) - record.num_resumed - num_done
+        return Pace(
+            rows=num_done, start_seconds=record.start_seconds, serve_seconds=seconds,
+            rows_per_second=num_done / seconds if seconds > 0 else 0.0,
+            lately=self._lately.rate(time.monotonic(), num_done),
+            seconds_left=seconds_left(max(0, num_left), num_done, seconds),
+        )  # fmt: skip
+
+
+def _engines(stats: EngineStats) -> Engines:
+    return Engines(
+        running=stats.num_running, waiting=stats.num_waiting, vision_cache_hits=stats.vision_cache_hits,
+        vision_cache_misses=stats.vision_cache_misses, vision_cache_bytes=stats.vision_cache_bytes,
+        prefix_cache_hit_tokens=stats.prefix_cache_hits, prefix_cache_queried_tokens=stats.prefix_cache_queries,
+        kv_blocks_used=stats.kv_blocks_used, kv_blocks_total=stats.kv_blocks_total, preemptions=stats.num_preemptions,
+    )  # fmt: skip
+
+
+def _replica(state: ReplicaState, *, is_over: bool) -> ReplicaStatus:
+    phase: ReplicaPhase
+    if is_over:
+        phase = "ended"
+    elif state.facts is not None:
+        phase = "serving"
+    elif state.replica is None:
+        phase = "dead"
+    else:
+        phase = "loading" if state.waits_for is None else "waiting"
+    return ReplicaStatus(name=printable(state.name), phase=phase, rows=state.num_finished, deaths=state.num_deaths)
