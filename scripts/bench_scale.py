@@ -3,12 +3,15 @@
 Everything but the model is real: the input file and its index, the queue of rows, sockets, processes, the output file
 with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back as answer.
 
-    python scripts/bench_scale.py [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--profile]
+    python scripts/bench_scale.py [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--profile] [--pairs 5]
 
 `--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
-for it on this host (without `--carry` they read the input, as with --shared-input). Prints a table, then one JSON line:
-rows/s from the first row handed out to the last one on disk, microseconds of the driver's processor a row, and how much
-the driver's peak of memory grew while it served (numpy, the index and the code are there before).
+for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
+without and with the files that are replaced while a job runs (status, metrics), in turn.
+
+Prints a table, then one JSON line: rows/s from the first row handed out to the last one on disk, microseconds of the
+driver's processor a row, and how much the driver's peak of memory grew while it served (numpy, the index and the code
+are there before).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import cProfile
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -27,7 +31,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +42,15 @@ import npu_runner
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
+from npu_runner.batch.files.place import find_place
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
+from npu_runner.batch.job.accounts import Accounts
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.driver import Driver, hooks_for
+from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import Outcome, Tally
+from npu_runner.batch.job.summary import JobRecord, Outcome, Tally
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.serving.replica import (
     Begun,
@@ -115,6 +122,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--carry", action="store_true", help="rows travel with their bytes")
     parser.add_argument("--ray", action="store_true", help="replicas are Ray actors of this host")
+    parser.add_argument("--pairs", type=int, default=0, metavar="N", help="so often without and with live files")
     parser.add_argument("--profile", action="store_true", help="where the driver's time goes, instead of figures")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_scale-") as folder, ExitStack() as opened:
@@ -122,10 +130,11 @@ def main() -> None:
         if arguments.ray:
             opened.enter_context(ray_cluster(max(arguments.replicas)))
         measured = []
-        for count in arguments.replicas:
+        turns = [False] if not arguments.pairs else [False, True] * arguments.pairs
+        for count, is_watched in itertools.product(arguments.replicas, turns):
             profiler = cProfile.Profile() if arguments.profile else None
             measured.append(measure(Path(folder), count, is_carried=arguments.carry,
-                                    is_ray=arguments.ray, profiler=profiler))  # fmt: skip
+                                    is_ray=arguments.ray, is_watched=is_watched, profiler=profiler))  # fmt: skip
             show(measured[-1])
             if profiler is not None:
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
@@ -173,8 +182,9 @@ def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray:
 
 
 def measure(
-    folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, profiler: cProfile.Profile | None
-) -> dict[str, Any]:
+    folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, is_watched: bool,
+    profiler: cProfile.Profile | None,
+) -> dict[str, Any]:  # fmt: skip
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
     tally, suspects = Tally(), Suspects(None)
@@ -192,25 +202,41 @@ def measure(
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
             fleet.begin(None)
-            with Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery:
+            record = JobRecord(num_rows=scan.num_rows, tally=tally, serve_began=time.monotonic())
+            with (
+                Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery,
+                watched(record, fleet, output) if is_watched else nullcontext(lambda: None) as look,
+            ):
                 driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
                                 should_stop=lambda: False)
                 if profiler is None:
-                    driver.run()
+                    driver.run(look)
                 else:
-                    profiler.runcall(driver.run)
+                    profiler.runcall(driver.run, look)
             seconds, used, peak = time.perf_counter() - served, time.process_time() - used, peak_kib()
     with open(output, "rb") as answers:
         assert tally.num_answered == scan.num_rows == sum(1 for _ in answers), "each row once"
     output.unlink()
     return {
         "replicas": num_replicas,
+        "watched": is_watched,
         "scan_rows_per_second": round(scan.num_rows / scan_seconds),
         "rows_per_second": round(scan.num_rows / seconds),
         "driver_us_per_row": round(used / scan.num_rows * 1e6, 1),
         "peak_growth_mib": round((peak - peak_before) / 1024, 1),
         "peak_mib": round(peak / 1024, 1),
     }
+
+
+@contextmanager
+def watched(record: JobRecord, fleet: Fleet, output: Path) -> Iterator[Callable[[], None]]:
+    """What the driver calls after each look at its replicas, as in a job with a status and --metrics-file."""
+    place = find_place("output", output)
+    metrics = find_place("metrics_file", output.with_suffix(".prom"))
+    live = Live(record, Accounts(record, place, None, print), place, metrics, print)
+    live.fleet = fleet
+    with live.of_this_run():
+        yield live.beat
 
 
 def peak_kib() -> int:

@@ -110,15 +110,16 @@ def test_its_options_are_ours(name: str) -> None:
 
 
 def test_exit_statuses_mean_the_same_everywhere() -> None:
-    """1 is tried again; 2 and 3 are not, and only 3 is a finished job."""
+    """1 is tried again; 2, 3 and 4 are not, and only 3 is a finished job."""
     meanings = dict(re.findall(r"^  (\d)  (.*)", _EXIT_STATUSES, re.MULTILINE))
     assert "the same command goes on" in meanings["1"]
     assert "wrong option" in meanings["2"]
     assert "some rows failed" in meanings["3"]
+    assert "ended early because more rows failed" in meanings["4"]
     unit = UNIT.read_text().splitlines()
-    assert {"Restart=on-failure", "RestartPreventExitStatus=2", "SuccessExitStatus=3"} <= set(unit)
+    assert {"Restart=on-failure", "RestartPreventExitStatus=2 4", "SuccessExitStatus=3"} <= set(unit)
     ended, disturbed = job()["spec"]["podFailurePolicy"]["rules"]
-    assert (ended["action"], ended["onExitCodes"]["values"]) == ("FailJob", [2, 3])
+    assert (ended["action"], ended["onExitCodes"]["values"]) == ("FailJob", [2, 3, 4])
     assert ended["onExitCodes"]["containerName"] == the_container()["name"]
     assert disturbed["action"] == "Ignore"
 

@@ -27,7 +27,7 @@ if [ -n "$signalled" ]; then # that wait ended with the signal, not with the job
     status=0
     wait "$job" || status=$?
 fi
-# 1: ended early, the same command resumes. 2: a wrong option or setting. 3: finished, some rows failed.
+# 1: ended early, the same command resumes. 2: a wrong option or setting. 3: finished, some rows failed. 4: too many failed.
 if [ "$status" -eq 1 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then
     scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 fi

@@ -170,7 +170,8 @@ def test_a_link_is_followed_and_stays_one(job: Job, option: str) -> None:
     assert [path.name for path in (job.folder / "there").iterdir()] == ["real"]
 
 
-OWN = ["out.jsonl.manifest.json", "out.jsonl.suspects.json", "out.jsonl.rows", "out.jsonl.runs.jsonl", "out.jsonl.lock",
+OWN = ["out.jsonl.status.json", ".out.jsonl.status.json.new",
+       "out.jsonl.manifest.json", "out.jsonl.suspects.json", "out.jsonl.rows", "out.jsonl.runs.jsonl", "out.jsonl.lock",
        ".out.jsonl.new", ".out.jsonl.rows.new", ".out.jsonl.manifest.json.new", ".out.jsonl.suspects.json.new",
        ".out.jsonl.runs.jsonl.new", "e.jsonl.lock", ".e.jsonl.new"]  # fmt: skip
 
@@ -203,6 +204,10 @@ def test_no_two_names_are_one_file(job: Job) -> None:
         ({"output": str(schema), "response_schema": schema}, "output .*: is the response_schema as well"),
         ({"error_file": schema, "response_schema": schema}, "error_file .*: is the response_schema as well"),
         ({"summary": job.folder / "s", "report": job.folder / "s"}, "summary .*: is the report as well"),
+        ({"metrics_file": job.output}, "metrics_file .*: is the output as well"),
+        ({"metrics_file": job.input}, "metrics_file .*: is the input as well"),
+        ({"metrics_file": "-"}, "metrics_file standard output: is a stream, and it is replaced every other second"),
+        ({"report": "-", "report_every": 1.0}, "report standard output: is a stream, and with report_every"),
         ({"summary": job.model / "config.json"}, "summary .*: is the model's config.json"),
     ):
         with pytest.raises(ConfigError, match=match):
@@ -229,6 +234,7 @@ def victim(job: Job) -> Path:
 
 
 PLANTED = ["out.jsonl.lock", ".out.jsonl.manifest.json.new", ".s.json.new", ".r.html.new", "out.jsonl.manifest.json",
+           "out.jsonl.status.json", ".out.jsonl.status.json.new",
            ".out.jsonl.new", "out.jsonl.runs.jsonl", ".out.jsonl.runs.jsonl.new"]  # fmt: skip
 
 
@@ -244,7 +250,8 @@ def test_a_link_that_somebody_planted_is_not_written_through(job: Job, victim: P
     else:
         assert job.run(**options).exit_status == 0
         assert sorted(job.names()) == ["a", "b"]
-        assert not os.path.lexists(job.folder / name) or name.endswith("l.new"), "nothing of it is left"
+        is_replaced = name.endswith(("l.new", "status.json"))
+        assert is_replaced or not os.path.lexists(job.folder / name), "nothing of it is left"
     assert victim.read_text() == "somebody's\n"
 
 

@@ -81,7 +81,7 @@ def _is_first(path: Path) -> bool:
 
 def main(options: dict[str, Any]) -> int:
     model, platform = options.pop("model"), options.pop("platform", "cpu")
-    for name in ("summary", "report", "error_file"):
+    for name in ("summary", "report", "error_file", "metrics_file"):
         if name in options:
             options[name] = Path(options[name])
     if "impatient" in stage_directions():
@@ -91,7 +91,7 @@ def main(options: dict[str, Any]) -> int:
         summary = run_batch(config, BatchOptions.from_keywords(**options), open_model=open_model)
     except NpuRunnerError as error:
         print(error, file=sys.stderr)
-        return 2 if type(error).__name__ in ("ConfigError", "ModelError") else 1
+        return {"ConfigError": 2, "ModelError": 2, "TooManyFailuresError": 4}.get(type(error).__name__, 1)
     return summary.exit_status
 
 

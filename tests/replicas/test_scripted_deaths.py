@@ -192,7 +192,8 @@ def test_what_is_wrong_is_named_before_rows_move(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model"}
     status, said = run(tmp_path, stage="dies", max_replica_restarts=0)
     assert (status, "no replica is left" in said) == (1, True), said
-    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model", "out.jsonl.runs.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "in.jsonl", "model", "out.jsonl.runs.jsonl", "out.jsonl.status.json"}
     (line,) = read_runs(tmp_path / "out.jsonl")
     assert "no replica is left" in line["end"], "a run that loaded and died has taken devices"
 

@@ -275,6 +275,7 @@ def test_a_broken_data_url_and_bytes_without_a_folder_are_errors(tmp_path: Path)
         "answers.jsonl.manifest.json",
         "answers.jsonl.lock",
         "answers.jsonl.runs.jsonl",
+        "answers.jsonl.status.json",
         "t.jsonl",
         "p.txt",
         ".answers.jsonl.new",
