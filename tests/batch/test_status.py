@@ -20,7 +20,7 @@ from npu_runner.batch.job import live
 from npu_runner.batch.job.job_status import CountedStatus, JobStatus, status_of
 from npu_runner.batch.job.past_job import PastJob
 from npu_runner.cli.main import main
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, OutputLostError
 from tests.batch.job_folder import LEFT, Job, numbered
 from tests.batch.mounts import mounted
 from tests.batch.scripted import ScriptedEngine, row, write_rows
@@ -214,6 +214,24 @@ def test_a_disk_that_is_full_is_said_once_and_the_job_goes_on(
         assert said == ["status x: No space left on device; the job goes on, and tries again without a word"]
         file.put_back()
         assert not metrics.exists()
+
+
+@pytest.mark.usefixtures("without_pause")
+def test_an_output_that_is_lost_is_said_as_the_end(job: Job) -> None:
+    looks: list[JobStatus] = []
+
+    def look() -> None:
+        looks.append(seen(job))
+        if looks[-1].status.rows.answered:
+            job.output.unlink(missing_ok=True)
+
+    with pytest.raises(OutputLostError):
+        job.run(looking(look))
+    ended = read_status(job.output)
+    assert ended is not None
+    assert ended.end is not None
+    assert "was removed" in ended.end
+    assert (ended.exit_status, ended.rows.answered, ended.pace.lately) == (1, 0, 0.0)
 
 
 def test_of_a_stream_there_are_metrics_and_no_status(job: Job) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import ConfigError
 from tests.batch.report_pages import names
 from tests.batch.scripted import row, write_rows
-from tests.replicas.jobs import ended, num_rows, processes, start_scripted, wait_until
+from tests.replicas.jobs import ended, kill, num_rows, processes, start_scripted, wait_for_rows, wait_until
 from tests.replicas.scripted_job import HOLD
 
 NUM_ROWS = 400
@@ -34,7 +33,7 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_rows(tmp_path / "in.jsonl", [row(f"r{n}", "bad" if n % 20 == 0 else "x" * 60) for n in range(NUM_ROWS)])
+    write_rows(tmp_path / "in.jsonl", [row(f"r{n}", "bad" if n % 20 == 0 else "x" * 20) for n in range(NUM_ROWS)])
     return tmp_path
 
 
@@ -56,10 +55,17 @@ def wait_for(process: subprocess.Popen[bytes], folder: Path, holds: Callable[[Jo
     return found  # type: ignore[no-any-return]
 
 
+def hold(process: subprocess.Popen[bytes], folder: Path, held: Path) -> None:
+    """Have it stand still with some rows on disk, and say so."""
+    wait_for_rows(process, folder / "out.jsonl", 65)
+    held.touch()
+    status = wait_for(process, folder, lambda status: status.status.rows.answered > 20)
+    assert status.state == "under way"
+
+
 def test_suspended_killed_resumed_and_finished(folder: Path, held: Path) -> None:
-    with start_scripted(folder) as process:
-        wait_for(process, folder, lambda status: status.state == "under way" and status.status.rows.answered > 20)
-        held.touch()
+    with start_scripted(folder, stage="watched") as process:
+        hold(process, folder, held)
         process.send_signal(signal.SIGSTOP)
         assert wait_for(process, folder, lambda status: status.state != "under way").state == "suspended"
         process.send_signal(signal.SIGCONT)
@@ -73,7 +79,7 @@ def test_suspended_killed_resumed_and_finished(folder: Path, held: Path) -> None
     assert 20 < killed.status.rows.answered <= num_rows(folder / "out.jsonl")
     assert "it has ended without a word" in "\n".join(killed.to_lines())
     held.unlink()
-    status, said = ended(start_scripted(folder))
+    status, said = ended(start_scripted(folder, stage="watched"))
     assert status == 3, said
     finished = seen(folder)
     assert finished is not None
@@ -84,9 +90,8 @@ def test_suspended_killed_resumed_and_finished(folder: Path, held: Path) -> None
 
 
 def test_a_signal_is_said_as_the_end(folder: Path, held: Path) -> None:
-    with start_scripted(folder) as process:
-        wait_for(process, folder, lambda status: status.status.rows.answered > 0)
-        held.touch()
+    with start_scripted(folder, stage="watched") as process:
+        hold(process, folder, held)
         process.send_signal(signal.SIGTERM)
         assert ended(process)[0] == 1
     status = seen(folder)
@@ -96,14 +101,13 @@ def test_a_signal_is_said_as_the_end(folder: Path, held: Path) -> None:
 
 def test_reports_are_made_while_it_runs_of_rows_that_are_there(folder: Path, held: Path) -> None:
     report = folder / "report.html"
-    with start_scripted(folder, report=str(report), report_every=0.002, report_rows=50) as process:
-        wait_for(process, folder, lambda status: status.status.rows.answered > 20)
-        held.touch()
+    with start_scripted(folder, stage="watched", report=str(report), report_every=0.002, report_rows=50) as process:
+        hold(process, folder, held)
         made = wait_for(process, folder, lambda status: status.status.report is not None)
         assert made.status.report is not None
         assert made.status.report.error is None
         assert job_at_work(folder / "out.jsonl") == str(process.pid)
-        assert 0 < len(names(report.read_text())) <= 50
+        assert 0 < len(wait_until(lambda: names(report.read_text()), process)) <= 50
         assert len(processes(REPORT, process.pid)) <= 1
         held.unlink()
         status, said = ended(process)
@@ -113,11 +117,16 @@ def test_reports_are_made_while_it_runs_of_rows_that_are_there(folder: Path, hel
 
 
 def test_a_report_that_is_killed_is_said_and_costs_nothing(folder: Path, held: Path) -> None:
-    with start_scripted(folder, report=str(folder / "report.html"), report_every=0.002, progress="lines") as process:
-        (report,) = wait_until(lambda: processes(REPORT, process.pid), process)
-        os.kill(report, signal.SIGKILL)
-        failed = wait_for(process, folder, lambda status: status.status.report is not None)
-        assert failed.status.report is not None
+    options = {"report": str(folder / "report.html"), "report_every": 0.002, "progress": "lines"}
+    with start_scripted(folder, stage="watched", **options) as process:
+        hold(process, folder, held)
+
+        def has_failed(status: JobStatus) -> bool:
+            kill(processes(REPORT, process.pid))
+            return status.status.report is not None and status.status.report.error is not None
+
+        assert wait_for(process, folder, has_failed).state == "under way"
+        held.unlink()
         status, said = ended(process)
     assert status == 3, said
     assert "report    none of the rows so far could be made: killed by SIGKILL; the job goes on" in said

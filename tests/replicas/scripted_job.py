@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from npu_runner.batch.job import live
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
@@ -86,6 +87,8 @@ def main(options: dict[str, Any]) -> int:
             options[name] = Path(options[name])
     if "impatient" in stage_directions():
         process_replica.STOPPED_SECONDS = fleet.ROOM_SECONDS = 1.0
+    if "watched" in stage_directions():
+        live.BEAT_SECONDS = 0.05
     config = RunnerConfig(model=model, platform=platform)
     try:
         summary = run_batch(config, BatchOptions.from_keywords(**options), open_model=open_model)

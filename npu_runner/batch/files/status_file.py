@@ -204,4 +204,4 @@ class LiveFile:
 
 
 def encoded(status: Status) -> bytes:
-    return json.dumps(status.model_dump(), indent=1).encode() + b"\n"
+    return json.dumps(status.model_dump()).encode() + b"\n"

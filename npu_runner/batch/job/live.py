@@ -52,12 +52,12 @@ class Lately:
         self._seen: deque[tuple[float, int]] = deque()
 
     def rate(self, now: float, num_done: int) -> float:
-        """`now`: of the monotonic clock; `num_done`: so far."""
+        """`now`: of the monotonic clock; `num_done`: so far. It falls where rows were lost with their output."""
         self._seen.append((now, num_done))
         while len(self._seen) > 2 and self._seen[1][0] <= now - LATELY_SECONDS:
             self._seen.popleft()
         since, before = self._seen[0]
-        return (num_done - before) / (now - since) if now > since else 0.0
+        return max(0, num_done - before) / (now - since) if now > since else 0.0
 
 
 class Live:

@@ -300,7 +300,7 @@ class _Job:
             should_stop=functools.partial(self._should_stop, fleet), suspects=suspects,
         )  # fmt: skip
         try:
-            with delivery, self._live_report(delivery, file) as report:
+            with self._live_report(delivery, file) as report, delivery:
                 self._measure(fleet, driver)
                 self.accounts.begin()
                 self._progress.start(record.num_rows or 0, record.num_resumed)
