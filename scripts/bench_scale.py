@@ -202,7 +202,8 @@ def measure(
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
             fleet.begin(None)
-            record = JobRecord(num_rows=scan.num_rows, tally=tally, serve_began=time.monotonic())
+            record = JobRecord(num_rows=scan.num_rows, tally=tally)
+            record.serve_began = time.monotonic()
             with (
                 Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery,
                 watched(record, fleet, output) if is_watched else nullcontext(lambda: None) as look,

@@ -164,10 +164,10 @@ class Live:
 
     def _pace(self) -> Pace:
         record, num_done = self._record, self._record.tally.num_done
-        seconds = record.serve_seconds
+        seconds = max(0.0, record.serve_seconds)
         num_left = (record.num_rows or 0) - record.num_resumed - num_done
         return Pace(
-            rows=num_done, start_seconds=record.start_seconds, serve_seconds=seconds,
+            rows=num_done, start_seconds=max(0.0, record.start_seconds), serve_seconds=seconds,
             rows_per_second=num_done / seconds if seconds > 0 else 0.0,
             lately=self._lately.rate(time.monotonic(), num_done),
             seconds_left=seconds_left(max(0, num_left), num_done, seconds),
