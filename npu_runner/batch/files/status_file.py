@@ -7,6 +7,7 @@ once, and the job goes on. Knows nothing of where the figures come from.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import socket
 import time
@@ -36,6 +37,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
+@functools.cache
+def _boot() -> str:
+    """Which start of the host this is; empty where the system does not say."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
 class Moment(_Part):
     """When a status was written. Clocks of people jump: on the same boot of a host `clock` says how long ago."""
 
@@ -48,10 +58,7 @@ class Moment(_Part):
 
     @classmethod
     def now(cls) -> Moment:
-        boot = ""
-        with contextlib.suppress(OSError):
-            boot = _BOOT_ID.read_text().strip()
-        return cls(host=socket.gethostname(), boot=boot, clock=time.clock_gettime(time.CLOCK_BOOTTIME),
+        return cls(host=socket.gethostname(), boot=_boot(), clock=time.clock_gettime(time.CLOCK_BOOTTIME),
                    time=time.time())
 
     def seconds_until(self, later: Moment) -> float:
