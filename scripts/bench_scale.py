@@ -7,7 +7,8 @@ with its fsyncs, the tally. A replica reads each row where it lies, as preproces
 
 `--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
 for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
-without and with the files that are replaced while a job runs (status, metrics), in turn.
+without and with the files that are replaced while a job runs (status, metrics), in turn,
+and which share of the driver's time these took.
 
 Prints a table, then one JSON line: rows/s from the first row handed out to the last one on disk, microseconds of the
 driver's processor a row, and how much the driver's peak of memory grew while it served (numpy, the index and the code
@@ -32,6 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +204,11 @@ def measure(
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
             fleet.begin(None)
-            record = JobRecord(num_rows=scan.num_rows, tally=tally)
+            record, spent = JobRecord(num_rows=scan.num_rows, tally=tally), Spent()
             record.serve_began = time.monotonic()
             with (
                 Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery,
-                watched(record, fleet, output) if is_watched else nullcontext(lambda: None) as look,
+                watched(record, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
             ):
                 driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
                                 should_stop=lambda: False)
@@ -221,6 +223,8 @@ def measure(
     return {
         "replicas": num_replicas,
         "watched": is_watched,
+        "live_files_percent": round(100 * spent.seconds / seconds, 2),
+        "live_files_percent_of_processor": round(100 * spent.processor_seconds / used, 2),
         "scan_rows_per_second": round(scan.num_rows / scan_seconds),
         "rows_per_second": round(scan.num_rows / seconds),
         "driver_us_per_row": round(used / scan.num_rows * 1e6, 1),
@@ -229,15 +233,30 @@ def measure(
     }
 
 
+@dataclass
+class Spent:
+    """By the driver's thread in `Live.beat`."""
+
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+
+
 @contextmanager
-def watched(record: JobRecord, fleet: Fleet, output: Path) -> Iterator[Callable[[], None]]:
+def watched(record: JobRecord, fleet: Fleet, output: Path, spent: Spent) -> Iterator[Callable[[], None]]:
     """What the driver calls after each look at its replicas, as in a job with a status and --metrics-file."""
     place = find_place("output", output)
     metrics = find_place("metrics_file", output.with_suffix(".prom"))
     live = Live(record, Accounts(record, place, None, print), place, metrics, print)
     live.fleet = fleet
+
+    def look() -> None:
+        began, used = time.perf_counter(), time.thread_time()
+        live.beat()
+        spent.seconds += time.perf_counter() - began
+        spent.processor_seconds += time.thread_time() - used
+
     with live.of_this_run():
-        yield live.beat
+        yield look
 
 
 def peak_kib() -> int:
