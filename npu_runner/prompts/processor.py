@@ -46,6 +46,7 @@ from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thin
 from npu_runner.prompts.text.tokenizer import TextLength, read_special_tokens, read_tokenizer, resolve_sampling
 from npu_runner.prompts.text.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.prompts.text.tools import parse_tools, strings_in
+from npu_runner.prompts.text_pairs import TextPairs, why_no_scores
 from npu_runner.prompts.vision_prompts import (
     Seen,
     VisionPrompts,
@@ -119,8 +120,12 @@ class ChatProcessor:
         self._chat_of = lru_cache(maxsize=_KEPT_TEMPLATES)(self._chat_of_source)
         """Of a template that requests bring."""
         self._template_kwargs = self._kwargs_of_settings()
-        self.pairs: PairPrompts | None = None
-        """Makes prompts of a query and a document, where the model is loaded for scores."""
+        self.pairs: PairPrompts | TextPairs | None = None
+        """Makes prompts of a query and a document, where the model gives scores."""
+        self._why_no_scores: str | None = None
+        if isinstance(self.pooling, ClassPooling):
+            self._why_no_scores = why_no_scores(self.pooling.classes, config, has_template=self._template is not None)
+            self.pairs = TextPairs(tokenizer=self.tokenizer, vision=self._vision, text_length=self._text_length)
         if scores is not None:
             self.pairs = PairPrompts(chat=self._chat, vision=self._vision, text_length=self._text_length,
                                      settings=scores.pairs, template_kwargs=self._template_kwargs,
@@ -326,7 +331,10 @@ class ChatProcessor:
         """Raises RequestError where a request is for something else than the model is loaded for. States of all tokens
         are there whatever it pools."""
         has_states = asked == TOKEN_EMBED and self.pooling is not None
-        if asked != self.task and not has_states:
+        if asked == ScorePooling.task and isinstance(self.pooling, ClassPooling):
+            if self._why_no_scores is not None:
+                raise RequestError(f"the model was loaded for classes: {self._why_no_scores}", "wrong_endpoint")
+        elif asked != self.task and not has_states:
             raise wrong_task(self.task, asked)
 
     def check_rules(self, params: Iterable[object]) -> None:
@@ -392,7 +400,7 @@ class ChatProcessor:
             **({"limit_mm_per_prompt": dict(limits)} if (limits := self.settings.limit_mm_per_prompt) else {}),
             **({"decoders": decoders} if (decoders := self._decoders()) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
-            **({"pairs": self.pairs.identity()} if self.pairs is not None else {}),
+            **({"pairs": self.pairs.identity()} if isinstance(self.pairs, PairPrompts) else {}),
             **({"reasoning_tokens": self.reasoning_tokens.to_json()} if self.reasoning_tokens else {}),
             **{name: value for name, value in self.settings.of_videos().items() if value is not None},
             **({"frame_pixels": pixels} if (pixels := self._frame_pixels()) else {}),

@@ -232,7 +232,7 @@ def test_a_classifier_does_nothing_else_and_nothing_else_classifies(
         assert no.value.code == "wrong_endpoint"
     with pytest.raises(RequestError, match="dimensions: they are for vectors"):
         llm.classify("hello", PoolingParams(dimensions=2))
-    with pytest.raises(RequestError, match=r"loaded for classes .* take the checkpoint that it was made of"):
+    with pytest.raises(RequestError, match=r"a score needs a classifier of one label, and this one has 3"):
         llm.score("a", "b")
     assert llm.stats().num_prefill_steps == steps
     for settings in ({"runner": "generate"}, {"task": "embed"}, {"task": "score"}):
