@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from npu_runner.cli.checkpoint_folder import checkpoint_folder, is_bare_config
 from npu_runner.cli.options import given
 from npu_runner.config import RunnerConfig, from_keywords
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, RequestError
 from npu_runner.platforms import platforms
 
 if TYPE_CHECKING:
+    from npu_runner.prompts.processor import ChatProcessor
     from npu_runner.strategies import LoadStrategy
 
 _COLUMNS = ("model_type", "images", "videos", "ranks", "prefix_cache", "decode_graphs", "strategy")
@@ -88,7 +89,10 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
     pooling = model_config.pooling
     facts = _facts(type(strategy)) | {"prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
     if not is_bare_config(named.model):
-        no_videos = strategy.processor(config).why_no_videos
+        processor = strategy.processor(config)
+        if pooling is not None and pooling.task == "classify" and _gives_scores(processor):
+            facts |= {"scores": True}
+        no_videos = processor.why_no_videos
         if facts["videos"] and no_videos is not None:
             facts |= {"videos": False, "why_no_videos": no_videos}
     if Path(named.model).expanduser().is_dir():  # of a hub id only small files need be there
@@ -101,6 +105,14 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
             "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
 
 
+def _gives_scores(processor: ChatProcessor) -> bool:
+    try:
+        processor.check_task("score")
+    except RequestError:
+        return False
+    return True
+
+
 def as_line(found: dict[str, Any]) -> str:
     """What `explain` found, in one line."""
     if not found["served"]:
@@ -109,7 +121,7 @@ def as_line(found: dict[str, Any]) -> str:
     way = "through transformers, eagerly on one device, by" if found["through_transformers"] else "by"
     takes = ["text", *(kind for kind in ("images", "videos") if found[kind])]
     taken = " and ".join(filter(None, (", ".join(takes[:-1]), takes[-1])))
-    makes = _MAKES[found["task"]]
+    makes = " and ".join(_MAKES[task] for task in (found["task"], *["score"] * found.get("scores", False)))
     why_no_videos = f"; no videos: {found['why_no_videos']}" if "why_no_videos" in found else ""
     quantised = ""
     if "quantization" in found:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, processors
 
 from npu_runner import LLM, PoolingParams
 from npu_runner.checkpoint.class_files import read_classes
+from npu_runner.cli.models import as_line, explain
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.processor_settings import ProcessorSettings
@@ -125,6 +126,13 @@ def test_it_may_be_asked_for_by_task(path: Path, tmp_path: Path, platform_name: 
     copy = edit_config(Path(shutil.copytree(path, tmp_path / "copy")), sentence_transformers=sigmoid)
     with LLM(copy, platform=platform_name, task="score", **SMALL) as llm:
         assert 0 < llm.score("a", "b")[0].score < 1
+
+
+def test_the_command_says_that_it_scores(path: Path, tmp_path: Path) -> None:
+    line = as_line(explain({"model": str(path)}))
+    assert line.endswith("text in, classes (/v1/classify) and scores (/v1/score, /v1/rerank) out")
+    copy = edit_config(Path(shutil.copytree(path, tmp_path / "copy")), problem_type="regression")
+    assert as_line(explain({"model": str(copy)})).endswith("text in, classes (/v1/classify) out")
 
 
 @pytest.mark.parametrize(("pair", "options", "code"), [
