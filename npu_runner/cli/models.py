@@ -17,7 +17,6 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.platforms import platforms
 
 if TYPE_CHECKING:
-    from npu_runner.prompts.processor import ChatProcessor
     from npu_runner.strategies import LoadStrategy
 
 _COLUMNS = ("model_type", "images", "videos", "ranks", "prefix_cache", "decode_graphs", "strategy")
@@ -89,10 +88,9 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
     pooling = model_config.pooling
     facts = _facts(type(strategy)) | {"prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
     if not is_bare_config(named.model):
-        processor = strategy.processor(config)
-        if pooling is not None and pooling.task == "classify" and _gives_scores(processor):
+        if pooling is not None and pooling.task == "classify" and _gives_scores(strategy, config):
             facts |= {"scores": True}
-        no_videos = processor.why_no_videos
+        no_videos = strategy.processor(config).why_no_videos
         if facts["videos"] and no_videos is not None:
             facts |= {"videos": False, "why_no_videos": no_videos}
     if Path(named.model).expanduser().is_dir():  # of a hub id only small files need be there
@@ -105,9 +103,9 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
             "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
 
 
-def _gives_scores(processor: ChatProcessor) -> bool:
+def _gives_scores(strategy: LoadStrategy, config: RunnerConfig) -> bool:
     try:
-        processor.check_task("score")
+        strategy.processor(config).check_task("score")
     except RequestError:
         return False
     return True
