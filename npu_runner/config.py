@@ -105,9 +105,11 @@ class PromptConfig:
     """How requests become prompts, and answers text."""
 
     image_min_pixels: int | None = None
-    """Smaller images are scaled up to this many pixels; None: the checkpoint's setting."""
+    """Smaller images are scaled up to this many pixels; so are frames of videos of qwen2_vl and qwen2_5_vl. None: the
+    checkpoint's setting."""
     image_max_pixels: int | None = None
-    """Larger images are scaled down to this many pixels; None: the checkpoint's setting."""
+    """Larger images are scaled down to this many pixels; so are frames of videos of qwen2_vl and qwen2_5_vl. None: the
+    checkpoint's setting."""
     video_fps: float | None = None
     """Frames sampled from each second of a video; None: the checkpoint's setting (Qwen3-VL: 2)."""
     video_max_frames: int | None = None

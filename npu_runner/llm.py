@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import replace
 from functools import partial
-from itertools import islice, repeat
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +29,15 @@ from npu_runner.request.pooling_outputs import ClassificationRequestOutput, Pool
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
-from npu_runner.serving.calls.arguments import is_one_conversation, is_one_prompt, no_params, with_index, with_task
+from npu_runner.serving.calls.arguments import (
+    AnyParams,
+    RawPlaces,
+    is_one_conversation,
+    is_one_prompt,
+    params_of,
+    with_index,
+    with_task,
+)
 from npu_runner.serving.calls.call_options import (
     ChatOptions,
     PairOptions,
@@ -46,11 +52,11 @@ from npu_runner.serving.calls.call_options import (
 )
 from npu_runner.serving.calls.prompt_server import Request
 from npu_runner.serving.calls.prompt_service import make_service
+from npu_runner.serving.calls.requests import requests_of
 from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.calls.unsaid_limit import UnsaidLimit
 from npu_runner.serving.calls.vllm_settings import own_settings
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
-from npu_runner.serving.workers.prompt_tasks import PromptTask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -73,9 +79,7 @@ EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
 PoolingResults = Iterator[tuple[int, PoolingRequestOutput]]
 ClassificationResults = Iterator[tuple[int, ClassificationRequestOutput]]
 ScoringResults = Iterator[tuple[int, ScoringRequestOutput]]
-_AnyParams = SamplingParams | PoolingParams
 _T = TypeVar("_T")
-_NO_MORE = object()
 _TASKS = {TOKEN_EMBED: TOKEN_EMBED, "embed": None, CLASSIFY: None}
 """What PoolingParams call the tasks of `encode`."""
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
@@ -193,7 +197,7 @@ class LLM:
         - `allowed_media_dir`: an image_url or video_url, or an image that is text, may be a data: URL or, with this, a
           file below that folder. A `pathlib.Path` is read wherever it lies. Nothing is downloaded.
         - `mm_processor_kwargs`: how videos are sampled, {"fps": 1}, {"num_frames": 8} or {"max_frames": 9}, and how
-          images are bounded, {"min_pixels": 3136, "max_pixels": 500_000}.
+          images (and frames of Qwen2-VL) are bounded, {"min_pixels": 3136, "max_pixels": 500_000}.
         - `chat_template`: text or file of one that stands in for the checkpoint's.
         - `chat_template_kwargs` go into the template, as {"enable_thinking": False}, and so does OpenAI's
           `reasoning_effort`; a name that it does not read is a RequestError.
@@ -239,8 +243,8 @@ class LLM:
         """
         asked = checked_options("embed", options, ChatOptions)
         rules = self._media_rules(asked.pop("allowed_media_dir", None))
-        return self._pool(prompts, pooling_params, "embed", EmbeddingRequestOutput.of, use_tqdm, stream_results,
-                          return_errors, prompt_or_chat_parser(self.processor, rules, asked))
+        return self._pool(prompts, pooling_params, "embed", lambda output, is_raw: EmbeddingRequestOutput.of(output),
+                          use_tqdm, stream_results, return_errors, prompt_or_chat_parser(self.processor, rules, asked))
 
     @overload
     def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
@@ -279,7 +283,8 @@ class LLM:
     def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
                  use_tqdm: Bar = None, *, stream_results: bool = False,
                  return_errors: bool = False) -> list[ClassificationRequestOutput] | ClassificationResults:
-        """The probabilities of classes of each raw prompt, of a classifier (a *ForSequenceClassification).
+        """The probabilities of classes of each raw prompt, of a classifier (a *ForSequenceClassification). With
+        `use_activation` False in `pooling_params` `probs` are the logits.
 
         Prompts are those of `generate`, template included; everything else is as in `chat`.
         """
@@ -342,19 +347,22 @@ class LLM:
             allowed_dir=allowed_dir, max_images=self.config.prompts.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
 
-    def _pool(self, prompts: Any, params: PoolingRequests, task: str, of: Callable[[RequestOutput], _T], use_tqdm: Bar,
+    def _pool(self, prompts: Any, params: PoolingRequests, task: str, of: Callable[..., _T], use_tqdm: Bar,
               stream_results: bool, return_errors: bool,
               parse: Parse = parse_prompt) -> list[_T] | Iterator[tuple[int, _T]]:
-        """A request for `task` of each prompt; `of` makes of its output what the caller gets."""
+        """A request for `task` of each prompt; `of` makes what the caller gets of its output, and of whether that is to
+        be raw."""
         is_one = is_one_prompt(prompts) or is_conversation(prompts)
         self.processor.check_task(task)
         given = PoolingParams() if params is None else params
-        results = self._run([prompts] if is_one else prompts, given, parse, use_tqdm, stream_results, return_errors)
+        raw = RawPlaces(given)
+        results = self._run([prompts] if is_one else prompts, raw.params, parse, use_tqdm, stream_results,
+                            return_errors)
         if isinstance(results, list):
-            return [of(output) for output in results]
-        return ((index, of(output)) for index, output in results)
+            return [of(output, is_raw=raw.takes(index)) for index, output in enumerate(results)]
+        return ((index, of(output, is_raw=raw.takes(index))) for index, output in results)
 
-    def _run(self, items: Iterable[Any], sampling_params: _AnyParams | Iterable[_AnyParams] | None, parse: Parse,
+    def _run(self, items: Iterable[Any], sampling_params: AnyParams | None, parse: Parse,
              use_tqdm: Bar, stream_results: bool, return_errors: bool,
              max_tokens: int | None = None) -> list[RequestOutput] | Results:
         """`max_tokens`: where neither params nor the checkpoint say any; None: the model's length."""
@@ -362,13 +370,13 @@ class LLM:
             raise RequestError(f"prompts: a list or an iterator is needed, not {type(items).__name__}", "invalid_type")
         total = len(items) if isinstance(items, Sized) else None
         limit = UnsaidLimit(self.generation_defaults, max_tokens)
-        params = self._params(sampling_params, total)
+        params = params_of(sampling_params, SamplingParams(**self.generation_defaults), total)
         if isinstance(items, Sequence) and not return_errors:
             self.processor.check_rules(params if isinstance(params, Sequence) else ())
-            for index, request in enumerate(self._requests(items, params, parse, limit)):
+            for index, request in enumerate(requests_of(items, params, parse, limit, self.processor)):
                 if isinstance(request.prompt, RequestError):
                     raise with_index(index, request.prompt)
-        requests = self._requests(items, params, parse, limit)
+        requests = requests_of(items, params, parse, limit, self.processor)
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
         if use_tqdm is None:
@@ -382,40 +390,6 @@ class LLM:
         finally:
             results.close()
         return [finished[index] for index in range(len(finished))]
-
-    def _params(self, given: _AnyParams | Iterable[_AnyParams] | None,
-                count: int | None) -> _AnyParams | Iterable[_AnyParams]:
-        if given is None:
-            return SamplingParams(**self.generation_defaults)
-        if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, (SamplingParams, PoolingParams, Iterable)):
-            raise no_params(given)
-        if count is not None and isinstance(given, Sized) and len(given) != count:
-            raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
-        if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
-            return given
-        return list(islice(given, count))  # an iterator can be read only once
-
-    def _requests(self, items: Iterable[Any], params: _AnyParams | Iterable[_AnyParams],
-                  parse: Parse, limit: UnsaidLimit) -> Iterator[Request]:
-        """Each item with its settings, the errors among them as such."""
-        wanted = repeat(params) if isinstance(params, (SamplingParams, PoolingParams)) else iter(params)
-        last = resolved = None
-        for index, item in enumerate(items):
-            one: Any = next(wanted, _NO_MORE)
-            if one is _NO_MORE:
-                raise RequestError(f"{index} sampling_params for more prompts; pass one, or one for each")
-            try:
-                if not isinstance(one, (SamplingParams, PoolingParams)):
-                    raise no_params(one)
-                if one is not last or resolved is None:
-                    last, resolved = one, self.processor.resolve_params(limit.bounded(one))
-                prompt: PromptTask | PromptInputs | RequestError = parse(item)
-                most = self.processor.most_prompt_tokens(resolved)
-                if most is not None and isinstance(prompt, PromptTask):
-                    prompt = replace(prompt, truncate_prompt_tokens=most)
-            except RequestError as error:
-                prompt = error
-            yield Request(resolved or SamplingParams(), prompt)
 
     def _results(self, call: Call, requests: Iterator[Request], read_seconds: float, total: int | None, use_tqdm: Bar,
                  return_errors: bool, limit: UnsaidLimit) -> Generator[tuple[int, RequestOutput]]:

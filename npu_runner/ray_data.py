@@ -1,4 +1,5 @@
-"""A callable class for Ray Data's `Dataset.map_batches`: conversations in, answers beside them, errors in a column.
+"""A callable class for Ray Data's `Dataset.map_batches`: conversations in, answers beside them (or vectors, classes,
+scores), errors in a column.
 
 Columns have the names of `ray.data.llm`. Imports neither Ray nor, before an actor is made, torch, so a program that
 only writes the pipeline starts fast. Knows nothing of files.
@@ -8,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import shown
-from npu_runner.request.outputs import RequestOutput
+from npu_runner.request.outputs import PooledRequestOutput, RequestOutput
+from npu_runner.request.pooling_params import CLASSIFY, PoolingParams
 from npu_runner.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,12 +25,16 @@ if TYPE_CHECKING:
 
 ERROR_COLUMN = "__inference_error__"
 _PARAMS_COLUMN = "sampling_params"
-_PROMPT_COLUMNS = ("messages", "prompt")
+_PROMPT_COLUMNS: dict[str, tuple[str, ...]] = {
+    "generate": ("messages", "prompt"), "embed": ("messages", "prompt"), CLASSIFY: ("prompt",)}
+"""What holds the prompts, by what the model is loaded for; one of them."""
+_QUERY, _DOCUMENT = "query", "document"
 _UNSERVED = {"n": "a row has one generated_text; repeat the row",
              "logprobs": "there is no column for them; npu-runner batch writes them"}
 _WHOLE_NUMBERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "no_repeat_ngram_size",
                   "no_repeat_ngram_window")
 _PARAM_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_POOLING_NAMES = frozenset(field.name for field in dataclasses.fields(PoolingParams)) - {"task"}
 
 Batch = Mapping[str, Any]
 
@@ -43,18 +49,23 @@ class LLMPredictor:
     of SamplingParams' fields. Its columns stay. New columns: generated_text, generated_tokens (ids), num_input_tokens,
     num_generated_tokens, finish_reason, stop_reason (None: finish_reason says all), reasoning_content (None: no
     thinking, or not split off). `__inference_error__` is empty, or "code: message".
+
+    A model that is loaded for numbers adds them and num_input_tokens: embeddings (a list; empty where there is an
+    error); probs (a list) and label, of `prompt`; or score, of the columns `query` and `document`.
     """
 
     def __init__(self, model: str, *, sampling_params: Mapping[str, Any] | None = None,
                  allowed_media_dir: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
                  mm_processor_kwargs: Mapping[str, Any] | None = None, drop_columns: Sequence[str] = (),
-                 **settings: Any):
+                 pooling_params: Mapping[str, Any] | None = None, **settings: Any):
         """`sampling_params`: what rows leave open; what that leaves open is the checkpoint's generation_config, then
         SamplingParams' defaults, and for max_tokens `LLM`'s. `allowed_media_dir`, `chat_template_kwargs`,
         `mm_processor_kwargs`: as in `LLM.chat`; the last is for raw prompts, too, that bring none. `drop_columns`: not
-        carried on, as messages with the bytes of images. `settings`: LLM's.
+        carried on, as messages with the bytes of images. `pooling_params`: of all rows, where the model is loaded for
+        numbers: PoolingParams' fields but `task`. `settings`: LLM's.
 
-        Raises what LLM raises, and ConfigError for wrong `sampling_params`.
+        Raises what LLM raises, and ConfigError for wrong `sampling_params` and `pooling_params`, and for those of what
+        the model is not loaded for.
         """
         self._model, self._settings = model, settings
         self._chat_options: dict[str, Any] = {"allowed_media_dir": allowed_media_dir,
@@ -66,25 +77,64 @@ class LLMPredictor:
             _sampling_params(self._defaults, {})
         except RequestError as error:
             raise ConfigError(f"sampling_params of all rows: {error}") from error
+        self._pooling_params = _pooling_params(pooling_params or {})
         self._llm = self._load()
+        self._task = self._llm.processor.task
+        self._refuse_other_params({"sampling_params": sampling_params, "pooling_params": pooling_params})
         self._defaults = {**self._llm.generation_defaults, **self._defaults}
 
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """`batch`: columns as numpy arrays or lists, all of one length (batch_format "numpy", the default)."""
-        rows = _rows(batch)
+        if not isinstance(batch, Mapping):
+            raise ConfigError(f"a batch came as {type(batch).__name__}; leave batch_format at its default, or say "
+                              "numpy")
         for name in self._dropped:
             if name not in batch:
                 raise ConfigError(f"drop_columns: there is no column {name}; the rows have {', '.join(batch)}")
+        made = self._texts(batch) if self._task == "generate" else self._numbers(batch)
+        return {**{name: values for name, values in batch.items() if name not in self._dropped}, **made}
+
+    def _texts(self, batch: Batch) -> dict[str, Any]:
+        column, prompts = _prompts(batch, self._task)
+        given = batch.get(_PARAMS_COLUMN)
+        params = [None] * len(prompts) if given is None else [_plain(value) for value in given]
         asked: dict[int, tuple[Any, SamplingParams]] = {}
         refused: dict[int, RequestOutput] = {}
-        for index, (prompt, params) in enumerate(rows):
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             try:
-                asked[index] = prompt, _sampling_params(params, self._defaults)
+                asked[index] = prompt, _sampling_params(one, self._defaults)
             except RequestError as error:
                 refused[index] = RequestOutput.failed("", error)
-        answers = {**refused, **self._answer(asked, is_chat="messages" in batch)}
-        kept = {name: values for name, values in batch.items() if name not in self._dropped}
-        return {**kept, **_columns([answers[index] for index in range(len(rows))])}
+        answers = {**refused, **self._answer(asked, is_chat=column == "messages")}
+        return _columns([answers[index] for index in range(len(prompts))])
+
+    def _numbers(self, batch: Batch) -> dict[str, Any]:
+        """Columns of a model that is loaded for them."""
+        for name in (_PARAMS_COLUMN, "pooling_params"):
+            if name in batch:
+                raise ConfigError(f"there is a column {name}, and the model is loaded for task {self._task}: "
+                                  "pooling_params of the constructor are for all rows; take the column out")
+        params = self._pooling_params
+        if self._task == "score":
+            query, document = (_column(batch, name) for name in (_QUERY, _DOCUMENT))
+            scores = self._llm.score(query, document, pooling_params=params, return_errors=True, **self._chat_options)
+            return _numbers_of(scores, {"score": lambda scored: scored.score})
+        column, prompts = _prompts(batch, self._task)
+        options = self._chat_options if column == "messages" else {}
+        items = prompts if column == "messages" else [self._with_video_settings(prompt) for prompt in prompts]
+        if self._task == "embed":
+            vectors = self._llm.embed(items, params, return_errors=True, **options)
+            return _numbers_of(vectors, {"embeddings": lambda vector: vector.embedding.tolist()}, missing=[])
+        classes = self._llm.classify(items, params, return_errors=True)
+        found = _numbers_of(classes, {"probs": lambda one: one.probs}, missing=[])
+        return {"label": [one.outputs and one.label for one in classes], **found}
+
+    def _refuse_other_params(self, given: Mapping[str, Any]) -> None:
+        """Raises ConfigError for params of text where there are numbers, and the other way round."""
+        name = "pooling_params" if self._task == "generate" else "sampling_params"
+        if given[name]:
+            self._llm.close()
+            raise ConfigError(f"{name}: the model is loaded for task {self._task}, which takes none; leave them out")
 
     def _load(self) -> LLM:
         from npu_runner import LLM
@@ -116,17 +166,20 @@ class LLMPredictor:
         return prompt if prompt.get("mm_processor_kwargs") is not None else {**prompt, "mm_processor_kwargs": kwargs}
 
 
-def _rows(batch: Batch) -> list[tuple[Any, Any]]:
-    """(messages or prompt, sampling_params or None) of each row."""
-    if not isinstance(batch, Mapping):
-        raise ConfigError(f"a batch came as {type(batch).__name__}; leave batch_format at its default, or say numpy")
-    given = [name for name in _PROMPT_COLUMNS if name in batch]
+def _prompts(batch: Batch, task: str) -> tuple[str, list[Any]]:
+    """(name of the column, its values)."""
+    names = _PROMPT_COLUMNS[task]
+    given = [name for name in names if name in batch]
     if len(given) != 1:
-        columns, needed = ", ".join(batch), " or ".join(_PROMPT_COLUMNS)
-        raise ConfigError(f"the rows have the columns {columns}; exactly one of them has to be {needed}")
-    prompts = [_plain(value) for value in batch[given[0]]]
-    params = [_plain(value) for value in batch[_PARAMS_COLUMN]] if _PARAMS_COLUMN in batch else [None] * len(prompts)
-    return list(zip(prompts, params, strict=True))
+        raise ConfigError(f"the rows have the columns {', '.join(batch)}; exactly one of them has to be "
+                          f"{' or '.join(names)}")
+    return given[0], _column(batch, given[0])
+
+
+def _column(batch: Batch, name: str) -> list[Any]:
+    if name not in batch:
+        raise ConfigError(f"the rows have the columns {', '.join(batch)}; a score needs {_QUERY} and {_DOCUMENT}")
+    return [_plain(value) for value in batch[name]]
 
 
 def _plain(value: Any) -> Any:
@@ -153,6 +206,18 @@ def _sampling_params(asked: Any, defaults: Mapping[str, Any]) -> SamplingParams:
         if getattr(params, name) != getattr(SamplingParams, name):
             raise _refusal(remedy, f"{name} {getattr(params, name)}", name)
     return params
+
+
+def _pooling_params(fields: Mapping[str, Any]) -> PoolingParams:
+    """Raises ConfigError naming the field that is wrong or unknown."""
+    for name in fields:
+        if name not in _POOLING_NAMES:
+            raise ConfigError(f"pooling_params of all rows: there is no {shown(name)}; there are "
+                              f"{', '.join(sorted(_POOLING_NAMES))}")
+    try:
+        return PoolingParams(**fields)
+    except RequestError as error:
+        raise ConfigError(f"pooling_params of all rows: {error}") from error
 
 
 def _as_given(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,14 +247,25 @@ def _columns(answers: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
+def _numbers_of(outputs: Sequence[PooledRequestOutput[Any]], columns: Mapping[str, Callable[[Any], Any]], *,
+                missing: Any = None) -> dict[str, Any]:
+    """`missing`: what stands in the place of numbers where there is an error."""
+    return {
+        **{name: [missing if output.outputs is None else read(output) for output in outputs]
+           for name, read in columns.items()},
+        "num_input_tokens": [output.num_prompt_tokens for output in outputs],
+        ERROR_COLUMN: [_error(output) for output in outputs],
+    }
+
+
 def _stop_reason(answer: RequestOutput) -> str | None:
     """A column has one type: the id of a stop token is a text as well."""
     reason = answer.completions[0].stop_reason
     return None if reason is None else str(reason)
 
 
-def _error(answer: RequestOutput) -> str:
-    if answer.finish_reason != "error":
+def _error(answer: RequestOutput | PooledRequestOutput[Any]) -> str:
+    if answer.error is None:
         return ""
     return f"{answer.error_code or 'generation_failed'}: {answer.error}"
 

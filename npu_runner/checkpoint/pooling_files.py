@@ -48,7 +48,8 @@ def read_pooling(
     if modules is None or [kind for kind, _ in modules] == [_TRANSFORMER]:
         classes = read_classes(folder)
         if classes is not None:
-            if task not in ("auto", classes.task):
+            gives_scores = task == ScorePooling.task and len(classes.classes.labels) == 1
+            if task not in ("auto", classes.task) and not gives_scores:
                 _refuse_classifier(folder, f"task {task}")
             return classes
     if modules is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from npu_runner.cli.checkpoint_folder import checkpoint_folder, is_bare_config
 from npu_runner.cli.options import given
 from npu_runner.config import RunnerConfig, from_keywords
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, RequestError
 from npu_runner.platforms import platforms
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
     pooling = model_config.pooling
     facts = _facts(type(strategy)) | {"prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
     if not is_bare_config(named.model):
+        if pooling is not None and pooling.task == "classify" and _gives_scores(strategy, config):
+            facts |= {"scores": True}
         no_videos = strategy.processor(config).why_no_videos
         if facts["videos"] and no_videos is not None:
             facts |= {"videos": False, "why_no_videos": no_videos}
@@ -101,6 +103,14 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
             "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
 
 
+def _gives_scores(strategy: LoadStrategy, config: RunnerConfig) -> bool:
+    try:
+        strategy.processor(config).check_task("score")
+    except RequestError:
+        return False
+    return True
+
+
 def as_line(found: dict[str, Any]) -> str:
     """What `explain` found, in one line."""
     if not found["served"]:
@@ -109,7 +119,7 @@ def as_line(found: dict[str, Any]) -> str:
     way = "through transformers, eagerly on one device, by" if found["through_transformers"] else "by"
     takes = ["text", *(kind for kind in ("images", "videos") if found[kind])]
     taken = " and ".join(filter(None, (", ".join(takes[:-1]), takes[-1])))
-    makes = _MAKES[found["task"]]
+    makes = " and ".join(_MAKES[task] for task in (found["task"], *["score"] * found.get("scores", False)))
     why_no_videos = f"; no videos: {found['why_no_videos']}" if "why_no_videos" in found else ""
     quantised = ""
     if "quantization" in found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -27,15 +27,15 @@ from npu_runner.checkpoint.files import (
     refuse_changes,
     require_json,
 )
-from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, ScorePooling
-from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
+from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, ScorePooling
+from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
-from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
+from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
 from npu_runner.prompts.media.largest_image import largest_image
-from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import PairPrompts, pair_files, read_pair_template
+from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.prompts.prompt_forms import checked_ids, plain_ids
 from npu_runner.prompts.tasks import GENERATE, check_pooling_params, task_of, wrong_task
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
@@ -46,6 +46,7 @@ from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thin
 from npu_runner.prompts.text.tokenizer import TextLength, read_special_tokens, read_tokenizer, resolve_sampling
 from npu_runner.prompts.text.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.prompts.text.tools import parse_tools, strings_in
+from npu_runner.prompts.text_pairs import TextPairs, why_no_scores
 from npu_runner.prompts.vision_prompts import (
     Seen,
     VisionPrompts,
@@ -63,31 +64,6 @@ from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingPara
 from npu_runner.request.prompt_inputs import ImageInput, PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessorSettings(PromptConfig):
-    """The user's settings of prompts, and what the family and the rest of the settings add."""
-
-    takes_videos: bool = False
-    """The family takes videos, ..."""
-    video_form: VideoForm = VideoForm.TIMESTAMPS
-    """... in this form; ..."""
-    no_videos: str = "its family has none here"
-    """... or the reason why it does not."""
-    image_defaults: ImageSettings = QWEN2_VL_IMAGES
-    """What the family's images have that the checkpoint's file does not say."""
-    max_model_len: int | None = None
-    """A prompt that cannot be shorter is refused before it is tokenized. None: the checkpoint's."""
-    uses_mrope: bool | None = None
-    """None: as the checkpoint's config says."""
-    pooling: PoolingConfig | None = None
-    """What is made of prompts; None: text."""
-
-    def of_videos(self) -> dict[str, float | int | None]:
-        return {"video_fps": self.video_fps, "video_max_frames": self.video_max_frames,
-                "video_num_frames": self.video_num_frames}
-
 
 _DEFAULTS = ProcessorSettings()
 _KEPT_TEMPLATES = 8
@@ -144,8 +120,12 @@ class ChatProcessor:
         self._chat_of = lru_cache(maxsize=_KEPT_TEMPLATES)(self._chat_of_source)
         """Of a template that requests bring."""
         self._template_kwargs = self._kwargs_of_settings()
-        self.pairs: PairPrompts | None = None
-        """Makes prompts of a query and a document, where the model is loaded for scores."""
+        self.pairs: PairPrompts | TextPairs | None = None
+        """Makes prompts of a query and a document, where the model gives scores."""
+        self._why_no_scores: str | None = None
+        if isinstance(self.pooling, ClassPooling):
+            self._why_no_scores = why_no_scores(self.pooling.classes, config, has_template=self._template is not None)
+            self.pairs = TextPairs(tokenizer=self.tokenizer, vision=self._vision, text_length=self._text_length)
         if scores is not None:
             self.pairs = PairPrompts(chat=self._chat, vision=self._vision, text_length=self._text_length,
                                      settings=scores.pairs, template_kwargs=self._template_kwargs,
@@ -178,7 +158,9 @@ class ChatProcessor:
             try:
                 videos = read_video_prompts(folder, config, self.tokenizer, form=settings.video_form,
                                             fps=settings.video_fps, max_frames=settings.video_max_frames,
-                                            num_frames=settings.video_num_frames)
+                                            num_frames=settings.video_num_frames,
+                                            min_pixels=settings.image_min_pixels,
+                                            max_pixels=settings.image_max_pixels)
             except ModelError as error:  # images and text are served all the same
                 no_videos = str(error)
         for name, value in settings.of_videos().items():
@@ -349,7 +331,10 @@ class ChatProcessor:
         """Raises RequestError where a request is for something else than the model is loaded for. States of all tokens
         are there whatever it pools."""
         has_states = asked == TOKEN_EMBED and self.pooling is not None
-        if asked != self.task and not has_states:
+        if asked == ScorePooling.task and isinstance(self.pooling, ClassPooling):
+            if self._why_no_scores is not None:
+                raise RequestError(f"the model was loaded for classes: {self._why_no_scores}", "wrong_endpoint")
+        elif asked != self.task and not has_states:
             raise wrong_task(self.task, asked)
 
     def check_rules(self, params: Iterable[object]) -> None:
@@ -415,9 +400,10 @@ class ChatProcessor:
             **({"limit_mm_per_prompt": dict(limits)} if (limits := self.settings.limit_mm_per_prompt) else {}),
             **({"decoders": decoders} if (decoders := self._decoders()) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
-            **({"pairs": self.pairs.identity()} if self.pairs is not None else {}),
+            **({"pairs": self.pairs.identity()} if isinstance(self.pairs, PairPrompts) else {}),
             **({"reasoning_tokens": self.reasoning_tokens.to_json()} if self.reasoning_tokens else {}),
             **{name: value for name, value in self.settings.of_videos().items() if value is not None},
+            **({"frame_pixels": pixels} if (pixels := self._frame_pixels()) else {}),
             # What auto comes to follows from the template.
             **({"tool_call_parser": setting} if (setting := self.settings.tool_call_parser) != "auto" else {}),
         }
@@ -427,6 +413,14 @@ class ChatProcessor:
         their wheels."""
         packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.videos is not None)
         return {name: version for name, version in package_versions(packages).items() if version is not None}
+
+    def _frame_pixels(self) -> list[int] | None:
+        """Bounds of each frame of a video, where settings say so."""
+        settings, videos = self.settings, self._vision.videos
+        if videos is None or not videos.settings.bounds_each_frame:
+            return None
+        is_given = settings.image_min_pixels is not None or settings.image_max_pixels is not None
+        return [videos.settings.frame.min_pixels, videos.settings.frame.max_pixels] if is_given else None
 
     def _raw_token_ids(self, prompt: str | Sequence[int], *, is_cut: bool) -> list[int]:
         if isinstance(prompt, str):

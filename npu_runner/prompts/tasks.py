@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_runner.checkpoint.model_config import ClassPooling, PoolingConfig, VectorPooling
+from npu_runner.checkpoint.model_config import PoolingConfig, VectorPooling
 from npu_runner.errors import RequestError
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 
@@ -42,8 +42,6 @@ def check_pooling_params(params: PoolingParams, pooling: PoolingConfig | None, h
         raise wrong_task(GENERATE, VectorPooling.task)
     if params.keeps_tokens:
         return
-    if isinstance(pooling, ClassPooling) and params.use_activation is False:
-        raise _refusal("use_activation", "outputs.logits of LLM.classify has what probabilities are made of")
     if isinstance(pooling, VectorPooling):
         if params.use_activation is False:
             raise _refusal("use_activation", "the checkpoint's modules.json says whether vectors are normalised")

@@ -11,7 +11,7 @@ T prompt tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.media import Media
-from npu_runner.prompts.media.processor_kwargs import OF_IMAGES, bounded, checked_kwargs
+from npu_runner.prompts.media.processor_kwargs import FIELD, OF_IMAGES, bounded, checked_kwargs, most_tokens
 from npu_runner.prompts.media.video_reading import read_video_settings
 from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
@@ -102,7 +102,8 @@ class VideoPrompts:
 
 def read_video_prompts(
     folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, form: VideoForm, fps: float | None,
-    max_frames: int | None, num_frames: int | None = None,
+    max_frames: int | None, num_frames: int | None = None, min_pixels: int | None = None,
+    max_pixels: int | None = None,
 ) -> VideoPrompts:
     """Of a checkpoint whose family sees videos. Raises ModelError where its files do not say how."""
     start, end = _AROUND_IMAGES if form.is_of_images else _AROUND_ALL
@@ -116,7 +117,7 @@ def read_video_prompts(
     return VideoPrompts(
         tokenizer=tokenizer,
         settings=read_video_settings(folder, config, form=form, fps=fps, max_frames=max_frames,
-                                     num_frames=num_frames),
+                                     num_frames=num_frames, min_pixels=min_pixels, max_pixels=max_pixels),
         video_token=tokens["video_token_id"], start_id=tokens[start][0], end_id=tokens[end][0], form=form,
         pair_token_id=read_image_token(config, tokenizer)[0] if form.is_of_images else None,
         steps_per_second=float(config["vision_config"].get("tokens_per_second", _STEPS_PER_SECOND)),
@@ -129,6 +130,8 @@ class Asked:
 
     images: ImageSettings | None
     videos: VideoPrompts | None
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    """min_pixels and max_pixels that it gives, which `videos` have where they are shown."""
 
 
 class VisionPrompts:
@@ -178,7 +181,7 @@ class VisionPrompts:
         """How a request wants what it shows, which says so in its `mm_processor_kwargs`. Raises RequestError."""
         if not kwargs:
             return Asked(self.settings, self.videos)
-        name = "mm_processor_kwargs"
+        name = FIELD
         is_map = isinstance(kwargs, Mapping)
         if self.videos is None and is_map and any(key not in OF_IMAGES for key in kwargs if kwargs[key] is not None):
             message = f"{name}: it is about videos, and this model takes none: {self._no_videos}; leave it out"
@@ -191,7 +194,7 @@ class VisionPrompts:
         videos = self.videos
         if videos is not None and of_videos:
             videos = replace(videos, settings=videos.settings.asked(of_videos))
-        return Asked(images, videos)
+        return Asked(images, videos, {key: value for key, value in given.items() if key in OF_IMAGES})
 
     def prompt(
         self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None,
@@ -202,10 +205,30 @@ class VisionPrompts:
         if most_tokens is not None and not seen:
             token_ids = token_ids[-most_tokens:]
         known = {} if known is None else known
+        asked = self._with_bounded_frames(asked, [item for item, _ in seen])
         prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), asked, known))
         if most_tokens is not None and len(prompt.token_ids) > most_tokens:
             raise not_cut(len(prompt.token_ids), most_tokens, "has images, and half of one is none")
         return prompt
+
+    def _with_bounded_frames(self, asked: Asked, seen: Sequence[Seen]) -> Asked:
+        """`asked`, with its bounds of pixels for videos, too, where the family has them for each frame. Raises
+        RequestError where they would bound nothing."""
+        num_videos = sum(isinstance(item, Video) for item in seen)
+        if not asked.bounds or not num_videos:
+            return asked
+        assert asked.videos is not None, "videos were refused before"
+        assert self.settings is not None, "videos come with settings of images"
+        settings = asked.videos.settings
+        if not settings.bounds_each_frame:
+            if num_videos < len(seen):
+                return asked
+            where = f"{FIELD}.{next(iter(asked.bounds))}"
+            raise RequestError(f"{where}: it bounds images, and this prompt shows videos alone, whose pixels `size` in "
+                               "the checkpoint's file bounds; leave it out", "unsupported_field", where)
+        loaded = max(self.settings, settings.frame, key=most_tokens)
+        frame = bounded(settings.frame, asked.bounds, loaded)
+        return replace(asked, videos=replace(asked.videos, settings=replace(settings, frame=frame)))
 
     def _prepare(
         self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, asked: Asked, known: Known

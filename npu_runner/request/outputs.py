@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import numpy as np
 
 from npu_runner.errors import RequestError
 from npu_runner.request.logprobs import CompactLogprobs, PositionLogprobs, PromptLogprobs
 
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing from Python 3.11 on
+
+_T = TypeVar("_T")
 FinishReason = Literal["stop", "length", "abort", "error"]
 REPETITION_DETECTED = "repetition_detected"
 """The stop_reason of a completion that `repetition_detection` has ended."""
@@ -167,14 +171,14 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """One prompt's vector, under vLLM's names. `outputs` is None where there is an `error`."""
+class PooledRequestOutput(Generic[_T]):
+    """What was asked for of one prompt, under vLLM's names. `outputs` is None where there is an `error`."""
 
     request_id: str
-    outputs: EmbeddingOutput | None
+    outputs: _T | None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Prompt tokens whose keys and values came from the prefix cache; 0 for token_embed, which computes all."""
     error: str | None = None
     error_code: str | None = None
     prompt: str | None = None
@@ -188,19 +192,33 @@ class EmbeddingRequestOutput:
         return True
 
     @classmethod
+    def of_values(cls, output: RequestOutput, made: Callable[[np.ndarray], _T]) -> Self:
+        """Of a request for one prompt; `made` makes its `outputs` of the float32 values."""
+        (found,) = output.completions
+        outputs = None if found.pooled is None else made(found.pooled)
+        return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, found.error,
+                   found.error_code, output.prompt, output.prompt_token_ids, output.metrics)
+
+    def there(self) -> _T:
+        """`outputs`. Raises RequestError with the reason where there are none."""
+        if self.outputs is None:
+            raise RequestError(self.error or "nothing was pooled", self.error_code or "not_pooled")
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
+    """One prompt's vector."""
+
+    @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
         """Of a request for one vector."""
-        (vector,) = output.completions
-        outputs = None if vector.pooled is None else EmbeddingOutput(vector.pooled)
-        return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, vector.error,
-                   vector.error_code, output.prompt, output.prompt_token_ids, output.metrics)
+        return cls.of_values(output, EmbeddingOutput)
 
     @property
     def embedding(self) -> np.ndarray:
         """float32 (D,). Raises RequestError with the reason where there is none."""
-        if self.outputs is None:
-            raise RequestError(self.error or "there is no vector", self.error_code or "no_vector")
-        return self.outputs.embedding
+        return self.there().embedding
 
 
 def score_of(difference: float, *, is_raw: bool = False) -> float:
@@ -219,31 +237,18 @@ class ScoringOutput:
 
 
 @dataclass(frozen=True)
-class ScoringRequestOutput:
-    """The score of one query and document, under vLLM's names. `outputs` is None where there is an `error`."""
-
-    request_id: str
-    outputs: ScoringOutput | None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
-    error: str | None = None
-    error_code: str | None = None
+class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
+    """The score of one query and document. `prompt` is what the model read of both."""
 
     @classmethod
     def of(cls, output: RequestOutput, *, is_raw: bool) -> ScoringRequestOutput:
         """Of a request for one score."""
-        (found,) = output.completions
-        outputs = None if found.pooled is None else ScoringOutput(score_of(float(found.pooled[0]), is_raw=is_raw))
-        return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, found.error,
-                   found.error_code)
+        return cls.of_values(output, lambda pooled: ScoringOutput(score_of(float(pooled[0]), is_raw=is_raw)))
 
     @property
     def score(self) -> float:
         """Raises RequestError with the reason where there is none."""
-        if self.outputs is None:
-            raise RequestError(self.error or "there is no score", self.error_code or "no_score")
-        return self.outputs.score
+        return self.there().score
 
 
 @dataclass

@@ -29,7 +29,8 @@ class PoolingParams:
     """Keep the last so many tokens of a longer prompt; -1: as many as the model takes. Of a query and a document the
     end of the document is left out. A prompt with images is not cut but refused."""
     use_activation: bool | None = None
-    """Of a score: False gives the difference of the two logits instead of its sigmoid. None is True."""
+    """Of a score: False gives the difference of the two logits instead of its sigmoid. Of classes: False gives the
+    logits instead of probabilities. None is True."""
 
     task: str | None = None
     """token_embed: the final hidden state of every token, which is not cut; None: what the model was loaded for."""

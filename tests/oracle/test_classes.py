@@ -104,6 +104,23 @@ def test_encode_gives_probabilities_and_states(llm: LLM, path: Path, prompts: li
         np.testing.assert_allclose(states.data, last_hidden, atol=1e-4)
 
 
+def test_without_activation_the_logits_are_given(llm: LLM, path: Path, prompts: list[list[int]]) -> None:
+    raw, plain = PoolingParams(use_activation=False), PoolingParams(use_activation=True)
+    logits = [expected_logits(path, prompt) for prompt in prompts]
+    for result, expected, prompt in zip(llm.classify(prompts, raw), logits, prompts, strict=True):
+        assert_logits(np.float32(result.probs), expected)
+        assert result.label == load_classifier(path).config.id2label[int(expected.argmax())]
+        assert (result.prompt, result.prompt_token_ids, result.finished) == (None, prompt, True)
+    for result, expected in zip(llm.encode(prompts, raw, pooling_task="classify"), logits, strict=True):
+        assert_logits(result.data, expected)
+    mixed = [raw if index % 2 else plain for index in range(len(prompts))]
+    streamed = dict(llm.classify(iter(prompts), iter(mixed), stream_results=True))
+    for index, result in enumerate(llm.classify(prompts, mixed)):
+        expected = logits[index] if index % 2 else torch.tensor(logits[index]).softmax(-1).numpy()
+        assert_logits(np.float32(result.probs), expected)
+        assert_logits(np.float32(streamed[index].probs), expected)
+
+
 @pytest.mark.full("starts two ranks, each of which has the whole head; states of tokens from two are in the fast set")
 def test_two_ranks_classify_as_one(path: Path, prompts: list[list[int]], platform_name: str) -> None:
     need_two_devices(platform_name)
@@ -215,9 +232,7 @@ def test_a_classifier_does_nothing_else_and_nothing_else_classifies(
         assert no.value.code == "wrong_endpoint"
     with pytest.raises(RequestError, match="dimensions: they are for vectors"):
         llm.classify("hello", PoolingParams(dimensions=2))
-    with pytest.raises(RequestError, match=r"use_activation: outputs.logits of LLM.classify"):
-        llm.classify("hello", PoolingParams(use_activation=False))
-    with pytest.raises(RequestError, match=r"loaded for classes .* take the checkpoint that it was made of"):
+    with pytest.raises(RequestError, match=r"a score needs a classifier of one label, and this one has 3"):
         llm.score("a", "b")
     assert llm.stats().num_prefill_steps == steps
     for settings in ({"runner": "generate"}, {"task": "embed"}, {"task": "score"}):

@@ -57,8 +57,14 @@ def test_a_saved_reranker_scores_as_its_cross_encoder(llm: LLM, text_model: tupl
     pairs = [(QUERY, document) for document in DOCUMENTS]
     results = llm.score(QUERY, DOCUMENTS)
     np.testing.assert_allclose([result.score for result in results], text_model[1].predict(pairs), atol=TOLERANCE)
-    lengths = [len(text_model[1][0].preprocess([pair], prompt=INSTRUCTION)["input_ids"][0]) for pair in pairs]
-    assert [result.num_prompt_tokens for result in results] == lengths
+    ids = [list(map(int, text_model[1][0].preprocess([pair], prompt=INSTRUCTION)["input_ids"][0])) for pair in pairs]
+    assert [result.prompt_token_ids for result in results] == ids
+    assert [result.num_prompt_tokens for result in results] == list(map(len, ids))
+    for result, pair in zip(results, pairs, strict=True):
+        assert result.prompt is not None
+        assert all(text in result.prompt for text in pair)
+        assert result.finished
+        assert result.metrics is not None
     assert len({result.score for result in results}) == len(DOCUMENTS), "documents differ"
 
 

@@ -20,9 +20,10 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import VideoSettings
+from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
 from npu_runner.prompts.media.videos import Video
-from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.prompts.prompt_forms import raw_prompt
 from npu_runner.serving.workers.prompt_tasks import text_task
 from tests.videos import moving_frames, video_of
@@ -152,6 +153,37 @@ def test_a_part_that_is_no_video_is_named(part: Any, code: str, seeing: ChatProc
 def test_a_request_chooses_its_frames(kwargs: Any, num_pairs: int, seeing: ChatProcessor) -> None:
     messages = asks({"type": "video", "video": video_of(moving_frames(30))})
     assert len(seeing(messages, mm_processor_kwargs=kwargs).images) == num_pairs
+
+
+@pytest.fixture(scope="module")
+def any_form(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that names the tokens that each form needs."""
+    path = write_qwen_vl(tmp_path_factory.mktemp("forms"))
+    config = json.loads((path / "config.json").read_text())
+    around = {f"image_{end}_token_id": config[f"vision_{end}_token_id"] for end in ("start", "end")}
+    (path / "config.json").write_text(json.dumps({**config, **around}))
+    return path
+
+
+@pytest.mark.parametrize("form", VideoForm)
+@pytest.mark.parametrize(("name", "value"), [("fps", 5.0), ("num_frames", 4), ("max_frames", 2)])
+def test_each_setting_of_videos_acts_whoever_says_it(form: VideoForm, name: str, value: Any, any_form: Path) -> None:
+    def num_pairs(settings: dict[str, Any], kwargs: dict[str, Any]) -> int:
+        processor = ChatProcessor(str(any_form), ProcessorSettings(takes_videos=True, video_form=form, **settings))
+        return len(processor(messages, mm_processor_kwargs=kwargs).images)
+
+    messages = asks({"type": "video", "video": video_of(moving_frames(30))})
+    assert num_pairs({f"video_{name}": value}, {}) == num_pairs({}, {name: value}) != num_pairs({}, {})
+
+
+def test_videos_are_limited_by_themselves(any_form: Path) -> None:
+    processor = ChatProcessor(str(any_form), ProcessorSettings(takes_videos=True, limit_mm_per_prompt={"video": 1}))
+    video = {"type": "video", "video": video_of(moving_frames(4))}
+    image = {"type": "image", "image": Image.new("RGB", (64, 64))}
+    assert processor(asks(video, image, image)).images
+    with pytest.raises(RequestError, match=r"content\[2\]: one of 2 videos, at most 1 are allowed") as caught:
+        processor(asks(video, image, video))
+    assert caught.value.code == "too_many_images"
 
 
 @pytest.mark.parametrize(("kwargs", "field"), [

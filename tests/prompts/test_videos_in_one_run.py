@@ -3,6 +3,7 @@ oracle, but for where text goes on behind a video."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from preprocessing_checkpoints import write_qwen_vl
 
 from npu_runner.errors import ModelError, RequestError
@@ -20,7 +22,8 @@ from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_reading import read_video_settings
 from npu_runner.prompts.media.video_settings import FrameVideoSettings, VideoForm
 from npu_runner.prompts.media.videos import Video
-from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.prompts.vision_prompts import mrope_positions
 from npu_runner.request.prompt_inputs import ImageSpan
 from tests.oracle.positions_reference import go_on_behind_the_largest_position
@@ -183,3 +186,59 @@ def test_a_video_that_reaches_behind_the_prompts_length_is_refused(tmp_path: Pat
         with pytest.raises(RequestError, match=r"reach position \d+, behind its \d+ tokens") as caught:
             processor(messages)
         assert caught.value.code == "video_positions"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen_vl(tmp_path_factory.mktemp("frames"))
+
+
+QUESTION = {"type": "text", "text": "What is this?"}
+
+
+@pytest.mark.parametrize(("kwargs", "by_whom"), [*itertools.product(
+    [{"max_pixels": 64 * 64}, {"min_pixels": 96 * 192}, {"min_pixels": 32 * 32, "max_pixels": 64 * 96},
+     {"max_pixels": 64 * 64, "num_frames": 2}], ["a request", "a setting"]),
+    ({"max_pixels": 32 * 32}, "a request"),  # less than the file's min_pixels
+])  # fmt: skip
+def test_bounds_of_pixels_are_of_each_frame(kwargs: dict[str, int], by_whom: str, folder: Path) -> None:
+    """As Qwen2VLVideoProcessor._standardize_kwargs makes a size of them."""
+    size = {"shortest_edge": kwargs.get("min_pixels", 64 * 64), "longest_edge": kwargs.get("max_pixels", 640 * 640)}
+    size["shortest_edge"] = min(size.values())
+    expected = OF_FRAMES.smart_resize(90, 160, factor=32, min_pixels=size["shortest_edge"],
+                                      max_pixels=size["longest_edge"])
+    bounds = {f"image_{name}": value for name, value in kwargs.items() if name in ("min_pixels", "max_pixels")}
+    given: dict[str, Any] = bounds if by_whom == "a setting" else {}
+    rest = {name: value for name, value in kwargs.items() if by_whom == "a request" or f"image_{name}" not in bounds}
+    processor = ChatProcessor(str(folder), ProcessorSettings(takes_videos=True, video_form=VideoForm.STEPS, **given))
+    part = {"type": "video", "video": Video(video_of(moving_frames(12, 160, 90)))}
+    prompt = processor([{"role": "user", "content": [part, QUESTION]}], mm_processor_kwargs=rest)
+    assert {image.pixels_HWC.shape[:2] for image in prompt.images} == {expected}
+    assert len(prompt.images) == (1 if "num_frames" in kwargs else 2)
+    assert ("frame_pixels" in processor.identity()) == bool(given), "another size of frames is another prompt"
+
+
+def test_bounds_that_would_do_nothing_or_too_much_are_refused(folder: Path) -> None:
+    video = {"type": "video", "video": Video(video_of(moving_frames(12)))}
+    image = {"type": "image", "image": Image.new("RGB", (90, 60))}
+    of_all = ChatProcessor(str(folder), ProcessorSettings(takes_videos=True))
+    of_each = ChatProcessor(str(folder), ProcessorSettings(takes_videos=True, video_form=VideoForm.STEPS))
+    for processor, name, value, code in ((of_all, "max_pixels", 4096, "unsupported_field"),
+                                         (of_all, "min_pixels", 4096, "unsupported_field"),
+                                         (of_each, "max_pixels", 641 * 640, "invalid_value")):
+        with pytest.raises(RequestError) as caught:
+            processor([{"role": "user", "content": [video, QUESTION]}], mm_processor_kwargs={name: value})
+        assert (caught.value.code, caught.value.param) == (code, f"mm_processor_kwargs.{name}")
+    messages = [{"role": "user", "content": [video, image, QUESTION]}]
+    assert of_all(messages, mm_processor_kwargs={"max_pixels": 4096}).images, "there it bounds the image"
+
+
+def test_a_least_above_the_most_of_a_frame_leaves_images(tmp_path: Path) -> None:
+    path = write_qwen_vl(tmp_path)
+    (path / "video_preprocessor_config.json").write_text(json.dumps(
+        {"size": {"shortest_edge": 1024, "longest_edge": 2048}, "patch_size": 16}))
+    processor = ChatProcessor(str(path), ProcessorSettings(takes_videos=True, video_form=VideoForm.STEPS,
+                                                           image_min_pixels=4096))
+    why = processor.why_no_videos
+    assert why is not None
+    assert "image_min_pixels 4096 is more than a frame's 2048" in why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_runner import LLM, SamplingParams
+from npu_runner import LLM, PoolingParams, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError
 from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.faults.poisoned_strategy import install, poisoned_copy
+from tests.oracle.classifiers import make_classifier
 from tests.replicas.ray_nodes import Node, need_ray, nodes, wait_for_resource
 from tests.videos import moving_frames, video_of
 
@@ -113,6 +115,76 @@ def test_a_row_that_repeats_itself_says_so(predictor: LLMPredictor) -> None:
     assert ended == free[: len(ended)]
     pairs = [pair for pair in itertools.pairwise(banned) if pair[1] not in (5, 6)]
     assert len(pairs) == len(set(pairs))
+
+
+# -- numbers in the place of text ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def loaded(model: Path, platform_name: str, **settings: Any) -> Iterator[LLMPredictor]:
+    predictor = LLMPredictor(str(model), platform=platform_name, **{**SETTINGS, **settings})
+    try:
+        yield predictor
+    finally:
+        predictor._llm.close()
+
+
+def assert_numbers(found: list[list[float]], expected: list[Any]) -> None:
+    """To rounding: the second time prefixes come from the cache."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert isinstance(ours, list)
+        assert ours == pytest.approx(list(theirs), abs=1e-5)
+
+
+def test_vectors_are_those_of_embed(platform_name: str) -> None:
+    params = {"dimensions": 5}
+    with loaded(SHAPES_VL, platform_name, runner="pooling", pooling_params=params) as predictor:
+        out = predictor({"id": np.arange(3), "prompt": ["a red circle", "", "two squares"]})
+        expected = predictor._llm.embed(["a red circle", "two squares"], PoolingParams(**params))
+        chats = predictor({"messages": column(messages_as_arrow_gives_them()[:2])})
+        found = predictor._llm.embed([example.conversation() for example in EXAMPLES[:2]], PoolingParams(**params))
+    assert list(out) == ["id", "prompt", "embeddings", "num_input_tokens", ERROR_COLUMN]
+    assert_numbers(out["embeddings"], [expected[0].embedding, [], expected[1].embedding])
+    assert out["num_input_tokens"] == [expected[0].num_prompt_tokens, 0, expected[1].num_prompt_tokens]
+    assert [error.partition(":")[0] for error in out[ERROR_COLUMN]] == ["", "empty_prompt", ""]
+    assert_numbers(chats["embeddings"], [vector.embedding for vector in found])
+
+
+@pytest.mark.parametrize("params", [None, {"use_activation": False}])
+def test_classes_are_those_of_classify(params: Any, checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
+    path = make_classifier(checkpoint("qwen3"), tmp_path)
+    with loaded(path, platform_name, pooling_params=params, max_model_len=64) as predictor:
+        out = predictor({"prompt": ["a red circle", "", "two squares"]})
+        expected = predictor._llm.classify(["a red circle", "two squares"], PoolingParams(**(params or {})))
+    assert out["label"] == [expected[0].label, None, expected[1].label]
+    assert_numbers(out["probs"], [expected[0].probs, [], expected[1].probs])
+    assert [error.partition(":")[0] for error in out[ERROR_COLUMN]] == ["", "empty_prompt", ""]
+
+
+def test_scores_are_those_of_score(platform_name: str) -> None:
+    query, documents = "which?", ["a red circle", "", "x " * 5000]
+    with loaded(SHAPES_VL, platform_name, task="score") as predictor:
+        out = predictor({"query": [query] * 3, "document": documents})
+        expected = predictor._llm.score(query, documents[:2])
+        with pytest.raises(ConfigError, match="a score needs query and document"):
+            predictor({"prompt": ["a"]})
+    assert out["score"][2] is None
+    assert out["score"][:2] == pytest.approx([one.score for one in expected], abs=1e-5)
+    assert [error.partition(":")[0] for error in out[ERROR_COLUMN]] == ["", "", "prompt_too_long"]
+
+
+def test_params_of_another_task_are_refused_by_name(platform_name: str) -> None:
+    for name, given, settings in (("pooling_params", {"dimensions": 2}, {}),
+                                  ("sampling_params", {"max_tokens": 2}, {"runner": "pooling"})):
+        with pytest.raises(ConfigError, match=f"{name}: the model is loaded for"):
+            LLMPredictor(str(SHAPES_VL), platform=platform_name, **{name: given}, **settings, **SETTINGS)
+    for given in ({"dimension": 2}, {"task": "token_embed"}, {"dimensions": 0}):
+        with pytest.raises(ConfigError, match="pooling_params of all rows"):
+            LLMPredictor("nowhere", pooling_params=given)
+    with loaded(SHAPES_VL, platform_name, runner="pooling") as vectors:
+        for name in ("sampling_params", "pooling_params"):
+            with pytest.raises(ConfigError, match=f"there is a column {name}, .* loaded for task embed"):
+                vectors({"prompt": ["a"], name: [{}]})
 
 
 def test_settings_of_videos_are_for_raw_prompts_too_unless_they_bring_their_own(checkpoint: Any) -> None:

@@ -1,6 +1,7 @@
 """vLLM's `mm_processor_kwargs` of a request: how its images are bounded and its videos sampled. Knows no pixels.
 
-`min_pixels` and `max_pixels` are of images. `fps`, `num_frames` and `max_frames` are of videos.
+`min_pixels` and `max_pixels` are of images, and of each frame where a family bounds those. `fps`, `num_frames` and
+`max_frames` are of videos.
 """
 
 from __future__ import annotations
@@ -43,17 +44,19 @@ def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def bounded(settings: ImageSettings, given: Mapping[str, Any]) -> ImageSettings:
-    """`settings` as a request's checked kwargs want them. Raises RequestError for bounds that contradict, and for a
-    higher one than memory was measured for."""
-    asked = {name: given[name] for name in OF_IMAGES if name in given}
+def bounded(settings: ImageSettings, given: Mapping[str, Any], loaded: ImageSettings | None = None) -> ImageSettings:
+    """`settings` as a request's checked kwargs want them. `loaded`: those that memory was measured for; None: the same.
+
+    Raises RequestError for bounds that contradict, and for a higher one than memory was measured for.
+    """
+    asked, loaded = {name: given[name] for name in OF_IMAGES if name in given}, loaded or settings
     if not asked:
         return settings
     for name, value in asked.items():
-        if value > settings.max_pixels:
+        if value > loaded.max_pixels:
             where = f"{FIELD}.{name}"
             raise RequestError(
-                f"{where}: {value} is more than the {settings.max_pixels} that the model was loaded for "
+                f"{where}: {value} is more than the {loaded.max_pixels} that the model was loaded for "
                 "(image_max_pixels); load it with more", "invalid_value", where)
     wanted = replace(settings, **asked)
     if "max_pixels" in asked and "min_pixels" not in asked:  # to see less is what was asked for
@@ -61,7 +64,7 @@ def bounded(settings: ImageSettings, given: Mapping[str, Any]) -> ImageSettings:
     if wanted.min_pixels > wanted.max_pixels:
         message = f"{FIELD}: min_pixels {wanted.min_pixels} is more than max_pixels {wanted.max_pixels}"
         raise RequestError(message, "invalid_value", FIELD)
-    if (num_tokens := _most_tokens(wanted)) > (most := _most_tokens(settings)):
+    if (num_tokens := most_tokens(wanted)) > (most := most_tokens(loaded)):
         # Growing rounds both sides up: an image can then be larger than max_pixels.
         raise RequestError(
             f"{FIELD}.min_pixels: {wanted.min_pixels} makes images of up to {num_tokens} tokens, and the model was "
@@ -71,6 +74,6 @@ def bounded(settings: ImageSettings, given: Mapping[str, Any]) -> ImageSettings:
 
 
 @lru_cache(maxsize=64)
-def _most_tokens(settings: ImageSettings) -> int:
+def most_tokens(settings: ImageSettings) -> int:
     """Of any image."""
     return settings.num_tokens(*settings.largest_size(_ALL_TOKENS))

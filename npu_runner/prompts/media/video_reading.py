@@ -10,7 +10,12 @@ from typing import Any
 from npu_runner.checkpoint.files import read_json
 from npu_runner.config import MAX_VIDEO_FPS
 from npu_runner.errors import ModelError
-from npu_runner.prompts.media.image_settings import check_against_tower, positive_integer, settings_from
+from npu_runner.prompts.media.image_settings import (
+    ImageSettings,
+    check_against_tower,
+    positive_integer,
+    settings_from,
+)
 from npu_runner.prompts.media.video_paces import SlowingVideoSettings, SteadyVideoSettings
 from npu_runner.prompts.media.video_settings import FrameVideoSettings, VideoForm, VideoSettings
 
@@ -34,9 +39,11 @@ _DEFAULTS: dict[type[VideoSettings], dict[str, Any]] = {
 
 def read_video_settings(
     folder: Path, config: Mapping[str, Any], *, form: VideoForm = VideoForm.TIMESTAMPS, fps: float | None = None,
-    max_frames: int | None = None, num_frames: int | None = None,
+    max_frames: int | None = None, num_frames: int | None = None, min_pixels: int | None = None,
+    max_pixels: int | None = None,
 ) -> VideoSettings:
-    """Settings of the checkpoint in `folder` for a family of this form, with the user's own where given.
+    """Settings of the checkpoint in `folder` for a family of this form, with the user's own where given. `min_pixels`
+    and `max_pixels`, which are of images, bound each frame where the rules do so.
 
     The files are looked at in transformers' order. Raises ModelError for a checkpoint that has none of them, or one
     whose videos we cannot prepare.
@@ -47,6 +54,8 @@ def read_video_settings(
     except (TypeError, ValueError, KeyError) as error:
         raise ModelError(f"{folder / source}: {error}; compare it with the original checkpoint") from error
     check_against_tower(settings.frame, config["vision_config"], source)
+    if settings.bounds_each_frame:
+        settings = replace(settings, frame=_bounded(settings.frame, min_pixels, max_pixels, source))
     if fps is not None:
         settings = replace(settings, fps=fps, num_frames=None)
     if num_frames is not None:
@@ -54,6 +63,16 @@ def read_video_settings(
     if max_frames is not None:
         settings = replace(settings, max_frames=max_frames, min_frames=min(settings.min_frames, max_frames))
     return settings
+
+
+def _bounded(frame: ImageSettings, min_pixels: int | None, max_pixels: int | None, source: str) -> ImageSettings:
+    wanted = replace(frame, min_pixels=min_pixels or frame.min_pixels, max_pixels=max_pixels or frame.max_pixels)
+    if max_pixels is not None and min_pixels is None:  # to see less is what was asked for
+        wanted = replace(wanted, min_pixels=min(wanted.min_pixels, wanted.max_pixels))
+    if wanted.min_pixels > wanted.max_pixels:
+        raise ModelError(f"image_min_pixels {wanted.min_pixels} is more than a frame's {wanted.max_pixels} in "
+                         f"{source}; set image_max_pixels, too")
+    return wanted
 
 
 def _read_values(folder: Path) -> tuple[Mapping[str, Any], str]:

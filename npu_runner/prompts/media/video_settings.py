@@ -54,6 +54,8 @@ class VideoSettings:
 
     unread: ClassVar[frozenset[str]] = frozenset(("min_pixels", "max_pixels"))
     """Fields of files that these rules do not read."""
+    bounds_each_frame: ClassVar[bool] = False
+    """min_pixels and max_pixels, of settings and of requests, are of each frame as of an image."""
     samples_always: ClassVar[bool] = False
     """Whatever a file's `do_sample_frames` says."""
     frame: ImageSettings
@@ -135,6 +137,7 @@ class FrameVideoSettings(VideoSettings):
     """Qwen2-VL's rules: the pixels of one frame are bounded, and pairs of frames are whole."""
 
     unread: ClassVar[frozenset[str]] = frozenset()
+    bounds_each_frame: ClassVar[bool] = True
     samples_always: ClassVar[bool] = True
     max_video_tokens: int = 128_000
     """With `cap_pixels_per_frame` nine tenths of these are shared out evenly to the pairs of frames."""

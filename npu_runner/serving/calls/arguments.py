@@ -4,7 +4,8 @@ service.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any
 
 from npu_runner.errors import RequestError
@@ -12,6 +13,10 @@ from npu_runner.prompts.prompt_forms import plain_number
 from npu_runner.request.limits import shown
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
+
+AnyParams = SamplingParams | PoolingParams | Iterable[SamplingParams | PoolingParams]
+"""Of all prompts of a call, or one of each."""
 
 
 def is_one_prompt(prompts: Any) -> bool:
@@ -50,6 +55,49 @@ def with_task(given: PoolingParams | Iterable[PoolingParams] | None, task: str |
     if isinstance(given, PoolingParams) or not isinstance(given, Iterable):
         return of(given)
     return list(map(of, given)) if isinstance(given, Sequence) else map(of, given)
+
+
+def params_of(given: Any, default: SamplingParams, count: int | None) -> AnyParams:
+    """The params of a call with `count` prompts, where that is known: one for all, or one for each. Raises
+    RequestError for what is none, and for another number of them."""
+    if given is None:
+        return default
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, (SamplingParams, PoolingParams, Iterable)):
+        raise no_params(given)
+    if count is not None and isinstance(given, Sized) and len(given) != count:
+        raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
+    if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
+        return given
+    return list(islice(given, count))  # an iterator can be read only once
+
+
+class RawPlaces:
+    """Which prompts of a call ask for numbers as they are (`use_activation` False). `params`: those of the call, to be
+    read in the place of the given ones, which may come from an iterator."""
+
+    def __init__(self, given: Any):
+        self.params = given
+        self._found: set[int] = set()
+        self._are_all = _is_raw(given)
+        if not isinstance(given, (PoolingParams, type(None), str, bytes, Mapping)) and isinstance(given, Iterable):
+            # A list is read more than once, before anything runs.
+            self.params = list(self._noted(given)) if isinstance(given, Sequence) else self._noted(given)
+
+    def takes(self, index: int) -> bool:
+        """Whether that prompt asks so. It is forgotten then: an iterator may be of any length."""
+        is_found = index in self._found
+        self._found.discard(index)
+        return self._are_all or is_found
+
+    def _noted(self, given: Iterable[Any]) -> Iterator[Any]:
+        for index, one in enumerate(given):
+            if _is_raw(one):
+                self._found.add(index)
+            yield one
+
+
+def _is_raw(one: Any) -> bool:
+    return isinstance(one, PoolingParams) and one.use_activation is False
 
 
 def with_index(index: int, error: RequestError) -> RequestError:
