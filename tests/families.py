@@ -100,7 +100,9 @@ FAMILIES: dict[str, Family] = {
     "glm46v": Family(text=_GLM4V_TEXT, vision=_GLM_TOWER, image_processor="Glm46VImageProcessor", fast=(), **_GLM),
     "glm_ocr": Family(
         text={"head_dim": 24, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [4, 3, 5]}},
-        vision=_GLM_TOWER, image_processor="Glm46VImageProcessor", npu=(_TWO_LAYERS,), fast=(GRAPHS,), **_GLM,
+        vision=_GLM_TOWER, image_processor="Glm46VImageProcessor", fast=(GRAPHS,), **_GLM,
+        npu=({**_TWO_LAYERS, "head_dim": 32, "rope_parameters": {
+            **_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [5, 4, 7]}},),
         variants={
             "a part of a head turns, no biases": {
                 "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]},

@@ -113,9 +113,11 @@ def test_the_names_in_the_tables_are_those_of_the_code() -> None:
     assert not params & set(not_there)
     results = {*dir(RequestOutput), *dir(CompletionOutput), *RequestOutput.__dataclass_fields__,
                *CompletionOutput.__dataclass_fields__}
-    assert {name for row in first_column("Results") for name in row} - {"embed"} <= results
+    calls = {"embed", "classify", "score", "encode"}
+    assert {name for row in first_column("Results") for name in row} - calls <= results
+    assert calls <= set(dir(LLM))
     assert {name for name in re.findall(r"`(\w+)`", next(line for line in PAGE.splitlines() if "`metrics`" in line))
             if name.endswith(("_ts", "_time", "_tokens", "_latency"))} == {
                 *RequestMetrics.__dataclass_fields__, "first_token_latency"}
     assert {name for row in first_column("Calls") for name in row if hasattr(LLM, name)} == {
-        "generate", "chat", "embed", "get_tokenizer", "get_default_sampling_params"}
+        "generate", "chat", "classify", "embed", "score", "get_tokenizer", "get_default_sampling_params"}
