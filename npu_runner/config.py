@@ -37,11 +37,16 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     """Devices (on the cpu platform: processes) that share each layer."""
+    enable_expert_parallel: bool = False
+    """With tensor_parallel_size above 1: each rank holds some experts whole, and not a slice of each; vLLM's name. The
+    rest of a layer is shared as without it."""
     step_timeout_seconds: float = 600.0
     """With tensor_parallel_size above 1: a rank that does not finish one call within this time ends the job."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "tensor_parallel_size")
+        if not isinstance(self.enable_expert_parallel, bool):
+            raise ConfigError(f"enable_expert_parallel: {self.enable_expert_parallel!r} is neither true nor false")
         if self.step_timeout_seconds <= 0:
             raise ConfigError(f"step_timeout_seconds: {self.step_timeout_seconds} is not positive")
 

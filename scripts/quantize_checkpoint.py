@@ -3,11 +3,14 @@ nearest.
 
     python scripts/quantize_checkpoint.py MODEL TARGET --format fp8-block
     python scripts/quantize_checkpoint.py MODEL TARGET --format w4a16 --group-size 32 --with-tower
+    python scripts/quantize_checkpoint.py MODEL TARGET --format w8a8-static --calibrate rows.jsonl
 
-For tests, for a look at what a format costs in accuracy, and where nobody has published one. It calibrates nothing: a
-published checkpoint of the same format is usually better in 4 bits. Embeddings, output head, norms, routers, gates,
-convolutions and mergers stay as they are; so does the vision tower without --with-tower. Fused experts become single
-ones, except in FP8. The source's other files are copied.
+For tests, for a look at what a format costs in accuracy, and where nobody has published one. Weights are not
+calibrated: a published checkpoint of the same format is usually better in 4 bits. Static scales of inputs are measured:
+the rows' messages go through the model on the cpu platform, and the least and the most of each linear's inputs make its
+scale. Rows are those of a job, or objects with messages; answers may be among these. The inputs of experts stay
+dynamic. Embeddings, output head, norms, routers, gates, convolutions and mergers stay as they are; so does the vision
+tower without --with-tower. Fused experts become single ones, except in FP8. The source's other files are copied.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import sys
 from pathlib import Path
 
 import torch
-from quantised.writing import FORMATS, quantise
+from quantised.calibration import input_ranges
+from quantised.writing import FORMATS, STATIC, quantise
 
 from npu_runner.checkpoint.files import resolve_checkpoint
-from npu_runner.errors import ConfigError
+from npu_runner.errors import NpuRunnerError
 
 
 def main() -> None:
@@ -30,14 +34,22 @@ def main() -> None:
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--group-size", type=int, default=128, help="inputs that share a scale; of fp8-block, the side")
     parser.add_argument("--with-tower", action="store_true", help="quantise the vision tower's blocks, too")
+    parser.add_argument("--calibrate", type=Path, metavar="ROWS", help="JSON lines that static scales are measured "
+                        f"over, for {' and '.join(STATIC)}")
+    parser.add_argument("--allowed-media-dir", metavar="DIR", help="folder below which the rows' images lie")
     given = parser.parse_args()
+    if (given.format in STATIC) != (given.calibrate is not None):
+        parser.error(f"--calibrate is for {' and '.join(STATIC)}, and these need it; --format is {given.format}")
     if given.target.exists() and any(given.target.iterdir()):
         parser.error(f"{given.target} is not empty; name another folder")
     try:
+        model, ranges = resolve_checkpoint(given.model), None
+        if given.calibrate is not None:
+            ranges = input_ranges(model, given.calibrate, allowed_media_dir=given.allowed_media_dir)
         with torch.inference_mode():
-            count = quantise(resolve_checkpoint(given.model), given.target, given.format, group_size=given.group_size,
-                             with_tower=given.with_tower)
-    except ConfigError as error:
+            count = quantise(model, given.target, given.format, group_size=given.group_size,
+                             with_tower=given.with_tower, ranges=ranges)
+    except (NpuRunnerError, OSError) as error:
         sys.exit(f"quantize_checkpoint.py: {error}")
     print(f"{count} weights written as {given.format} to {given.target}")
 

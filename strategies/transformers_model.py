@@ -84,6 +84,8 @@ class TransformersStrategy(LoadStrategy):
         num_ranks, graph_mode = config.parallel.tensor_parallel_size, config.graphs.graph_mode
         if num_ranks > 1:
             raise ConfigError(f"tensor_parallel_size {num_ranks}: {served}, on one device; set it to 1")
+        if config.parallel.enable_expert_parallel:
+            raise ConfigError(f"enable_expert_parallel: {served}, on one device; leave it out")
         if graph_mode not in ("auto", "eager"):
             raise ConfigError(f"graph_mode {graph_mode!r}: {served}, which runs eagerly; leave it at auto")
         if config.load_format == "dummy":

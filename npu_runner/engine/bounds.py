@@ -19,7 +19,7 @@ from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.runner.base import RunnerInfo
-from npu_runner.runner.settings import Settings, resolve_settings
+from npu_runner.runner.settings import Settings, check_expert_parallel, resolve_settings
 from npu_runner.strategies import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,15 @@ logger = logging.getLogger(__name__)
 def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     """The part of `LLMEngine.describe` that follows from settings and files.
 
-    Raises ConfigError for settings that model or platform cannot do, where this process is to run the model.
+    Raises ConfigError for settings that the model cannot do, and that the platform cannot, where this process is to run
+    the model.
     """
     config, pooling = checkpoint.config, checkpoint.model_config.pooling
-    known = {"tensor_parallel_size": str(config.parallel.tensor_parallel_size), "seed": str(config.seed)}
+    check_expert_parallel(config, checkpoint.model_config)
+    num_ranks = config.parallel.tensor_parallel_size
+    known = {"tensor_parallel_size": str(num_ranks), "seed": str(config.seed)}
+    if config.parallel.enable_expert_parallel and num_ranks > 1:
+        known["enable_expert_parallel"] = "true"
     if config.max_model_len is not None:
         known["max_model_len"] = str(config.max_model_len)
     if checkpoint.quantization is not None:
@@ -40,7 +45,7 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
         known["lora"] = checkpoint.adapter.fingerprint
     if pooling is not None:
         known["pooling"] = pooling.describe()
-    if config.parallel.tensor_parallel_size == 1:  # else this process loads no platform: ranks do
+    if num_ranks == 1:  # else this process loads no platform: ranks do
         platform = pick_platform(config.platform)
         known |= {"platform": platform.name, **resolve_settings(config, checkpoint.model_config, platform).describe()}
     return known

@@ -1,11 +1,13 @@
-"""The weights of a layer's experts, cut over the ranks by width, from the layouts that checkpoints have. No computing.
+"""The weights of a layer's experts, cut over the ranks by width or shared out whole, from the layouts that checkpoints
+have. No computing.
 
 The layout is recognised by a checkpoint's tensors; it differs by family and by the tool that wrote the file.
 "per_expert" is experts.{e}.gate_proj.weight (I, D), up_proj (I, D) and down_proj (D, I); "fused" is
 experts.gate_up_proj (E, 2I, D) and experts.down_proj (E, D, I); "fused_transposed" the same as (E, D, 2I) and (E, I,
 D).
 
-E experts, D hidden size, I width of an expert in all, J of it on this rank.
+E experts, F of them on this rank, D hidden size, I width of an expert in all, J of it on this rank. With whole experts
+J is I, else F is E.
 """
 
 from __future__ import annotations
@@ -16,17 +18,25 @@ from torch import nn
 
 from npu_runner.checkpoint.model_config import MoEConfig
 from npu_runner.layers.parallel import LayerContext, WeightPart
+from npu_runner.platforms.ops import HeldExperts
 
 
 class ExpertWeights(nn.Module):
-    """gate_up (E, 2J, D) and down (E, D, J), or with `Ops.experts_in_out` (E, D, 2J) and (E, J, D): as kernels want."""
+    """gate_up (F, 2J, D) and down (F, D, J), or with `Ops.experts_in_out` (F, D, 2J) and (F, J, D): as kernels want.
+
+    `held`: which experts are here; None: all.
+    """
 
     def __init__(self, hidden_size: int, moe: MoEConfig, context: LayerContext):
         super().__init__()
         self.moe, self.hidden_size = moe, hidden_size
         self.is_in_out = context.ops.experts_in_out
-        self.start, self.length = context.tp.share(moe.intermediate_size, "moe_intermediate_size")
-        count, width = moe.num_experts, self.length
+        self.first, self.count = context.tp.expert_share(moe.num_experts)
+        self.start, self.length = (0, moe.intermediate_size) if context.tp.has_whole_experts else context.tp.share(
+            moe.intermediate_size, "moe_intermediate_size", "; enable_expert_parallel leaves experts whole")
+        is_whole = self.count == moe.num_experts
+        self.held = None if is_whole else HeldExperts(first=self.first, total=moe.num_experts)
+        count, width = self.count, self.length
         gate_up, down = (2 * width, hidden_size), (hidden_size, width)
         self.gate_up = context.parameter(count, *self._laid_out(gate_up))
         self.down = context.parameter(count, *self._laid_out(down))
@@ -55,6 +65,9 @@ class ExpertWeights(nn.Module):
     def _gate_up_parts(self) -> Iterator[WeightPart]:
         """Gate, then up: this rank's share of their outputs."""
         width = self.moe.intermediate_size
+        if self.layout != "per_expert" and self.held is not None:
+            yield self._whole("gate_up_proj", (2 * width, self.hidden_size))
+            return
         for half, name in enumerate(("gate_proj", "up_proj")):
             target = half * self.length
             if self.layout == "per_expert":
@@ -67,19 +80,31 @@ class ExpertWeights(nn.Module):
         shape = (self.hidden_size, self.moe.intermediate_size)
         if self.layout == "per_expert":
             yield from self._each_expert("down_proj", shape, output_cut=False, target=0)
+        elif self.held is not None:
+            yield self._whole("down_proj", shape)
         else:
             yield self._fused("down_proj", shape, 0, 0, cut=1)
 
     def _each_expert(self, name: str, shape: tuple[int, int], *, output_cut: bool, target: int) -> Iterator[WeightPart]:
         dim = 0 if output_cut else 1
         for expert in range(self.moe.num_experts):
+            place = expert - self.first
             yield WeightPart(f"experts.{expert}.{name}.weight", shape, dim=dim, start=self.start, length=self.length,
-                             target_start=target, index=expert, is_transposed=self.is_in_out)
+                             target_start=target, index=place, is_transposed=self.is_in_out,
+                             is_elsewhere=not 0 <= place < self.count)
 
     def _fused(self, name: str, out_in: tuple[int, int], first: int, target: int, *, cut: int) -> WeightPart:
         """All experts in one tensor, (E, out, in) or (E, in, out); `cut` is 0 for outputs and 1 for inputs."""
+        dim = 1 + (1 - cut if self.layout == "fused_transposed" else cut)
+        return self._of_one_tensor(name, out_in, dim, first + self.start, self.length, target)
+
+    def _whole(self, name: str, out_in: tuple[int, int]) -> WeightPart:
+        """Of such a tensor this rank's experts."""
+        return self._of_one_tensor(name, out_in, 0, self.first, self.count)
+
+    def _of_one_tensor(self, name: str, out_in: tuple[int, int], dim: int, start: int, length: int,
+                       target: int = 0) -> WeightPart:
         is_in_out = self.layout == "fused_transposed"
         shape = (out_in[1], out_in[0]) if is_in_out else out_in
-        dim = 1 + (1 - cut if is_in_out else cut)
-        return WeightPart(f"experts.{name}", (self.moe.num_experts, *shape), dim=dim, start=first + self.start,
-                          length=self.length, target_start=target, is_transposed=is_in_out != self.is_in_out)
+        return WeightPart(f"experts.{name}", (self.moe.num_experts, *shape), dim=dim, start=start, length=length,
+                          target_start=target, is_transposed=is_in_out != self.is_in_out)

@@ -20,7 +20,8 @@ class TensorParallel:
     """One rank of a tensor-parallel group; the default is a group of one.
 
     `graph_group` holds the same ranks and serves compiled code, where a vendor wants a communicator of its own for it.
-    `store` is the group's, from host to host: it answers while a device waits.
+    `store` is the group's, from host to host: it answers while a device waits. `has_whole_experts`: experts are shared
+    out whole, and not sliced.
     """
 
     rank: int = 0
@@ -28,6 +29,7 @@ class TensorParallel:
     group: Any = None
     graph_group: Any = None
     store: Any = None
+    has_whole_experts: bool = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; works in place."""
@@ -63,12 +65,21 @@ class TensorParallel:
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
         return int(smallest.item())
 
-    def share(self, total: int, what: str) -> tuple[int, int]:
-        """(start, length) of this rank's equal part. Raises ConfigError when `total` does not divide."""
+    def share(self, total: int, what: str, remedy: str = "") -> tuple[int, int]:
+        """(start, length) of this rank's equal part. Raises ConfigError, which names a `remedy`, when `total` does not
+        divide."""
         if total % self.size:
-            raise ConfigError(f"{what} {total} does not divide by tensor_parallel_size {self.size}")
+            raise ConfigError(f"{what} {total} does not divide by tensor_parallel_size {self.size}{remedy}")
         length = total // self.size
         return self.rank * length, length
+
+    def expert_share(self, num_experts: int) -> tuple[int, int]:
+        """(first expert, experts) of this rank; the first ranks hold one more where they do not divide."""
+        if not self.has_whole_experts:
+            return 0, num_experts
+        assert num_experts >= self.size, "refused by check_expert_parallel"
+        count, more = divmod(num_experts, self.size)
+        return self.rank * count + min(self.rank, more), count + (self.rank < more)
 
     def kv_head_share(self, num_kv_heads: int) -> tuple[int, int]:
         """(first head, heads) of this rank; with more ranks than heads, neighbours hold the same head."""
@@ -105,7 +116,8 @@ class WeightPart:
     `name` is relative to the parent of the module that owns the parameter. Along `dim`, elements [start, start +
     length) of the checkpoint tensor go to the parameter from `target_start` on. With `dim` None the tensor fills the
     parameter. `index`: the place in the parameter's first dim, if the checkpoint has a tensor for each.
-    `is_transposed`: its last two dims are exchanged. `axes`: the parameter's dims in the checkpoint's order.
+    `is_transposed`: its last two dims are exchanged. `is_elsewhere`: another rank holds it, so its shape is checked and
+    nothing is read. `axes`: the parameter's dims in the checkpoint's order.
     """
 
     name: str
@@ -116,6 +128,7 @@ class WeightPart:
     target_start: int = 0
     index: int | None = None
     is_transposed: bool = False
+    is_elsewhere: bool = False
     axes: tuple[int, ...] | None = None
     offset: float = 0.0
     """Added to each value, in the parameter's dtype: norms are stored less 1 by some."""

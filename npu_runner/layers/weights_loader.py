@@ -47,6 +47,8 @@ def load_weights(model: nn.Module, reader: WeightsReader, *, ignored: tuple[str,
     _check(wanted, reader, {*ignored, *left_out})
     num_bytes = 0
     for parameter, part in wanted:
+        if part.is_elsewhere:
+            continue
         target = part.place(parameter.data)
         for rows, values in reader.pieces(part.name, part.dim, part.start, part.length):
             target[rows].copy_(values)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.ops import TorchOps
+from npu_runner.platforms.ops import HeldExperts, TorchOps
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import SideResult, SideStream
 
@@ -112,8 +112,10 @@ class MetaOps(TorchOps):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         return gate_up_T2I.new_empty(len(gate_up_T2I), gate_up_T2I.shape[1] // 2)
 
-    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """A row for each token and expert. Kernels that gather rows themselves make no products of gate and up."""
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
+                held: HeldExperts | None = None) -> Tensor:
+        """A row for each token and expert, here or not. Kernels that gather rows themselves make no products of gate
+        and up."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
         width = down.numel() // (len(down) * hidden_size)
         rows_PD = x_TD.new_empty(num_pairs if self._copies_rows else 0, hidden_size)

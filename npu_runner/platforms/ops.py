@@ -30,6 +30,13 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class HeldExperts(NamedTuple):
+    """Of a layer's `total` experts a rank holds those from `first` on, as many as it has weights for."""
+
+    first: int
+    total: int
+
+
 class Ops(ABC):
     """Operators of a dense decoder layer, fused where the vendor has them. All shapes are this rank's."""
 
@@ -90,10 +97,12 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
+                held: HeldExperts | None = None) -> Tensor:
         """Sum over a token's K experts of weight * down(silu(gate) * up), (T, D).
 
-        gate_up (E, 2I, D), gate first, and down (E, D, I); with `experts_in_out` (E, D, 2I) and (E, I, D).
+        gate_up (E, 2I, D), gate first, and down (E, D, I); with `experts_in_out` (E, D, 2I) and (E, I, D). `held`:
+        which experts these are; the others of a token add nothing. None: they are all.
         """
 
     def add_gated(self, x_TD: Tensor, y_TD: Tensor, gate_T1: Tensor) -> Tensor:
@@ -182,8 +191,9 @@ class TorchOps(Ops):
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return weights_TK.to(logits_TE.dtype), experts_TK.int()
 
-    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return experts_one_by_one(x_TD, weights_TK, experts_TK, gate_up, down)
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
+                held: HeldExperts | None = None) -> Tensor:
+        return experts_one_by_one(x_TD, weights_TK, experts_TK, gate_up, down, 0 if held is None else held.first)
 
     def allow_tokens(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
         return self._look_up(logits_BV, rows_C, words_CW)
@@ -232,12 +242,14 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def experts_one_by_one(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor,
-                       down_EDI: Tensor) -> Tensor:
-    """`Ops.experts` if the host may read the routing: one product for each expert with tokens."""
+                       down_EDI: Tensor, first: int) -> Tensor:
+    """`Ops.experts` if the host may read the routing: one product for each expert with tokens. `first`: as of
+    `HeldExperts`."""
     out_TD = torch.zeros_like(x_TD)
     order = experts_TK.flatten().argsort(stable=True)
-    counts = torch.bincount(experts_TK.flatten(), minlength=len(gate_up_E2ID)).tolist()
-    for expert, places in enumerate(order.split(counts)):
+    counts = torch.bincount(experts_TK.flatten(), minlength=first + len(gate_up_E2ID)).tolist()
+    held = order.split(counts)[first : first + len(gate_up_E2ID)]
+    for expert, places in enumerate(held):
         if len(places):
             tokens = places // experts_TK.shape[1]
             gate, up = F.linear(x_TD[tokens], gate_up_E2ID[expert]).chunk(2, dim=-1)

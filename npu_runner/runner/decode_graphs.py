@@ -146,6 +146,7 @@ def _graph_settings(parts: DecodeParts) -> GraphSettings:
         "model_config": repr(parts.model_config), "settings": repr(settings), "num_blocks": parts.num_blocks,
         "max_model_len": parts.max_model_len, "states": repr(steps.states.plan if steps.states else None),
         "rank": steps.tp.rank, "num_ranks": steps.tp.size,
+        "has_whole_experts": steps.tp.has_whole_experts,
         "source": _source_fingerprint(steps.model),
     }
     return GraphSettings(mode=settings.graph_mode, identity=identity, cache_dir=parts.settings.graph_cache_dir)

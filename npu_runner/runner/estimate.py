@@ -35,7 +35,8 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of each rank: all hold as much, and the first one, which samples, has the most activations."""
+    """Of each rank: the first one, which samples, has the most activations. All hold as much, or, of whole experts that
+    do not divide, the first holds the most."""
 
     settings: Settings
     num_ranks: int

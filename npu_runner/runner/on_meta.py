@@ -72,7 +72,8 @@ class NetworkOnMeta:
                  platform: Platform, rank: int):
         self._strategy, self._model_config, self._config = strategy, model_config, config
         self._settings, self._platform = settings, platform
-        self._tp = MetaRank(rank, config.parallel.tensor_parallel_size)
+        self._tp = MetaRank(rank, config.parallel.tensor_parallel_size,
+                            has_whole_experts=config.parallel.enable_expert_parallel)
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
         self._attention = MetaAttention(platform.vision_head_dims)
         delta = gated_delta_shape(model_config, self._tp)

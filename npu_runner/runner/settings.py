@@ -33,12 +33,26 @@ class Settings:
         return {"dtype": self.dtype, "graph_mode": self.graph_mode}
 
 
+def check_expert_parallel(config: RunnerConfig, model_config: ModelConfig) -> None:
+    """Raises ConfigError where experts cannot be shared out whole over the ranks. One rank holds all of them."""
+    if not config.parallel.enable_expert_parallel:
+        return
+    experts = [layer.channel.num_experts for layer in model_config.layers if isinstance(layer.channel, MoEConfig)]
+    if not experts:
+        raise ConfigError(f"enable_expert_parallel: {model_config.model_type} has no layers of experts; leave it out")
+    if min(experts) < config.parallel.tensor_parallel_size:
+        raise ConfigError(f"enable_expert_parallel: {min(experts)} experts are fewer than the "
+                          f"{config.parallel.tensor_parallel_size} ranks of tensor_parallel_size, and each rank holds "
+                          "one at least; lower that, or leave enable_expert_parallel out")
+
+
 def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: Platform) -> Settings:
     """Decide every open setting.
 
     Raises ConfigError for combinations that this model or platform cannot do.
     """
     defaults = platform.defaults
+    check_expert_parallel(config, model_config)
     snapshots = config.cache.max_state_snapshots
     if snapshots is not None and not model_config.state_layers:
         raise ConfigError(f"max_state_snapshots {snapshots}: {model_config.model_type} has no layers "

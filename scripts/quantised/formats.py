@@ -7,6 +7,7 @@ names. Layouts: docs/quantization.md names the source of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,13 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class Range(NamedTuple):
+    """Of a linear's inputs; 0 is always within."""
+
+    least: float
+    most: float
 
 
 def fp8_block(weight_NK: Tensor, block: tuple[int, int] = (128, 128)) -> Tensors:
@@ -110,6 +118,19 @@ def modelslim_int4(weight_NK: Tensor, group_size: int = -1, *, layout: str = "ro
     nibbles = {"rows": lambda: pack(values & 15, 4, 0, word=torch.int8),
                "columns": lambda: pack(values & 15, 4, 1, word=torch.int8), "bytes": lambda: values.to(torch.int8)}
     return {"weight": nibbles[layout](), "weight_scale": scale, "weight_offset": zero.float()}
+
+
+def compressed_static(weight_NK: Tensor, inputs: Range, bias_N: Tensor | None = None) -> Tensors:
+    """compressed-tensors, int-quantized: inputs have one scale, [1], and no zero."""
+    scale = max(-inputs.least, inputs.most, 1e-12) / 127
+    own = {} if bias_N is None else {"bias": bias_N}
+    return {**compressed_int(weight_NK), "input_scale": torch.tensor([scale]), **own}
+
+
+def modelslim_static_of_range(weight_NK: Tensor, inputs: Range, bias_N: Tensor | None = None) -> Tensors:
+    """`modelslim_static` with these inputs from -128 to 127."""
+    scale = max(inputs.most - inputs.least, 1e-12) / 255
+    return modelslim_static(weight_NK, scale, round(-128 - inputs.least / scale), bias_N)
 
 
 def modelslim_static(weight_NK: Tensor, input_scale: float, input_offset: int, bias_N: Tensor | None = None, *,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,28 @@ from . import formats
 _STAY = re.compile(r"embed|lm_head|norm|mlp\.gate\.|shared_expert_gate|pos_embed|merger|in_proj_(a|b|ba)\.|conv1d")
 _TOWER = re.compile(r"(^|\.)visual\.")
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+_EXPERT = re.compile(r"\.experts\.")
 _SHARD_BYTES = 4 << 30
 Config = dict[str, Any]
+Ranges = Mapping[str, formats.Range | None]
+Static = dict[str, formats.Range]
 
 
 @dataclass(frozen=True)
 class Format:
     """`write`: the tensors of one weight (N, K). `config`: quantization_config of config.json; for ModelSlim, what its
-    description says of the whole folder, and `modelslim`, the type of each tensor."""
+    description says of the whole folder, and `modelslim`, the type of each tensor.
+
+    `write_static`: of a weight whose inputs have a static scale, of what these reach, and of its bias, if it has one.
+    The inputs of experts are dynamic: those weights are `write`'s, of type `experts_type`.
+    """
 
     write: Callable[[Tensor], formats.Tensors]
     config: Config
     modelslim: str | None = None
     fuses_experts: bool = False
+    write_static: Callable[[Tensor, formats.Range, Tensor | None], formats.Tensors] | None = None
+    experts_type: str | None = None
 
 
 _Make = Callable[[int], Format]
@@ -72,6 +81,17 @@ def _compressed(write: Callable[[Tensor], formats.Tensors], form: str, bits: int
                           "config_groups": {"group_0": group}, "kv_cache_scheme": None})
 
 
+def _static() -> Format:
+    """Its experts are a group of their own, found by name before class."""
+    dynamic = _compressed(formats.compressed_int, "int-quantized", 8, -1)
+    (group,) = dynamic.config["config_groups"].values()
+    inputs = {**group["input_activations"], "strategy": "tensor", "dynamic": False}
+    groups = {"group_0": {**group, "input_activations": inputs},
+              "group_1": {**group, "targets": [r"re:.*\.experts\..*"]}}
+    return replace(dynamic, config={**dynamic.config, "config_groups": groups},
+                   write_static=formats.compressed_static)
+
+
 def _modelslim(write: Callable[[Tensor], formats.Tensors], kind: str, group_size: int = 0) -> Format:
     return Format(write, {"model_quant_type": kind, "version": "1.0.0", "group_size": group_size}, modelslim=kind)
 
@@ -84,21 +104,31 @@ FORMATS: dict[str, _Make] = {
     "fp8-dynamic": lambda size: _compressed(partial(formats.fp8_rows, by_tensor=False), "float-quantized", 8, -1,
                                             kind="float"),
     "w8a8": lambda size: _compressed(formats.compressed_int, "int-quantized", 8, -1),
+    "w8a8-static": lambda size: _static(),
     "w8a16": _packed(8), "w4a16": _packed(4), "w4a16-asym": _packed(4, symmetric=False),
     "awq": lambda size: Format(partial(formats.awq, group_size=size), {
         "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}),
     "gptq": _gptq(4), "gptq-int8": _gptq(8),
+    "modelslim-w8a8": lambda size: replace(
+        _modelslim(formats.modelslim_int8, "W8A8"), write_static=formats.modelslim_static_of_range,
+        experts_type="W8A8_DYNAMIC"),
     "modelslim-w8a8-dynamic": lambda size: _modelslim(formats.modelslim_int8, "W8A8_DYNAMIC"),
     "modelslim-w8a16": lambda size: _modelslim(partial(formats.modelslim_int8, symmetric=False), "W8A16"),
     "modelslim-w4a16": lambda size: _modelslim(partial(formats.modelslim_int4, group_size=size), "W4A16", size),
     "modelslim-w4a8-dynamic": lambda size: _modelslim(formats.modelslim_int4, "W4A8_DYNAMIC"),
 }  # fmt: skip
 """By their names on the command line; each takes the size of a group, or of a block's side."""
+STATIC = tuple(name for name, make in FORMATS.items() if make(128).write_static is not None)
+"""Those whose inputs have scales of their own, which are measured."""
 
 
-def quantise(source: Path, target: Path, name: str, *, group_size: int = 128, with_tower: bool = False) -> int:
-    """Write the checkpoint; returns how many weights are quantised. Raises ModelError for a size that does not divide,
-    and where nothing is to be done."""
+def quantise(source: Path, target: Path, name: str, *, group_size: int = 128, with_tower: bool = False,
+             ranges: Ranges | None = None) -> int:
+    """Write the checkpoint; returns how many weights are quantised. `ranges`: of the inputs of linears, by name, for
+    the formats in STATIC; None where no row went through one.
+
+    Raises ModelError for a size that does not divide, for a linear without a range, and where nothing is to be done.
+    """
     form = FORMATS[name](group_size)
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
@@ -106,9 +136,12 @@ def quantise(source: Path, target: Path, name: str, *, group_size: int = 128, wi
             shutil.copy(file, target / file.name)
     with CheckpointReader(source) as reader:
         chosen = {tensor for tensor in reader.names if _is_chosen(tensor, reader.shape(tensor), with_tower=with_tower)}
+        static = _static_weights(form, chosen, ranges or {})
+        if form.write_static is not None:  # what the network leaves out stays as it is
+            chosen = {tensor for tensor in chosen if tensor in static or _EXPERT.search(tensor)}
         if not chosen:
             raise ModelError(f"{source}: no weight is one that {name} is for")
-        left = _write(target, reader, form, chosen)
+        left = _write(target, reader, form, chosen, static)
     _write_config(target, form, left)
     return len(chosen)
 
@@ -118,7 +151,20 @@ def _is_chosen(name: str, shape: tuple[int, ...], *, with_tower: bool) -> bool:
     return is_linear and not _STAY.search(name) and (with_tower or not _TOWER.search(name))
 
 
-def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str]) -> list[str]:
+def _static_weights(form: Format, chosen: set[str], ranges: Ranges) -> Static:
+    """The weights with static inputs, and what these reach."""
+    if form.write_static is None:
+        return {}
+    found = {name: ranges[name.removesuffix(".weight")] for name in chosen
+             if name.removesuffix(".weight") in ranges and not _EXPERT.search(name)}
+    unseen = sorted(name for name, inputs in found.items() if inputs is None)
+    if unseen:
+        raise ModelError(f"no row went through {unseen[0]} and {len(unseen) - 1} more, so their inputs have no scale; "
+                         "calibrate with rows that do (with images, for a tower)")
+    return {name: inputs for name, inputs in found.items() if inputs is not None}
+
+
+def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str], static: Static) -> list[str]:
     """In shards of some GiB; returns the linears that stay as they are."""
     weight_map: dict[str, str] = {}
     types: Config = {}
@@ -131,10 +177,14 @@ def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str
         weight_map.update(dict.fromkeys(shard, file))
         shard.clear()
 
-    for name in sorted(reader.names):
-        for made, tensor, is_quantised in _tensors_of(name, reader, form, is_chosen=name in chosen):
+    with_their_weights = {f"{name.removesuffix('.weight')}.bias" for name in static}
+    for name in sorted(reader.names - with_their_weights):
+        made_of = (_static_tensors(name, reader, form, static[name]) if name in static
+                   else _tensors_of(name, reader, form, is_chosen=name in chosen))
+        of_type = form.modelslim if name in static else form.experts_type or form.modelslim
+        for made, tensor, is_quantised in made_of:
             shard[made] = tensor.contiguous()
-            types[made] = form.modelslim if is_quantised and not made.endswith(".bias") else "FLOAT"
+            types[made] = of_type if is_quantised and not made.endswith(".bias") else "FLOAT"
         if sum(tensor.nbytes for tensor in shard.values()) > _SHARD_BYTES:
             flush()
     if shard:
@@ -144,6 +194,15 @@ def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str
         (target / "quant_model_description.json").write_text(json.dumps(form.config | types, indent=1))
     return [name.removesuffix(".weight") for name in sorted(reader.names - chosen)
             if name.endswith(".weight") and len(reader.shape(name)) == 2]
+
+
+def _static_tensors(name: str, reader: CheckpointReader, form: Format, inputs: formats.Range
+                    ) -> Iterator[tuple[str, Tensor, bool]]:
+    assert form.write_static is not None, "only such formats have static weights"
+    module = name.removesuffix(".weight")
+    bias_N = reader.read(f"{module}.bias") if f"{module}.bias" in reader.names else None
+    for suffix, tensor in form.write_static(reader.read(name), inputs, bias_N).items():
+        yield f"{module}.{suffix}", tensor, True
 
 
 def _tensors_of(name: str, reader: CheckpointReader, form: Format, *, is_chosen: bool

@@ -67,6 +67,26 @@ def test_all_tokens_on_one_expert_and_the_others_empty(device: torch.device, num
     assert_experts(device, work)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 40, 700])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_what_ranges_of_experts_compute_adds_up(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+    """Few tokens and many, ranges that nobody chose among them."""
+    from npu_runner.platforms.cuda.ops import TritonOps
+    from npu_runner.platforms.ops import HeldExperts
+
+    work = draw(num_tokens, 2, 7, 64, 48, dtype)
+    expected_TD, ops = define(**work), TritonOps()
+    x_TD, weights_TK, experts_TK, gate_up, down = (tensor.to(device) for tensor in work.values())
+    out_TD = torch.zeros(expected_TD.shape, dtype=torch.float64)
+    for first, last in ((0, 4), (4, 5), (5, 7)):
+        part_TD = ops.experts(x_TD, weights_TK, experts_TK, gate_up[first:last], down[first:last],
+                              HeldExperts(first, 7))
+        is_chosen_T = ((experts_TK >= first) & (experts_TK < last)).any(1)
+        assert (part_TD[~is_chosen_T] == 0).all(), "exactly nothing"
+        out_TD += part_TD.double().cpu()
+    assert (out_TD - expected_TD).abs().max() / expected_TD.abs().max() < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("rows", [16, 32, 128])
 def test_every_tile_size(device: torch.device, rows: int) -> None:
     from npu_runner.platforms.cuda import experts

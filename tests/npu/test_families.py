@@ -94,14 +94,14 @@ def assert_equals_cpu(case: Case, result: dict[str, Any]) -> None:
 
 @emulated
 def test_two_ranks(checkpoint: Any, tmp_path: Path) -> None:
-    assert_two_ranks_equal_cpu("qwen3", "reduce-overhead", checkpoint, tmp_path)
+    assert_ranks_equal_cpu("qwen3", "reduce-overhead", checkpoint, tmp_path)
 
 
 @emulated
 @pytest.mark.full("two ranks on two cores; one family stays here, others on the cpu platform")
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "qwen3"])
 def test_two_ranks_of_other_families(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
-    assert_two_ranks_equal_cpu(model_type, "reduce-overhead", checkpoint, tmp_path)
+    assert_ranks_equal_cpu(model_type, "reduce-overhead", checkpoint, tmp_path)
 
 
 @emulated
@@ -109,12 +109,25 @@ def test_two_ranks_of_other_families(model_type: str, checkpoint: Any, tmp_path:
 @pytest.mark.parametrize("mode", ["eager", "max-autotune"])
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_vl", "qwen3_moe", "qwen3_5_text", "olmo2"])
 def test_two_ranks_in_other_modes(model_type: str, mode: str, checkpoint: Any, tmp_path: Path) -> None:
-    assert_two_ranks_equal_cpu(model_type, mode, checkpoint, tmp_path)
+    assert_ranks_equal_cpu(model_type, mode, checkpoint, tmp_path)
 
 
-def assert_two_ranks_equal_cpu(model_type: str, mode: str, checkpoint: Any, tmp_path: Path) -> None:
-    case = tiny(model_type, checkpoint, mode, tensor_parallel_size=2)
-    (result,) = on_npu([case], tmp_path)
+@emulated
+@pytest.mark.full("several ranks on two cores; the operators of whole experts stay, and two ranks on the cpu platform")
+@pytest.mark.parametrize(("model_type", "mode", "num_ranks"), [
+    ("qwen3_moe", "reduce-overhead", 2), ("qwen3_moe", "eager", 2), ("qwen3_moe", "max-autotune", 2),
+    ("qwen3_moe", "reduce-overhead", 4), ("qwen3_moe", "max-autotune", 4), ("qwen3_vl_moe", "reduce-overhead", 2),
+    ("qwen3_5_moe", "reduce-overhead", 2), ("qwen3_5_moe", "max-autotune", 2), ("qwen3_next", "eager", 2),
+])
+def test_ranks_with_whole_experts(model_type: str, mode: str, num_ranks: int, checkpoint: Any, tmp_path: Path) -> None:
+    """Steps of one token choose three of eight experts: often none of a rank's."""
+    assert_ranks_equal_cpu(model_type, mode, checkpoint, tmp_path, num_ranks, enable_expert_parallel=True)
+
+
+def assert_ranks_equal_cpu(model_type: str, mode: str, checkpoint: Any, tmp_path: Path, num_ranks: int = 2,
+                               **settings: Any) -> None:
+    case = tiny(model_type, checkpoint, mode, tensor_parallel_size=num_ranks, **settings)
+    (result,) = on_npu([case], tmp_path, num_devices=num_ranks)
     assert result["tokens"] == on_cpu(case)["tokens"]
     assert mode == "eager" or result["graphs"] == "4"
 

@@ -30,11 +30,11 @@ class UncompiledGraphs(GraphCompiler):
         return forward
 
 
-def need_two_devices(platform_name: str) -> None:
-    """Skips the test where two ranks have no device each."""
+def need_devices(platform_name: str, num_ranks: int = 2) -> None:
+    """Skips the test where the ranks have no device each."""
     count = pick_platform(platform_name).devices.count()
-    if count < 2:
-        pytest.skip(f"two ranks need two devices, {platform_name} has {count} here")
+    if count < num_ranks:
+        pytest.skip(f"{num_ranks} ranks need a device each, {platform_name} has {count} here")
 
 
 def greedy(count: int = MAX_NEW_TOKENS) -> SamplingParams:

@@ -16,7 +16,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.families import sees_images
-from tests.oracle.running import greedy, need_two_devices, runner_of
+from tests.oracle.running import greedy, need_devices, runner_of
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 
 BASE = SamplingParams(temperature=0.0, max_tokens=14)
@@ -120,7 +120,7 @@ def test_where_nothing_ends_early_hits_and_preemptions_are_the_same(model_type: 
 
 @pytest.mark.slow
 def test_two_ranks_with_steps_under_way_answer_as_one_without(checkpoint: Any, platform_name: str) -> None:
-    need_two_devices(platform_name)
+    need_devices(platform_name)
     path: Path = checkpoint("qwen3")
     expected, _ = run(path, "qwen3", platform_name, False)
     found, _ = run(path, "qwen3", platform_name, True, tensor_parallel_size=2)

@@ -18,7 +18,7 @@ from tests.oracle import reference
 from tests.oracle.classifiers import LABELS, edit_config, expected_logits, load_classifier, make_classifier
 from tests.oracle.embedding_checkpoints import expected_vector
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
-from tests.oracle.running import SMALL, need_two_devices
+from tests.oracle.running import SMALL, need_devices
 from tests.oracle.test_token_states import LENGTHS
 
 Make = Callable[..., Path]
@@ -123,7 +123,7 @@ def test_without_activation_the_logits_are_given(llm: LLM, path: Path, prompts: 
 
 @pytest.mark.full("starts two ranks, each of which has the whole head; states of tokens from two are in the fast set")
 def test_two_ranks_classify_as_one(path: Path, prompts: list[list[int]], platform_name: str) -> None:
-    need_two_devices(platform_name)
+    need_devices(platform_name)
     with LLM(path, platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:
         assert_classes(llm, path, prompts)
 

@@ -16,7 +16,7 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import POOLING, assert_same, expected_vector, save_bare, write_modules
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
-from tests.oracle.running import SMALL, need_two_devices
+from tests.oracle.running import SMALL, need_devices
 from tests.videos import moving_frames, video_of
 
 Make = Callable[..., Path]
@@ -92,7 +92,7 @@ def test_steps_under_way_change_nothing(
 
 def test_two_ranks_pool_as_one(
         embedding_model: tuple[Path, Path], prompts: list[list[int]], platform_name: str) -> None:
-    need_two_devices(platform_name)
+    need_devices(platform_name)
     with LLM(embedding_model[1], platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:
         results = llm.embed(prompts, PoolingParams(dimensions=40))
     for result, prompt in zip(results, prompts, strict=True):

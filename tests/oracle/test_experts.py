@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM
+from npu_runner.checkpoint.adapted_weights import AdaptedReader
+from npu_runner.checkpoint.lora import Adapter, Change
 from npu_runner.checkpoint.model_config import MoEConfig
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import ModelError, WeightsError
@@ -17,6 +19,7 @@ from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms import pick_platform
+from npu_runner.platforms.ops import HeldExperts
 from tests.oracle.running import SMALL, assert_equals_reference
 from tests.oracle.test_families import TEXTS
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
@@ -48,7 +51,9 @@ def test_the_experts_of_a_compiled_step_equal_those_of_an_eager_one() -> None:
     gate_up, down = torch.randn(4, 24, 16, generator=generator), torch.randn(4, 16, 12, generator=generator)
 
     def run(x_TD: torch.Tensor, logits_TE: torch.Tensor) -> torch.Tensor:
-        return ops.experts(x_TD, *ops.route(logits_TE, 2, True), gate_up, down)
+        chosen = ops.route(logits_TE, 2, True)
+        of_a_rank = ops.experts(x_TD, *chosen, gate_up[1:3], down[1:3], HeldExperts(1, 4))
+        return torch.cat((ops.experts(x_TD, *chosen, gate_up, down), of_a_rank))
 
     compiled = torch.compile(run, fullgraph=True, dynamic=False)
     for logits in (logits_TE, -logits_TE):  # other experts, the same graph
@@ -56,8 +61,11 @@ def test_the_experts_of_a_compiled_step_equal_those_of_an_eager_one() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("in_out", [False, True])
-def test_every_layout_of_a_checkpoint_gives_the_same_weights(in_out: bool, rank: int, tmp_path: Path) -> None:
+def test_every_layout_of_a_checkpoint_gives_the_same_weights(in_out: bool, is_whole: bool, rank: int,
+                                                             tmp_path: Path) -> None:
+    """A rank has a slice of each expert, or whole ones: the first two of three, or the last."""
     num_experts, hidden, width = 3, 8, 6
     generator = torch.Generator().manual_seed(0)
     gate, up, down_t = (torch.randn(num_experts, width, hidden, generator=generator) for _ in range(3))
@@ -71,6 +79,9 @@ def test_every_layout_of_a_checkpoint_gives_the_same_weights(in_out: bool, rank:
     }
     share = slice(rank * width // 2, (rank + 1) * width // 2)
     right = torch.cat((gate[:, share], up[:, share]), dim=1), down[:, :, share]
+    if is_whole:
+        held = slice(0, 2) if rank == 0 else slice(2, 3)
+        right = gate_up[held], down[held]
     platform = pick_platform("cpu")
 
     class Ops(type(platform.make_ops())):  # type: ignore[misc]
@@ -80,14 +91,88 @@ def test_every_layout_of_a_checkpoint_gives_the_same_weights(in_out: bool, rank:
         folder = tmp_path / layout
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
+        tp = TensorParallel(rank, 2, has_whole_experts=is_whole)
         moe = MoEConfig(num_experts=num_experts, top_k=1, intermediate_size=width, renormalise=True)
-        context = LayerContext(Ops(), None, TensorParallel(rank, 2), torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+        context = LayerContext(Ops(), None, tp, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
         model = torch.nn.Module()
         model.experts = ExpertWeights(hidden, moe, context)
         with CheckpointReader(folder) as reader:
             load_weights(model, reader)
         for parameter, expected in zip((model.experts.gate_up, model.experts.down), right, strict=True):
             torch.testing.assert_close(parameter.data, expected.transpose(1, 2) if in_out else expected)
+
+
+def test_the_tensors_of_other_ranks_experts_are_checked_and_not_read(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"gate_proj": (6, 8), "up_proj": (6, 8), "down_proj": (8, 6)}
+    tensors = {f"experts.{e}.{name}.weight": torch.zeros(shape) for e in range(3) for name, shape in shapes.items()}
+    tensors["experts.2.up_proj.weight"] = torch.zeros(5, 8)
+    moe = MoEConfig(num_experts=3, top_k=1, intermediate_size=6, renormalise=True)
+
+    def load(path: Path) -> int:
+        context = LayerContext(pick_platform("cpu").make_ops(), None, TensorParallel(0, 2, has_whole_experts=True),  # type: ignore[arg-type]
+                               torch.float32, torch.device("cpu"))
+        model = torch.nn.Module()
+        model.experts = ExpertWeights(8, moe, context)
+        save_file(tensors, path / "model.safetensors")
+        with CheckpointReader(path) as reader:
+            return load_weights(model, reader)
+
+    with pytest.raises(WeightsError, match=r"misshapen: experts\.2\.up_proj\.weight is \[5, 8\]"):
+        load(tmp_path)
+    del tensors["experts.2.up_proj.weight"]
+    with pytest.raises(WeightsError, match=r"missing: experts\.2\.up_proj\.weight"):
+        load(tmp_path)
+    tensors["experts.2.up_proj.weight"] = torch.zeros(6, 8)
+    assert load(tmp_path) == 2 * 3 * 6 * 8 * 4, "two of three experts"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_adapter_of_experts_changes_those_of_the_rank(rank: int, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (6, 8), "up_proj": (6, 8), "down_proj": (8, 6)}
+    tensors = {f"experts.{e}.{name}.weight": torch.randn(shape, generator=generator)
+               for e in range(3) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    changes = {f"experts.{e}.up_proj.weight": Change(left_OR=torch.randn(6, 2, generator=generator), scale=0.5,
+                                                     right_RI=torch.randn(2, 8, generator=generator)) for e in (0, 2)}
+    model = torch.nn.Module()
+    tp = TensorParallel(rank, 2, has_whole_experts=True)
+    model.experts = ExpertWeights(8, MoEConfig(num_experts=3, top_k=1, intermediate_size=6, renormalise=True),
+                                  LayerContext(pick_platform("cpu").make_ops(), None, tp, torch.float32,  # type: ignore[arg-type]
+                                               torch.device("cpu")))
+    with CheckpointReader(tmp_path) as reader:
+        adapter = Adapter(path=tmp_path, changes=changes, fingerprint="")
+        load_weights(model, AdaptedReader(reader, adapter, {}))
+    for name, change in changes.items():
+        tensors[name] = tensors[name] + change.scale * change.left_OR @ change.right_RI
+    for place, expert in enumerate((0, 1) if rank == 0 else (2,)):
+        gate, up, down = (tensors[f"experts.{expert}.{name}.weight"] for name in shapes)
+        torch.testing.assert_close(model.experts.gate_up[place].data, torch.cat((gate, up)))
+        torch.testing.assert_close(model.experts.down[place].data, down)
+
+
+@pytest.mark.parametrize(("num_experts", "num_ranks", "shares"), [
+    (8, 2, [(0, 4), (4, 4)]), (7, 3, [(0, 3), (3, 2), (5, 2)]), (3, 3, [(0, 1), (1, 1), (2, 1)]), (5, 1, [(0, 5)]),
+])
+def test_whole_experts_are_ranges_and_the_first_ranks_hold_what_is_left(
+        num_experts: int, num_ranks: int, shares: list[tuple[int, int]]) -> None:
+    ranks = [TensorParallel(rank, num_ranks, has_whole_experts=True) for rank in range(num_ranks)]
+    assert [tp.expert_share(num_experts) for tp in ranks] == shares
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6])
+def test_what_ranges_of_experts_compute_adds_up(num_tokens: int) -> None:
+    ops = pick_platform("cpu").make_ops()
+    generator = torch.Generator().manual_seed(0)
+    x_TD, logits_TE = (torch.randn(num_tokens, size, generator=generator) for size in (16, 5))
+    gate_up, down = torch.randn(5, 24, 16, generator=generator), torch.randn(5, 16, 12, generator=generator)
+    chosen = ops.route(logits_TE, 2, True)
+    parts = [ops.experts(x_TD, *chosen, gate_up[first:last], down[first:last], HeldExperts(first, 5))
+             for first, last in ((0, 2), (2, 3), (3, 5))]
+    torch.testing.assert_close(sum(parts), ops.experts(x_TD, *chosen, gate_up, down))
+    if num_tokens == 1:
+        assert any((part == 0).all() for part in parts), "two experts are not in three ranges"
 
 
 def turned(source: Path, tmp_path: Path, *endings: str) -> Path:

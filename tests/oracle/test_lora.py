@@ -18,7 +18,7 @@ from npu_runner.checkpoint.lora import CONFIG, WEIGHTS, read_adapter
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.strategies import pick_strategy
-from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_two_devices
+from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_devices
 from tests.oracle.test_families import prompts_of
 
 peft = pytest.importorskip("peft")
@@ -121,7 +121,7 @@ def test_a_head_of_its_own_is_untied_from_the_embedding(made: Make, platform_nam
 @pytest.mark.full("two ranks start twice; slices of what is merged are compared in the fast set")
 def test_two_ranks_cut_what_is_merged(made: Make, platform_name: str) -> None:
     """8 s. Rows, columns and DoRA's norms of whole rows."""
-    need_two_devices(platform_name)
+    need_devices(platform_name)
     base, adapter, _ = made(*KINDS["DoRA"])
     answers = []
     for ranks in (1, 2):

@@ -17,7 +17,7 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import PromptLogprobs, RequestOutput
 from tests.oracle import reference
-from tests.oracle.running import SMALL, need_two_devices, runner_of
+from tests.oracle.running import SMALL, need_devices, runner_of
 
 Make = Callable[..., Path]
 LENGTHS = (5, 1, 90, 33, 64, 2, 140)
@@ -116,7 +116,7 @@ def test_preempted_prompts_are_scored_once_more_and_alike(
 def test_steps_ahead_and_two_ranks(path: Path, prompts: list[list[int]], platform_name: str,
                                    settings: dict[str, Any]) -> None:
     if "tensor_parallel_size" in settings:
-        need_two_devices(platform_name)
+        need_devices(platform_name)
     with LLM(path, platform=platform_name, max_num_batched_tokens=48, **settings, **SMALL) as llm:
         for prompt, result in zip(prompts, llm.generate(prompts, SCORED), strict=True):
             assert_right(path, prompt, result.prompt_logprobs, 4)

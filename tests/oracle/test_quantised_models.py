@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from npu_runner import LLM
 from scripts.quantised.writing import quantise
 from tests.oracle.quantised_folders import read_all
-from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_two_devices
+from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_devices
 from tests.oracle.test_families import prompts_of
 
 Make = Callable[..., tuple[Path, Path]]
@@ -109,15 +109,20 @@ def older(name: str) -> str:
     return name.removeprefix("model.") if name.startswith("model.visual.") else name
 
 
-@pytest.mark.full("each engine of two ranks starts two processes")
-@pytest.mark.parametrize(("model_type", "name"), [("qwen3", "fp8-block"), ("qwen3_moe", "w4a16")])
-def test_two_ranks_equal_one(model_type: str, name: str, made: Make, platform_name: str) -> None:
-    """Slices that cut blocks of 8 and words of 8 numbers: an expert's 40 inputs are 20 on each rank."""
-    need_two_devices(platform_name)
+@pytest.mark.full("each engine of several ranks starts as many processes")
+@pytest.mark.parametrize(("model_type", "name", "num_ranks", "is_whole"), [
+    ("qwen3", "fp8-block", 2, False), ("qwen3_moe", "w4a16", 2, False), ("qwen3_moe", "fp8-block", 4, False),
+    ("qwen3_moe", "fp8-block", 4, True), ("qwen3_vl_moe", "fp8-block", 2, True),
+])
+def test_ranks_equal_one(model_type: str, name: str, num_ranks: int, is_whole: bool, made: Make, platform_name: str
+                         ) -> None:
+    """Slices that cut blocks of 8 and words of 8 numbers: an expert's 40 inputs are 20 or 10 on each rank. Whole
+    experts are one by one in the file, or fused."""
+    need_devices(platform_name, num_ranks)
     quantised, _ = made(model_type, name)
     texts = ["which of the two pictures shows a circle?", "a b c d e f g " * 20]
     answers = []
-    for num_ranks in (1, 2):
-        with LLM(quantised, platform=platform_name, tensor_parallel_size=num_ranks, **SMALL) as llm:
+    for ranks in ({}, {"tensor_parallel_size": num_ranks, "enable_expert_parallel": is_whole}):
+        with LLM(quantised, platform=platform_name, **ranks, **SMALL) as llm:
             answers.append([each.token_ids for each in llm.generate(texts, greedy())])
     assert answers[0] == answers[1]

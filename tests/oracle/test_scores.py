@@ -23,7 +23,7 @@ from tests.oracle.reranker_checkpoints import (
     published,
     with_score,
 )
-from tests.oracle.running import SMALL, need_two_devices
+from tests.oracle.running import SMALL, need_devices
 
 Make = Callable[..., Path]
 QUERY = "which of the two shows a circle?"
@@ -162,7 +162,7 @@ def test_without_a_template_for_pairs_prompts_are_the_published_text(
 
 
 def test_two_ranks_score_as_one(text_model: tuple[Path, Any], platform_name: str) -> None:
-    need_two_devices(platform_name)
+    need_devices(platform_name)
     with LLM(text_model[0], platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:
         results = llm.score(QUERY, DOCUMENTS)
     expected = text_model[1].predict([(QUERY, document) for document in DOCUMENTS])

@@ -14,7 +14,7 @@ from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.families import FAMILIES, sees_images
 from tests.faults.test_memory_in_steps import failing_behind_the_forward
-from tests.oracle.running import SMALL, assert_equals_reference, need_two_devices, runner_of
+from tests.oracle.running import SMALL, assert_equals_reference, need_devices, runner_of
 from tests.oracle.test_qwen3_vl import make_prompts
 from tests.oracle.tiny_checkpoints import VOCAB_SIZE
 from tests.runner.test_culprits import failing, poison_of, raise_at_poison
@@ -152,7 +152,7 @@ def test_memory_that_runs_out_behind_a_shared_step_changes_no_answer(model_type:
 
 def test_two_ranks_share_as_one(checkpoint: Any, platform_name: str) -> None:
     """About 4 seconds: two processes start."""
-    need_two_devices(platform_name)
+    need_devices(platform_name)
     found = []
     for size in (1, 2):
         with LLM(checkpoint("qwen3"), platform=platform_name, block_size=4, tensor_parallel_size=size, **SMALL) as llm:

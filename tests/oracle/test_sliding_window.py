@@ -13,7 +13,7 @@ from npu_runner.core.block_manager import first_needed_block
 from npu_runner.platforms import pick_platform
 from npu_runner.strategies import pick_strategy
 from tests.core.test_config import spoiled
-from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_two_devices, runner_of
+from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_devices, runner_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
 
 # Shorter than a window of 10, of about one, and many; tokens are a word or two each.
@@ -175,7 +175,7 @@ def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monk
 
 def test_two_ranks_equal_one(checkpoint: Any, platform_name: str) -> None:
     """Of layers that differ; mistral is in test_tensor_parallel.py."""
-    need_two_devices(platform_name)
+    need_devices(platform_name)
     path: Path = checkpoint("qwen3", sliding_window=10, **SOME_SLIDE["qwen3"])
 
     def run(ranks: int) -> list[list[int]]:

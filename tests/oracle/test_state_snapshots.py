@@ -19,7 +19,7 @@ import torch
 from npu_runner import LLM
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle import reference
-from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_logits_equal, greedy, need_two_devices, runner_of
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_logits_equal, greedy, need_devices, runner_of
 from tests.oracle.tiny_checkpoints import VOCAB_SIZE
 
 
@@ -117,7 +117,7 @@ def test_few_snapshots_and_few_blocks_change_nothing(num_snapshots: int, path: P
 
 
 def test_two_ranks_keep_the_same_snapshots(path: Path, platform_name: str) -> None:
-    need_two_devices(platform_name)
+    need_devices(platform_name)
     with LLM(path, platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:
         one = prompt((1, 150), (2, 20))
         assert assert_tokens_equal(path, llm, [one]) == [0]

@@ -19,7 +19,7 @@ from npu_runner.platforms.transfers import Download
 from npu_runner.runner.token_states import as_float32, send_states
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import assert_same, expected_vector
-from tests.oracle.running import SMALL, need_two_devices, runner_of
+from tests.oracle.running import SMALL, need_devices, runner_of
 
 Make = Callable[..., Path]
 LENGTHS = (5, 1, 90, 33, 64, 17, 140, 48)
@@ -117,7 +117,7 @@ def test_steps_under_way_change_nothing(path: Path, prompts: list[list[int]], pl
 
 
 def test_two_ranks_give_the_same(path: Path, prompts: list[list[int]], platform_name: str) -> None:
-    need_two_devices(platform_name)
+    need_devices(platform_name)
     with LLM(path, platform=platform_name, runner="pooling", tensor_parallel_size=2, max_num_batched_tokens=CHUNK,
              **SMALL) as llm:
         assert_states(llm, path, prompts)

@@ -1,6 +1,8 @@
 """What a real start takes on the cpu platform, as bytes of tensors: the oracle of estimates. Knows no estimate.
 
-    python -m tests.runner.rank_bytes RANK RANKS STORE CHECKPOINT...    # a line of JSON for each checkpoint
+    python -m tests.runner.rank_bytes RANK RANKS STORE EXPERTS CHECKPOINT...    # a line of JSON for each checkpoint
+
+EXPERTS is whole or sliced.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ SETTINGS: dict[str, Any] = {"platform": "cpu", "max_model_len": 256, "max_num_se
                             "kv_cache_bytes": 1 << 20}
 
 
-def settings_for(path: Path, num_ranks: int) -> RunnerConfig:
+def settings_for(path: Path, num_ranks: int, *, has_whole_experts: bool = False) -> RunnerConfig:
     """With a number of snapshots where the model has states: without a device memory decides nothing."""
-    config = RunnerConfig.from_keywords(path, tensor_parallel_size=num_ranks, **SETTINGS)
+    config = RunnerConfig.from_keywords(path, tensor_parallel_size=num_ranks,
+                                        enable_expert_parallel=has_whole_experts, **SETTINGS)
     has_states = "linear_num_key_heads" in (path / "config.json").read_text()
     return config.replace(max_state_snapshots=3) if has_states else config
 
 
 def bytes_of_start(path: Path, tp: TensorParallel) -> dict[str, int]:
-    runner = ModelRunner(open_checkpoint(settings_for(path, tp.size)), tp)
+    runner = ModelRunner(open_checkpoint(settings_for(path, tp.size, has_whole_experts=tp.has_whole_experts)), tp)
     try:
         parameters = sum(tensor.nbytes for tensor in (*runner.model.parameters(), *runner.model.buffers()))
         assert runner.profile_run().weights_bytes == parameters
@@ -39,9 +42,9 @@ def bytes_of_start(path: Path, tp: TensorParallel) -> dict[str, int]:
         runner.close()
 
 
-def main(rank: str, num_ranks: str, store: str, *checkpoints: str) -> None:
+def main(rank: str, num_ranks: str, store: str, experts: str, *checkpoints: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(num_ranks))
-    tp = TensorParallel(int(rank), int(num_ranks), dist.group.WORLD)
+    tp = TensorParallel(int(rank), int(num_ranks), dist.group.WORLD, has_whole_experts=experts == "whole")
     for path in checkpoints:
         print(json.dumps(bytes_of_start(Path(path), tp)), flush=True)
 

@@ -19,6 +19,7 @@ from npu_runner.engine.executors import shared_memory
 from npu_runner.engine.executors.rank_channel import Record
 from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 from npu_runner.engine.llm_engine import LLMEngine
+from npu_runner.errors import ConfigError
 from npu_runner.platforms.cpu.devices import free_bytes
 from npu_runner.platforms.graphs import InductorCompiler
 from npu_runner.strategies import open_checkpoint
@@ -58,6 +59,17 @@ def test_weights_and_graphs_are_counted_and_what_was_known_before_is_what_is_ser
     assert graphs == [f"compiling bucket {size} (graph {number} of 3)" for number, size in ((1, 4), (2, 2), (3, 1))]
     order = [said.index(phase) for phase in ("loading weights", weights[0], "profiling memory", graphs[0])]
     assert order == sorted(order)
+
+
+def test_whole_experts_are_another_arithmetic_where_there_are_ranks(checkpoint: Callable[..., Path]) -> None:
+    def known(num_ranks: int, **settings: Any) -> dict[str, str]:
+        return settings_before_loading(open_checkpoint(RunnerConfig.from_keywords(
+            checkpoint("qwen3_moe"), **SMALL, tensor_parallel_size=num_ranks, **settings)))
+
+    assert known(2, enable_expert_parallel=True) == {**known(2), "enable_expert_parallel": "true"}
+    assert known(1, enable_expert_parallel=True) == known(1), "one rank holds all experts either way"
+    with pytest.raises(ConfigError, match="8 experts are fewer than the 9 ranks of tensor_parallel_size"):
+        known(9, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"])

@@ -36,8 +36,8 @@ def estimated(config: RunnerConfig, platform: str, device_bytes: int) -> Estimat
     return estimate_memory(strategy, config, find_platform(platform), device_bytes)
 
 
-def exact_bytes(path: Path, num_ranks: int) -> dict[str, int]:
-    found = estimated(settings_for(path, num_ranks), "cpu", 64 * GIB)
+def exact_bytes(path: Path, num_ranks: int, **experts: bool) -> dict[str, int]:
+    found = estimated(settings_for(path, num_ranks, **experts), "cpu", 64 * GIB)
     return {"weights": found.profile.weights_bytes, "kv_cache": found.kv_cache_bytes,
             "states": found.states.num_bytes if found.states else 0}
 
@@ -72,17 +72,31 @@ def test_each_of_two_ranks_of_other_families_takes_what_a_start_takes(checkpoint
     assert_two_ranks_as_a_start(OTHERS, checkpoint, tmp_path)
 
 
+def test_of_two_ranks_with_whole_experts_the_first_takes_what_a_start_takes(checkpoint: Any, tmp_path: Path) -> None:
+    """Of seven experts it holds four, the other one three."""
+    path = checkpoint("qwen3_moe", num_experts=7)
+    first, second = bytes_of_two_ranks([path], tmp_path, "whole")
+    expected = exact_bytes(path, 2, has_whole_experts=True)
+    assert first == [expected]
+    num_layers, expert_bytes = 3, 3 * 40 * 64 * 4
+    assert second == [{**expected, "weights": expected["weights"] - num_layers * expert_bytes}]
+
+
 def assert_two_ranks_as_a_start(model_types: list[str], checkpoint: Any, tmp_path: Path) -> None:
     paths = [checkpoint(model_type, **FAMILIES[model_type].ranks) for model_type in model_types]
+    expected = [exact_bytes(path, 2) for path in paths]
+    assert bytes_of_two_ranks(paths, tmp_path, "sliced") == [expected, expected]
+
+
+def bytes_of_two_ranks(paths: list[Path], tmp_path: Path, experts: str) -> list[list[dict[str, int]]]:
+    """Of each rank, what each checkpoint takes."""
     command = [sys.executable, "-m", "tests.runner.rank_bytes"]
-    ranks = [zygote.Popen([*command, str(rank), "2", str(tmp_path / "store"), *map(str, paths)], cwd=ROOT,
+    ranks = [zygote.Popen([*command, str(rank), "2", str(tmp_path / "store"), experts, *map(str, paths)], cwd=ROOT,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
                           stdout=subprocess.PIPE, text=True) for rank in range(2)]
     outputs = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    expected = [exact_bytes(path, 2) for path in paths]
-    for output in outputs:
-        assert [json.loads(line) for line in output.splitlines() if line.startswith("{")] == expected
+    return [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
 
 
 # Bytes that a start measured on one H100 80GB (torch 2.11.0+cu130, commit 85ef21d): the allocator's peak of the worst
@@ -169,6 +183,17 @@ def test_settings_count_as_a_job_takes_them(config_file: str, capsys: pytest.Cap
     assert halved["kv_cache_bytes"] < plain["kv_cache_bytes"]
     _, whole = fits(capsys, *asked, "--dtype", "float16", "--kv-cache-bytes", "1G", "--enforce-eager")
     assert (whole["graphs_bytes"], whole["kv_cache_bytes"]) == (0, (1 << 30) // 18874368 * 18874368)
+
+
+def test_whole_experts_count_as_a_start_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of three ranks holds 43 of 128 experts."""
+    file = tmp_path / "moe.json"
+    file.write_text(json.dumps({**config_of("Qwen3-30B-A3B"), "num_attention_heads": 24, "num_key_value_heads": 3}))
+    asked = (str(file), "--device-memory", "80G", "--tensor-parallel-size", "3")
+    _, sliced = fits(capsys, *asked)
+    _, whole = fits(capsys, *asked, "--enable-expert-parallel")
+    expert_bytes, layers = 3 * 768 * 2048 * 2, 48
+    assert whole["weights_bytes"] - sliced["weights_bytes"] == layers * (43 * expert_bytes - 128 * expert_bytes // 3)
 
 
 def test_a_hub_id_is_found_in_the_cache_by_its_small_files(

@@ -213,6 +213,7 @@ def _start(rank: Rank, config: RunnerConfig, store_port: int) -> Any:
         graph_group = dist.new_group(list(range(size)), timeout=_NO_TIMEOUT, pg_options=options)
     for group in filter(None, (dist.group.WORLD, graph_group)):
         platform.communicators.make(group, rank.number)
-    tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group, store)
+    tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group, store,
+                        has_whole_experts=config.parallel.enable_expert_parallel)
     rank.phase("reading config and tokenizer")
     return ModelRunner(open_checkpoint(config), tp, progress=rank.phase)

@@ -34,8 +34,8 @@ class DecoderMLP(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """Experts are cut by their width over the ranks, every rank has the whole router; one sum over the ranks at the
-    end."""
+    """Every rank has the whole router, and of each expert a slice of its width, or some experts whole; one sum over the
+    ranks at the end."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig, context: LayerContext):
         super().__init__()
@@ -51,7 +51,8 @@ class SparseMoE(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         weights_TK, experts_TK = self.ops.route(self.gate(x_TD), self.top_k, self.renormalises)
-        out_TD = self.ops.experts(x_TD, weights_TK, experts_TK, self.experts.gate_up, self.experts.down)
+        out_TD = self.ops.experts(x_TD, weights_TK, experts_TK, self.experts.gate_up, self.experts.down,
+                                  self.experts.held)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out_TD = self.ops.add_gated(out_TD, self.shared_expert(x_TD), self.shared_expert_gate(x_TD))
         return self.tp.all_reduce(out_TD)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runner.platforms.ops import TorchOps, experts_one_by_one
+from npu_runner.platforms.ops import HeldExperts, TorchOps, experts_one_by_one
 from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
@@ -54,9 +54,10 @@ class CpuOps(TorchOps):
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
         return F.silu(gate_TI).mul_(up_TI)
 
-    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
+                held: HeldExperts | None = None) -> Tensor:
         run = in_graph_experts if torch.compiler.is_compiling() else experts_one_by_one
-        return run(x_TD, weights_TK, experts_TK, gate_up, down)
+        return run(x_TD, weights_TK, experts_TK, gate_up, down, 0 if held is None else held.first)
 
     def sort_ascending(self, x: Tensor) -> Tensor:
         # numpy sorts a vocabulary a hundred times as fast as torch does.
@@ -95,9 +96,10 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("npu_runner::cpu_experts", mutates_args=())
-def in_graph_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def in_graph_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
+                     first: int) -> Tensor:
     """`CpuOps.experts` inside a graph, whose shapes are fixed: the routing is read while it runs."""
-    return experts_one_by_one(x_TD, weights_TK, experts_TK, gate_up, down)
+    return experts_one_by_one(x_TD, weights_TK, experts_TK, gate_up, down, first)
 
 
 @in_graph_experts.register_fake

@@ -3,7 +3,8 @@
 A pair is one token and one of its K experts, numbered token * K + place. Pairs of one expert lie together in blocks of
 `block_size` (ROWS), the last of them shorter. A block belongs to one expert, so a product reads one expert's weights.
 Everything depends on tensors alone, so the host never waits. There are as many programs as the worst routing needs;
-those without rows end at once.
+those without rows end at once. A rank may hold some experts only, `num_experts` of them from `first_expert` on: the
+others' pairs are in no block, and add nothing to the sum. HOLDS_ALL: there are no others.
 
 T tokens, K experts a token, E experts, D hidden size, I width of an expert, P pairs.
 """
@@ -48,24 +49,24 @@ def route(logits, weights, experts, stride, num_experts, RENORMALISE: tl.constex
 
 @triton.jit(do_not_specialize=_CHANGES)
 def sort_few(experts, counts, starts, ranks, order, block_experts, block_rows, num_pairs, num_experts, most_blocks,
-             block_size, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+             block_size, first_expert, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     """All of count_pairs, lay_out_blocks and place_pairs in one program: for a decode step one launch."""
     ids = tl.arange(0, EXPERTS)
     tl.store(counts + ids, tl.zeros((EXPERTS,), tl.int32), mask=ids < num_experts)
     tl.debug_barrier()
     for first in range(0, num_pairs, PAIRS):
-        _count(experts, counts, ranks, first, num_pairs, PAIRS)
+        _count(experts, counts, ranks, first, num_pairs, first_expert, num_experts, PAIRS)
     tl.debug_barrier()
     _lay_out(counts, starts, block_experts, block_rows, num_experts, most_blocks, block_size, EXPERTS)
     tl.debug_barrier()
     for first in range(0, num_pairs, PAIRS):
-        _place(experts, starts, ranks, order, first, num_pairs, block_size, PAIRS)
+        _place(experts, starts, ranks, order, first, num_pairs, block_size, first_expert, num_experts, PAIRS)
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def count_pairs(experts, counts, ranks, num_pairs, PAIRS: tl.constexpr):
+def count_pairs(experts, counts, ranks, num_pairs, first_expert, num_experts, PAIRS: tl.constexpr):
     """`counts` begins at 0."""
-    _count(experts, counts, ranks, tl.program_id(0) * PAIRS, num_pairs, PAIRS)
+    _count(experts, counts, ranks, tl.program_id(0) * PAIRS, num_pairs, first_expert, num_experts, PAIRS)
 
 
 @triton.jit(do_not_specialize=_CHANGES)
@@ -76,18 +77,19 @@ def lay_out_blocks(counts, starts, block_experts, block_rows, num_experts, most_
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def place_pairs(experts, starts, ranks, order, num_pairs, block_size, PAIRS: tl.constexpr):
-    _place(experts, starts, ranks, order, tl.program_id(0) * PAIRS, num_pairs, block_size, PAIRS)
+def place_pairs(experts, starts, ranks, order, num_pairs, block_size, first_expert, num_experts, PAIRS: tl.constexpr):
+    _place(experts, starts, ranks, order, tl.program_id(0) * PAIRS, num_pairs, block_size, first_expert, num_experts,
+           PAIRS)
 
 
 @triton.jit
-def gate_up(x, weights, order, block_experts, block_rows, hidden, stride_x, top_k, depth, width,
-            IS_SORTED: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-            DEPTH: tl.constexpr):
+def gate_up(x, weights, order, block_experts, block_rows, first_expert, num_experts, hidden, stride_x, top_k, depth,
+            width, IS_SORTED: tl.constexpr, HOLDS_ALL: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr,
+            COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """silu(x gate^T) * (x up^T) of one block's pairs, some of the I columns. weights (E, 2I, D), hidden (P, I)."""
     tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // tiles
-    expert, num_rows = _whose(block, block_experts, block_rows, IS_SORTED)
+    expert, num_rows = _whose(block, block_experts, block_rows, first_expert, num_experts, IS_SORTED, HOLDS_ALL)
     if num_rows == 0:
         return
     pairs, is_row = _pairs_of(block, order, num_rows, IS_SORTED, ROWS)
@@ -113,12 +115,13 @@ def gate_up(x, weights, order, block_experts, block_rows, hidden, stride_x, top_
 
 
 @triton.jit
-def down(hidden, weights, order, block_experts, block_rows, out, depth, width, IS_SORTED: tl.constexpr,
-         IS_EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+def down(hidden, weights, order, block_experts, block_rows, first_expert, num_experts, out, depth, width,
+         IS_SORTED: tl.constexpr, HOLDS_ALL: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr,
+         COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """hidden down^T of one block's pairs, some of the D = `width` columns. weights (E, D, I), out (P, D)."""
     tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // tiles
-    expert, num_rows = _whose(block, block_experts, block_rows, IS_SORTED)
+    expert, num_rows = _whose(block, block_experts, block_rows, first_expert, num_experts, IS_SORTED, HOLDS_ALL)
     if num_rows == 0:
         return
     pairs, is_row = _pairs_of(block, order, num_rows, IS_SORTED, ROWS)
@@ -136,24 +139,35 @@ def down(hidden, weights, order, block_experts, block_rows, out, depth, width, I
 
 
 @triton.jit
-def combine(pair_outputs, weights, out, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
+def combine(pair_outputs, weights, experts, out, first_expert, num_experts, width, TOP_K: tl.constexpr,
+            HOLDS_ALL: tl.constexpr, COLUMNS: tl.constexpr):
     """One token: the sum of its experts' outputs by weight, in float32."""
     token = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
-        values = tl.load(pair_outputs + pair * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        mask = columns < width
+        if not HOLDS_ALL:  # nothing was written for the others
+            mask = mask & _is_here(tl.load(experts + pair) - first_expert, num_experts)
+        values = tl.load(pair_outputs + pair * width + columns, mask=mask, other=0.0).to(tl.float32)
         total += values * tl.load(weights + pair).to(tl.float32)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit
-def _count(experts, counts, ranks, first, num_pairs, PAIRS: tl.constexpr):
+def _is_here(expert, num_experts):
+    """`expert` counts from the first one that is here."""
+    return (expert >= 0) & (expert < num_experts)
+
+
+@triton.jit
+def _count(experts, counts, ranks, first, num_pairs, first_expert, num_experts, PAIRS: tl.constexpr):
     """Which of its expert's pairs each pair is. In whatever order: no result depends on it."""
     pairs = first + tl.arange(0, PAIRS)
     mask = pairs < num_pairs
-    expert = tl.load(experts + pairs, mask=mask, other=0)
+    expert = tl.load(experts + pairs, mask=mask, other=0) - first_expert
+    mask = mask & _is_here(expert, num_experts)
     tl.store(ranks + pairs, tl.atomic_add(counts + expert, 1, mask=mask), mask=mask)
 
 
@@ -175,18 +189,30 @@ def _lay_out(counts, starts, block_experts, block_rows, num_experts, most_blocks
 
 
 @triton.jit
-def _place(experts, starts, ranks, order, first, num_pairs, block_size, PAIRS: tl.constexpr):
+def _place(experts, starts, ranks, order, first, num_pairs, block_size, first_expert, num_experts,
+           PAIRS: tl.constexpr):
     pairs = first + tl.arange(0, PAIRS)
     mask = pairs < num_pairs
-    start = tl.load(starts + tl.load(experts + pairs, mask=mask, other=0), mask=mask, other=0)
+    expert = tl.load(experts + pairs, mask=mask, other=0) - first_expert
+    mask = mask & _is_here(expert, num_experts)
+    start = tl.load(starts + expert, mask=mask, other=0)
     tl.store(order + start * block_size + tl.load(ranks + pairs, mask=mask, other=0), pairs, mask=mask)
 
 
 @triton.jit
-def _whose(block, block_experts, block_rows, IS_SORTED: tl.constexpr):
-    """A block's expert and number of rows. Of pairs that are not sorted each is a block of its own."""
-    num_rows = tl.load(block_rows + block) if IS_SORTED else 1
-    return tl.load(block_experts + block).to(tl.int64), num_rows
+def _whose(block, block_experts, block_rows, first_expert, num_experts, IS_SORTED: tl.constexpr,
+           HOLDS_ALL: tl.constexpr):
+    """A block's expert, counted from the first that is here, and number of rows. Of pairs that are not sorted each is a
+    block of its own, without rows if its expert is not here."""
+    expert = tl.load(block_experts + block).to(tl.int64)
+    if IS_SORTED:
+        num_rows = tl.load(block_rows + block)
+    elif HOLDS_ALL:
+        num_rows = 1
+    else:
+        expert -= first_expert
+        num_rows = _is_here(expert, num_experts).to(tl.int32)
+    return expert, num_rows
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda import expert_kernels as kernels
+from npu_runner.platforms.ops import HeldExperts
 
 # Pairs that one program of the sort takes at a time; up to `_FEW_PAIRS` a single program sorts them all.
 _SORT_PAIRS, _FEW_PAIRS = 1024, 4096
@@ -54,13 +55,23 @@ _IN_FLOAT32 = (
 
 
 class Pairs(NamedTuple):
-    """Where blocks find their pairs, int32: see expert_kernels. `num_blocks` is what the worst choice needs."""
+    """Where blocks find their pairs, int32: see expert_kernels. `num_blocks` is what the worst choice needs.
 
+    `experts`: of each pair, (T, K). `held`: of these the ones that are here; None: all. The others' pairs are in no
+    block.
+    """
+
+    experts: Tensor
     order: Tensor
     block_experts: Tensor
     block_rows: Tensor
     num_blocks: int
     is_sorted: bool
+    held: HeldExperts | None
+
+    @property
+    def first_expert(self) -> int:
+        return 0 if self.held is None else self.held.first
 
 
 def route(logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -79,55 +90,60 @@ def tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
     return _IN_FLOAT32 if dtype == torch.float32 else _IN_16_BITS
 
 
-def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor,
-                down_EDI: Tensor) -> Tensor:
+def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor, down_EDI: Tensor,
+                held: HeldExperts | None) -> Tensor:
     """`Ops.experts`."""
     num_experts = len(gate_up_E2ID)
     choices = tilings(x_TD.dtype)
     if x_TD.shape[0] <= _UNSORTED_TOKENS:
-        return _products(x_TD, weights_TK, unsorted(experts_TK), gate_up_E2ID, down_EDI, choices[0])
-    average = experts_TK.numel() / num_experts
+        return _products(x_TD, weights_TK, unsorted(experts_TK, held), gate_up_E2ID, down_EDI, choices[0])
+    average = experts_TK.numel() / (num_experts if held is None else held.total)
     tiling = next(tiling for tiling in choices if average <= tiling.most_pairs_per_expert)
-    pairs = sort_pairs(experts_TK, num_experts, tiling.rows)
+    pairs = sort_pairs(experts_TK, num_experts, tiling.rows, held=held)
     return _products(x_TD, weights_TK, pairs, gate_up_E2ID, down_EDI, tiling)
 
 
-def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor, down_EDI: Tensor) -> None:
+def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor, down_EDI: Tensor,
+                held: HeldExperts | None) -> None:
     """Call each kernel that any number of tokens may need, over one token: none is then compiled while serving."""
     token = x_TD[:1], weights_TK[:1]
-    _products(*token, unsorted(experts_TK[:1]), gate_up_E2ID, down_EDI, tilings(x_TD.dtype)[0])
+    _products(*token, unsorted(experts_TK[:1], held), gate_up_E2ID, down_EDI, tilings(x_TD.dtype)[0])
     for tiling in tilings(x_TD.dtype):
         for few in (0, _FEW_PAIRS):
-            pairs = sort_pairs(experts_TK[:1], len(gate_up_E2ID), tiling.rows, few)
+            pairs = sort_pairs(experts_TK[:1], len(gate_up_E2ID), tiling.rows, few, held=held)
         _products(*token, pairs, gate_up_E2ID, down_EDI, tiling)
 
 
-def unsorted(experts_TK: Tensor) -> Pairs:
+def unsorted(experts_TK: Tensor, held: HeldExperts | None = None) -> Pairs:
     """Each pair is a block of its own."""
-    return Pairs(experts_TK, experts_TK, experts_TK, experts_TK.numel(), is_sorted=False)
+    return Pairs(experts_TK, experts_TK, experts_TK, experts_TK, experts_TK.numel(), is_sorted=False, held=held)
 
 
-def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int = _FEW_PAIRS) -> Pairs:
-    """Pairs of one expert together, in blocks of `rows`; up to `few` pairs in one launch."""
+def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int = _FEW_PAIRS, *,
+               held: HeldExperts | None = None) -> Pairs:
+    """Pairs of one expert together, in blocks of `rows`; up to `few` pairs in one launch. `num_experts` are here."""
     num_pairs = experts_TK.numel()
     num_blocks = min(num_pairs, num_pairs // rows + min(num_experts, num_pairs))
     counts, starts, ranks, order, block_experts, block_rows = (
         torch.empty(size, dtype=torch.int32, device=experts_TK.device)
         for size in (num_experts, num_experts, num_pairs, num_blocks * rows, num_blocks, num_blocks))
     width = triton.next_power_of_2(num_experts)
+    pairs = Pairs(experts_TK, order, block_experts, block_rows, num_blocks, is_sorted=True, held=held)
     if num_pairs <= few:
         kernels.sort_few[(1,)](
             experts_TK, counts, starts, ranks, order, block_experts, block_rows, num_pairs, num_experts, num_blocks,
-            rows, EXPERTS=width, PAIRS=_SORT_PAIRS, num_warps=8,
+            rows, pairs.first_expert, EXPERTS=width, PAIRS=_SORT_PAIRS, num_warps=8,
         )
-        return Pairs(order, block_experts, block_rows, num_blocks, is_sorted=True)
+        return pairs
     counts.zero_()
     grid = (triton.cdiv(num_pairs, _SORT_PAIRS),)
-    kernels.count_pairs[grid](experts_TK, counts, ranks, num_pairs, PAIRS=_SORT_PAIRS, num_warps=8)
+    kernels.count_pairs[grid](experts_TK, counts, ranks, num_pairs, pairs.first_expert, num_experts,
+                              PAIRS=_SORT_PAIRS, num_warps=8)
     kernels.lay_out_blocks[(1,)](counts, starts, block_experts, block_rows, num_experts, num_blocks, rows,
                                  EXPERTS=width, num_warps=4)
-    kernels.place_pairs[grid](experts_TK, starts, ranks, order, num_pairs, rows, PAIRS=_SORT_PAIRS, num_warps=8)
-    return Pairs(order, block_experts, block_rows, num_blocks, is_sorted=True)
+    kernels.place_pairs[grid](experts_TK, starts, ranks, order, num_pairs, rows, pairs.first_expert, num_experts,
+                              PAIRS=_SORT_PAIRS, num_warps=8)
+    return pairs
 
 
 def _products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tensor, down_EDI: Tensor,
@@ -136,21 +152,24 @@ def _products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tens
     top_k, width = weights_TK.shape[1], down_EDI.shape[2]
     hidden_PI = torch.empty((num_tokens * top_k, width), dtype=x_TD.dtype, device=x_TD.device)
     outputs_PD = torch.empty((num_tokens * top_k, hidden_size), dtype=x_TD.dtype, device=x_TD.device)
-    blocks = (pairs.order, pairs.block_experts, pairs.block_rows)
+    here = (pairs.first_expert, len(gate_up_E2ID))
+    blocks = (pairs.order, pairs.block_experts, pairs.block_rows, *here)
+    holds_all = pairs.held is None
     tile = tiling.gate_up
     kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.columns),)](
         x_TD, gate_up_E2ID, *blocks, hidden_PI, x_TD.stride(0), top_k, hidden_size, width, IS_SORTED=pairs.is_sorted,
-        IS_EVEN=hidden_size % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        HOLDS_ALL=holds_all, IS_EVEN=hidden_size % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns,
+        DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
     tile = tiling.down
     kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.columns),)](
         hidden_PI, down_EDI, *blocks, outputs_PD, width, hidden_size, IS_SORTED=pairs.is_sorted,
-        IS_EVEN=width % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+        HOLDS_ALL=holds_all, IS_EVEN=width % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
     out_TD = torch.empty((num_tokens, hidden_size), dtype=x_TD.dtype, device=x_TD.device)
     kernels.combine[(triton.cdiv(hidden_size, _COMBINE_COLUMNS), num_tokens)](
-        outputs_PD, weights_TK, out_TD, hidden_size, TOP_K=top_k, COLUMNS=_COMBINE_COLUMNS, num_warps=4,
+        outputs_PD, weights_TK, pairs.experts, out_TD, *here, hidden_size, TOP_K=top_k, HOLDS_ALL=holds_all,
+        COLUMNS=_COMBINE_COLUMNS, num_warps=4,
     )
     return out_TD

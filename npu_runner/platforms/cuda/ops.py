@@ -17,7 +17,7 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda import draw, experts, products, token_masks
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
-from npu_runner.platforms.ops import AllowedDraw, Ops
+from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
 
 # Heads of one token that one program turns; they share its cos and sin.
 _ROTARY_HEADS = 8
@@ -127,12 +127,13 @@ class TritonOps(Ops):
     def route(self, logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         return experts.route(logits_TE, top_k, renormalise)
 
-    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        kind = (*gate_up.shape, experts_TK.shape[1])
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
+                held: HeldExperts | None = None) -> Tensor:
+        kind = (*gate_up.shape, experts_TK.shape[1], held)
         if not torch.compiler.is_compiling() and kind not in self._compiled:
             self._compiled.add(kind)
-            experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down)
-        return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down)
+            experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
+        return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return self._draw_from_softmax

@@ -14,7 +14,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.npu.draw import draw_from_softmax
-from npu_runner.platforms.ops import TorchOps
+from npu_runner.platforms.ops import HeldExperts, TorchOps
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -67,16 +67,26 @@ class NpuOps(TorchOps):
                                                                               renorm=int(renormalise))
         return weights_TK, experts_TK
 
-    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        num_experts = gate_up.shape[0]
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
+                held: HeldExperts | None = None) -> Tensor:
+        first, total = held or (0, gate_up.shape[0])
         # The range is spelled out: without it torch_npu looks into an empty list for some shapes.
         rows, places, counts_E, _ = torch_npu.npu_moe_init_routing_v2(
-            x_TD, experts_TK, active_num=experts_TK.numel(), expert_num=num_experts, expert_tokens_num_type=1,
-            expert_tokens_num_flag=True, active_expert_range=[0, num_experts], quant_mode=-1, row_idx_type=0,
+            x_TD, experts_TK, active_num=experts_TK.numel(), expert_num=total, expert_tokens_num_type=1,
+            expert_tokens_num_flag=True, active_expert_range=[first, first + gate_up.shape[0]], quant_mode=-1,
+            row_idx_type=0,
         )
         hidden = torch_npu.npu_swiglu(_grouped(rows, gate_up, counts_E))
-        # The graph engine has no converter of this one: torchair.py brings one.
-        return torch_npu.npu_moe_token_unpermute(_grouped(hidden, down, counts_E), places, probs=weights_TK)
+        outputs = _grouped(hidden, down, counts_E)
+        # The graph engine has no converter of npu_moe_token_unpermute: torchair.py brings one.
+        if held is None:
+            return torch_npu.npu_moe_token_unpermute(outputs, places, probs=weights_TK)
+        # Pairs of other ranks' experts have place -1. They take row 0 with weight 0, and rows behind the pairs that are
+        # here are undefined: row 0 is, where there are none.
+        is_away_TK = (places < 0).view_as(weights_TK)
+        weights_TK = weights_TK.masked_fill(is_away_TK, 0.0)
+        out_TD = torch_npu.npu_moe_token_unpermute(outputs, torch.relu(places), probs=weights_TK)
+        return out_TD.masked_fill_(is_away_TK.all(), 0.0)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return draw_from_softmax

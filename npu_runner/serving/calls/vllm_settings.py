@@ -49,7 +49,6 @@ _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((False,), "lora=PATH merges one adapter for all requests"),
     "speculative_config": ((), "there is no speculative decoding; leave it out"),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size, and data_parallel_size"),
-    "enable_expert_parallel": ((False,), "experts are divided by tensor_parallel_size"),
     "distributed_executor_backend": (("mp", "uni"), "ranks are processes of this host; batch --ray uses many hosts"),
     "compilation_config": (({}, 0), "graph_mode and graph_batch_sizes say what is captured"),
     "structured_outputs_config": (({},), "the backend is llguidance; docs/structured.md says what it takes"),
