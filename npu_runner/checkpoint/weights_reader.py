@@ -9,7 +9,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 from types import EllipsisType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _INDICES = "*.safetensors.index.json"
 _Reader = TypeVar("_Reader", bound="WeightsReader")
+Int8Piece: TypeAlias = tuple[slice, torch.Tensor, torch.Tensor]
+"""Which rows of those that were asked for, their values (int8), and a scale for each of them (float32)."""
 
 
 class WeightsReader(ABC):
@@ -47,6 +49,15 @@ class WeightsReader(ABC):
                ) -> Iterator[tuple[slice | EllipsisType, torch.Tensor]]:
         """What `read` returns, piece by piece: which elements of its first dim (all: ...), and their values."""
         yield ..., self.read(name, dim, start, length)
+
+    def is_int8(self, name: str) -> bool:
+        """Whether `int8_pieces` has it: a matrix of int8, by row and without zeros, for products with inputs that are
+        rounded to int8 by row, too."""
+        return False
+
+    def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
+        """As `pieces`, not multiplied out. Asked for where `is_int8`."""
+        raise AssertionError(f"{name} is not int8 by row")
 
     @abstractmethod
     def close(self) -> None: ...
@@ -141,6 +152,14 @@ def has_module(path: Path, name: str) -> bool | None:
         return None
     with CheckpointReader(path) as reader:
         return any(each.startswith(prefix) for each in reader.names)
+
+
+def weights_are_there(path: Path) -> bool:
+    """Whether every file of weights is in the folder: of a hub id, small files alone may be."""
+    try:
+        return all((path / name).is_file() for name in _file_names(path))
+    except WeightsError:  # none is
+        return False
 
 
 def _index(path: Path) -> str | None:

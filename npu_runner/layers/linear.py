@@ -6,13 +6,16 @@ I input features, O output features of this rank, T tokens, D hidden size, V voc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.layers.parallel import LayerContext, WeightPart
+from npu_runner.platforms.ops import INT8, Int8Weight
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class OutputPart:
     total: int
     start: int
     length: int
+    is_gate: bool = False
+    """Of few outputs that decide how much is kept: it stays in 16 bits where other weights are made int8."""
 
     def runs(self, padding: Padding) -> list[tuple[int, int, int]]:
         """(start, length, where it goes) of every run of rows, counted from the first row of this part."""
@@ -51,22 +56,69 @@ class Padding:
 _NO_PADDING = Padding()
 
 
-class ColumnParallelLinear(nn.Module):
+class HeldLinear(nn.Module):
+    """A weight (O, I) and a bias in the form that `hold` is told: of the model's dtype, or int8 with scales by row.
+
+    `weight_parts` of `weight` are what the checkpoint calls the float tensors, whatever the form.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    scales: nn.Parameter | None
+    """float32 (O,), of int8."""
+    weight_parts: dict[str, list[WeightPart]]
+    has_gates: bool = False
+    """Some of its outputs are of an OutputPart that `is_gate`."""
+
+    def __init__(self, out_features: int, in_features: int, *, bias: bool, context: LayerContext, padding: Padding):
+        super().__init__()
+        self.ops = context.ops
+        self._context, self._is_padded = context, not padding.is_none
+        self._shape, self._has_bias = (out_features, in_features), bias
+        self.is_held = False
+        if context.weight_forms:  # which one, and so how many bytes, the checkpoint says
+            unheld = dataclasses.replace(context, device=torch.device("meta"))
+            self.weight, self.scales = unheld.parameter(out_features, in_features), None
+            self.bias = unheld.parameter(out_features) if bias else None
+        else:
+            self.hold(None)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of quantised weights that it may be told to hold."""
+        return self._context.weight_forms
+
+    def hold(self, form: str | None) -> None:
+        """Allocate weight and bias; None: of the model's dtype. What no tensor fills is zero."""
+        assert form in (None, INT8), f"no linear holds {form}"
+        context, (out_features, in_features) = self._context, self._shape
+        self.weight = context.parameter(out_features, in_features, dtype=torch.int8 if form else None)
+        self.scales = context.parameter(out_features, dtype=torch.float32) if form else None
+        # The product adds it before it rounds.
+        self.bias = context.parameter(out_features, dtype=torch.float32 if form else None) if self._has_bias else None
+        if self._is_padded:
+            for parameter in self.parameters():
+                parameter.zero_()
+        self.is_held = True
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + bias, (T, O)."""
+        if self.scales is None:
+            return self.ops.linear(x_TI, self.weight, bias_O)
+        return self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
+
+
+class ColumnParallelLinear(HeldLinear):
     """Several checkpoint linears (or slices of one) as one matmul, output features cut over the ranks."""
 
     def __init__(self, in_features: int, parts: Sequence[OutputPart], *, bias: bool, context: LayerContext,
                  padding: Padding = _NO_PADDING):
-        super().__init__()
-        self.ops = context.ops
         out_features = sum(padding.padded(part.length) for part in parts)
-        self.weight = context.parameter(out_features, in_features)
-        self.bias = context.parameter(out_features) if bias else None
-        self.weight_parts: dict[str, list[WeightPart]] = {"weight": []}
+        super().__init__(out_features, in_features, bias=bias, context=context, padding=padding)
+        self.has_gates = any(part.is_gate for part in parts)
+        self.weight_parts = {"weight": [], "scales": []}
         if bias:
             self.weight_parts["bias"] = []
-        if not padding.is_none:
-            for parameter in self.parameters():
-                parameter.zero_()
         target = 0
         for part in parts:
             for kind, shape in (("weight", (part.total, in_features)), ("bias", (part.total,))):
@@ -78,39 +130,39 @@ class ColumnParallelLinear(nn.Module):
             target += padding.padded(part.length)
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return self.ops.linear(x_TI, self.weight, self.bias)
+        return self.multiply(x_TI, self.bias)
 
     def gelu_forward(self, x_TI: Tensor, approximate: str) -> Tensor:
         """gelu(forward(x)); `approximate` as in Ops.gelu."""
+        if self.scales is not None:
+            return self.ops.gelu(self(x_TI), approximate)
         return self.ops.linear_gelu(x_TI, self.weight, self.bias, approximate)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(HeldLinear):
     """Input features cut over the ranks; the outputs are summed, or left to the caller to sum without `reduces`."""
 
     def __init__(self, name: str, in_features: int, out_features: int, *, bias: bool, context: LayerContext,
                  padding: Padding = _NO_PADDING, reduces: bool = True):
-        super().__init__()
         assert reduces or not bias, "each rank would add the bias"
-        self.ops = context.ops
+        start, length = context.tp.share(in_features, f"{name} input features")
+        super().__init__(out_features, padding.padded(length), bias=bias, context=context, padding=padding)
         self.tp = context.tp
         self.reduces = reduces
-        start, length = context.tp.share(in_features, f"{name} input features")
-        self.weight = context.parameter(out_features, padding.padded(length))
-        self.bias = context.parameter(out_features) if bias else None
-        if not padding.is_none:
-            self.weight.zero_()
         runs = OutputPart(name, in_features, start, length).runs(padding)
         self.weight_parts = {
             "weight": [WeightPart(f"{name}.weight", (out_features, in_features), dim=1, start=first, length=count,
                                   target_start=place) for first, count, place in runs],
             "bias": [WeightPart(f"{name}.bias", (out_features,))],
+            "scales": [],
         }
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.tp.size == 1 or not self.reduces:
-            return self.ops.linear(x_TI, self.weight, self.bias)
-        out_TO = self.tp.all_reduce(self.ops.linear(x_TI, self.weight, None))
+            return self.multiply(x_TI, self.bias)
+        if self.scales is not None:
+            return self.tp.all_reduce(self.multiply(x_TI, self.bias if self.tp.rank == 0 else None))
+        out_TO = self.tp.all_reduce(self.multiply(x_TI, None))
         return out_TO if self.bias is None else out_TO + self.bias
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.ops import TorchOps
+from npu_runner.platforms.ops import Int8Weight, TorchOps
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import SideResult, SideStream
 
@@ -85,6 +85,12 @@ class MetaOps(TorchOps):
 
     def __init__(self, *, copies_rows_to_experts: bool):
         self._copies_rows = copies_rows_to_experts
+
+    def int8_linear(self, x_TI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+        values_TI, scales_T = x_TI.new_empty(x_TI.shape, dtype=torch.int8), x_TI.new_empty(len(x_TI))
+        out_TO = x_TI.new_empty(len(x_TI), len(weight.scales_O))
+        del values_TI, scales_T
+        return out_TO
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)

@@ -30,12 +30,37 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+INT8 = "int8"
+"""The form of weights that `Int8Weight` holds."""
+INT8_MAX = 127.0
+
+
+class Int8Weight(NamedTuple):
+    """Rows of int8 and a scale for each: values * scales. Products take inputs that are rounded alike."""
+
+    values_OI: Tensor
+    """int8, contiguous."""
+    scales_O: Tensor
+    """float32."""
+
+
 class Ops(ABC):
     """Operators of a dense decoder layer, fused where the vendor has them. All shapes are this rank's."""
 
     @abstractmethod
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + b, (T, O)."""
+
+    def int8_linear(self, x_TI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+        """s * scales * (round(x / s) values^T) + b, (T, O) of x's dtype, with s = max|x| / 127 of each row.
+
+        The product of integers is exact, the rest float32, rounded once; `bias_O` is float32. Asked for where the
+        platform's `weight_forms` name INT8.
+        """
+        values_TI, scales_T = int8_rows(x_TI)
+        sums_TO = torch._int_mm(values_TI, weight.values_OI.t())
+        out_TO = sums_TO.float() * scales_T[:, None] * weight.scales_O
+        return (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -211,6 +236,15 @@ class TokenLookUp:
         masks_CV = self._masks_of_bytes.index_select(0, bytes_).view(num_rows, 32 * num_words)
         taken_CV = logits_BV if rows_C is None else logits_BV.index_select(0, rows_C)
         return taken_CV + masks_CV[:, : logits_BV.shape[1]]
+
+
+def int8_rows(x_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values (R, C) and float32 scales (R,) of rows: values * scales is as near as it can be, symmetric, with the
+    largest at 127. A row of zeros has scale 0."""
+    x_RC = x_RC.float()
+    scales_R = x_RC.abs().amax(-1) / INT8_MAX
+    divisors_R1 = scales_R.masked_fill(scales_R == 0, 1.0)[:, None]
+    return (x_RC / divisors_R1).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales_R
 
 
 def rotate_leading(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def test_the_commands_that_only_look_say_how_it_is_served(
     assert capsys.readouterr().out.endswith(f"; quantised weights: {SAYS}\n")
     asked = ["doctor", "--device-memory", "64G", "--platform", "npu", "--max-model-len", "1024", "--fits"]
     assert main([*asked, str(quantised)]) == 0
-    assert f"  weights count as float32: {SAYS}" in capsys.readouterr().out
+    assert f"  weights are {SAYS}\n" in capsys.readouterr().out
     assert main([*asked, str(quantised), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert main([*asked, str(checkpoint("qwen3")), "--json"]) == 0

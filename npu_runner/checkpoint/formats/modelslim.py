@@ -138,7 +138,7 @@ def _dynamic(contents: Contents, module: str, description: dict[str, Any]) -> No
         return
     contents.made[f"{module}.weight"] = QuantisedMatrix(
         "int8 by row", StoredMatrix(contents.reader, f"{module}.weight"),
-        (_grid(contents, f"{module}.weight_scale", (shape[0], 1), shape[1]),))
+        (_grid(contents, f"{module}.weight_scale", (shape[0], 1), shape[1]),), rounds_inputs=True)
 
 
 def _int8_weights(contents: Contents, module: str, description: dict[str, Any]) -> None:

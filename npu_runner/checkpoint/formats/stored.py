@@ -136,12 +136,17 @@ class Grid:
 
 @dataclass(frozen=True)
 class QuantisedMatrix(FloatTensor):
-    """(N, K): (values - zeros) * scales, scales of several grids multiplied first."""
+    """(N, K): (values - zeros) * scales, scales of several grids multiplied first.
+
+    `rounds_inputs`: values are int8 with a scale for each row, and its products take inputs that are rounded to int8 as
+    well, each row by its own largest value.
+    """
 
     form: str
     values: Matrix
     scales: tuple[Grid, ...]
     zeros: Grid | None = None
+    rounds_inputs: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -156,6 +161,12 @@ class QuantisedMatrix(FloatTensor):
         for other in others:
             scale = scale * other
         return weight_RC.mul_(scale)
+
+    def read_int8(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
+        """int8 (R, C) and float32 (R,), of one that `rounds_inputs`."""
+        assert self.rounds_inputs, f"{self.form} is not int8 by row"
+        (grid,) = self.scales
+        return self.values.read(rows, columns).to(torch.int8), grid.at(rows, (0, 1)).flatten().expand(rows[1])
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class _Heads:
         mixer, width = self.mixer, self.mixer.head_v_dim
         yield OutputPart("in_proj_z", mixer.num_v_heads * width, self.first_v_head * width, self.value_size)
         for name in ("in_proj_b", "in_proj_a"):
-            yield OutputPart(name, mixer.num_v_heads, self.first_v_head, self.num_v_heads)
+            yield OutputPart(name, mixer.num_v_heads, self.first_v_head, self.num_v_heads, is_gate=True)
 
     def interleaved(self) -> Iterator[OutputPart]:
         """The same as Qwen3-Next stores them: of each key head q, k, G times v, G times z; and G times b, G times a."""

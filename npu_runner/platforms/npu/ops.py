@@ -14,7 +14,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.npu.draw import draw_from_softmax
-from npu_runner.platforms.ops import TorchOps
+from npu_runner.platforms.ops import Int8Weight, TorchOps
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -26,6 +26,12 @@ class NpuOps(TorchOps):
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TD, weight_OD, bias_O)
+
+    def int8_linear(self, x_TI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+        values_TI, scales_T = torch_npu.npu_dynamic_quant(x_TI)
+        # The product takes (in, out), and knows a transposed view for what it is.
+        return torch_npu.npu_quant_matmul(values_TI, weight.values_OI.t(), weight.scales_O, pertoken_scale=scales_T,
+                                          bias=bias_O, output_dtype=x_TI.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
