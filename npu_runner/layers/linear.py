@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.platforms.ops import INT8, Int8Weight
+from npu_runner.platforms.ops import INT8, Int8Rows, Int8Weight
 
 
 @dataclass(frozen=True)
@@ -57,55 +57,94 @@ _NO_PADDING = Padding()
 
 
 class HeldLinear(nn.Module):
-    """A weight (O, I) and a bias in the form that `hold` is told: of the model's dtype, or int8 with scales by row.
+    """A weight (O, I) and a bias in the form that `hold` is told: of the model's dtype, int8 with scales by row, or
+    rows of both kinds.
 
-    `weight_parts` of `weight` are what the checkpoint calls the float tensors, whatever the form.
+    `weight_parts` are what the checkpoint calls the float tensors, whatever the form.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    """float32 of int8: the product adds it before it rounds."""
     scales: nn.Parameter | None
-    """float32 (O,), of int8."""
+    """float32, of int8 rows."""
+    rest: nn.Parameter | None = None
+    """Rows of the model's dtype beside int8 ones, and their bias."""
+    rest_bias: nn.Parameter | None = None
     weight_parts: dict[str, list[WeightPart]]
-    has_gates: bool = False
-    """Some of its outputs are of an OutputPart that `is_gate`."""
+    gates: frozenset[str] = frozenset()
+    """The names among `weight_parts` whose OutputPart `is_gate`."""
+    splits: bool = True
+    """Rows may be of both kinds. Not where others than the loader move rows."""
 
     def __init__(self, out_features: int, in_features: int, *, bias: bool, context: LayerContext, padding: Padding):
         super().__init__()
         self.ops = context.ops
         self._context, self._is_padded = context, not padding.is_none
         self._shape, self._has_bias = (out_features, in_features), bias
-        self.is_held = False
-        if context.weight_forms:  # which one, and so how many bytes, the checkpoint says
-            unheld = dataclasses.replace(context, device=torch.device("meta"))
-            self.weight, self.scales = unheld.parameter(out_features, in_features), None
-            self.bias = unheld.parameter(out_features) if bias else None
-        else:
-            self.hold(None)
+        # With forms the checkpoint says which one it is, and so how many bytes.
+        self.is_held = not context.weight_forms
+        self._allocate(None, out_features, context if self.is_held else
+                       dataclasses.replace(context, device=torch.device("meta")))
 
     @property
     def forms(self) -> tuple[str, ...]:
         """The forms of quantised weights that it may be told to hold."""
         return self._context.weight_forms
 
-    def hold(self, form: str | None) -> None:
-        """Allocate weight and bias; None: of the model's dtype. What no tensor fills is zero."""
-        assert form in (None, INT8), f"no linear holds {form}"
-        context, (out_features, in_features) = self._context, self._shape
-        self.weight = context.parameter(out_features, in_features, dtype=torch.int8 if form else None)
-        self.scales = context.parameter(out_features, dtype=torch.float32) if form else None
-        # The product adds it before it rounds.
-        self.bias = context.parameter(out_features, dtype=torch.float32 if form else None) if self._has_bias else None
+    def hold(self, is_int8: Sequence[bool]) -> None:
+        """Allocate weight and bias. `is_int8`: of each part of the weight, whether int8 fills it.
+
+        Parts of both kinds are two products where each kind lies side by side; else all become the model's dtype. What
+        no tensor fills is zero.
+        """
+        self.is_held = True
+        cuts = [place for place in range(1, len(is_int8)) if is_int8[place] != is_int8[place - 1]]
+        if not any(is_int8) or len(cuts) > (1 if self.splits else 0):
+            self._allocate(None, self._shape[0], self._context)
+        elif not cuts:
+            self._allocate(INT8, self._shape[0], self._context)
+        else:
+            self._split(cuts[0], is_int8_first=is_int8[0])
+
+    def multiply(self, x_TI: Tensor | Int8Rows, bias_O: Tensor | None) -> Tensor:
+        """x W^T + bias, (T, O). `x_TI` may be rounded where all of the weight is int8."""
+        if self.scales is None:
+            assert isinstance(x_TI, Tensor), "rounded inputs are for int8 weights"
+            return self.ops.linear(x_TI, self.weight, bias_O)
+        out_TO = self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
+        if self.rest is None:
+            return out_TO
+        assert isinstance(x_TI, Tensor), "some rows are not int8"
+        rest_TO = self.ops.linear(x_TI, self.rest, self.rest_bias)
+        return torch.cat((out_TO, rest_TO) if self._is_int8_first else (rest_TO, out_TO), dim=-1)
+
+    def _allocate(self, form: str | None, num_rows: int, context: LayerContext) -> None:
+        dtype, wide = (torch.int8, torch.float32) if form == INT8 else (None, None)
+        self.weight = context.parameter(num_rows, self._shape[1], dtype=dtype)
+        self.bias = context.parameter(num_rows, dtype=wide) if self._has_bias else None
+        self.scales = context.parameter(num_rows, dtype=torch.float32) if form == INT8 else None
         if self._is_padded:
             for parameter in self.parameters():
                 parameter.zero_()
-        self.is_held = True
 
-    def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + bias, (T, O)."""
-        if self.scales is None:
-            return self.ops.linear(x_TI, self.weight, bias_O)
-        return self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
+    def _split(self, place: int, *, is_int8_first: bool) -> None:
+        """Into parts before `place` and from there on."""
+        first_row, (out_features, in_features) = self.weight_parts["weight"][place].target_start, self._shape
+        counts, context = [first_row, out_features - first_row], self._context
+        own, other = (0, 1) if is_int8_first else (1, 0)
+        self._is_int8_first = is_int8_first
+        self._allocate(INT8, counts[own], context)
+        self.rest = context.parameter(counts[other], in_features)
+        self.rest_bias = context.parameter(counts[other]) if self._has_bias else None
+        if self._is_padded:
+            self.rest.zero_()
+        for name in ("weight", "bias") if self._has_bias else ("weight",):
+            parts = self.weight_parts[name]
+            runs = parts[:place], [dataclasses.replace(part, target_start=part.target_start - first_row)
+                                   for part in parts[place:]]
+            self.weight_parts[name] = runs[own]
+            self.weight_parts["rest" if name == "weight" else "rest_bias"] = runs[other]
 
 
 class ColumnParallelLinear(HeldLinear):
@@ -115,7 +154,7 @@ class ColumnParallelLinear(HeldLinear):
                  padding: Padding = _NO_PADDING):
         out_features = sum(padding.padded(part.length) for part in parts)
         super().__init__(out_features, in_features, bias=bias, context=context, padding=padding)
-        self.has_gates = any(part.is_gate for part in parts)
+        self.gates = frozenset(f"{part.name}.weight" for part in parts if part.is_gate)
         self.weight_parts = {"weight": [], "scales": []}
         if bias:
             self.weight_parts["bias"] = []
@@ -129,7 +168,7 @@ class ColumnParallelLinear(HeldLinear):
                     ]
             target += padding.padded(part.length)
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor | Int8Rows) -> Tensor:
         return self.multiply(x_TI, self.bias)
 
     def gelu_forward(self, x_TI: Tensor, approximate: str) -> Tensor:

@@ -4,7 +4,7 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
@@ -16,17 +16,10 @@ from npu_runner.platforms.ops import INT8
 def hold_as_stored(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> set[str]:
     """Allocate the weights of linears that wait for their form; returns the checkpoint's names of those held as int8.
 
-    A product is int8 where all that it is made of is, else of the model's dtype. `renamed` as in `load_weights`.
+    `renamed` as in `load_weights`.
     """
-    held: set[str] = set()
-    for name, linear in _linears(model):
-        stored = _stored_names(name, linear, renamed)
-        if not linear.is_held:
-            is_int8 = INT8 in linear.forms and stored <= reader.names and all(map(reader.is_int8, stored))
-            linear.hold(INT8 if is_int8 else None)
-        if linear.scales is not None:
-            held |= stored
-    return held
+    there = reader.names
+    return _hold(model, renamed, lambda name: name in there and reader.is_int8(name))
 
 
 def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
@@ -34,32 +27,37 @@ def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
 
     Embeddings, output head, routers, gates, convolutions and towers stay as they are.
     """
-    decoder = getattr(model, "decoder", model)
-    inside = {id(module) for module in decoder.modules()}
-    return {stored for name, linear in _linears(model) if id(linear) in inside and not linear.has_gates
-            for stored in _stored_names(name, linear, renamed)}
+    inside = {id(module) for module in getattr(model, "decoder", model).modules()}
+    return {stored for name, linear in _linears(model) if id(linear) in inside
+            for part, stored in _parts(name, linear, renamed) if part not in linear.gates}
 
 
 def hold_rounded(model: nn.Module) -> None:
     """`hold_as_stored` of a checkpoint in 16 bits, without one: int8 where `quantization` int8 makes it so."""
-    meant = names_to_round(model, {})
-    for name, linear in _linears(model):
-        if not linear.is_held:
-            linear.hold(INT8 if INT8 in linear.forms and _stored_names(name, linear, {}) <= meant else None)
+    _hold(model, {}, names_to_round(model, {}).__contains__)
 
 
 def hold_as_floats(model: nn.Module) -> None:
     """All of the model's dtype."""
-    for _, linear in _linears(model):
+    _hold(model, {}, lambda name: False)
+
+
+def _hold(model: nn.Module, renamed: Mapping[str, str], is_int8: Callable[[str], bool]) -> set[str]:
+    held: set[str] = set()
+    for name, linear in _linears(model):
         if not linear.is_held:
-            linear.hold(None)
+            linear.hold([INT8 in linear.forms and is_int8(stored) for _, stored in _parts(name, linear, renamed)])
+        if linear.scales is not None:
+            held |= {stored for _, stored in _parts(name, linear, renamed)}
+    return held
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, HeldLinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, HeldLinear))
 
 
-def _stored_names(name: str, linear: HeldLinear, renamed: Mapping[str, str]) -> set[str]:
+def _parts(name: str, linear: HeldLinear, renamed: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Of each part of the weight its name, and the checkpoint's name of the tensor."""
     parent = name.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
-    return {renamed_tensor(prefix + part.name, renamed) for part in linear.weight_parts["weight"]}
+    return [(part.name, renamed_tensor(prefix + part.name, renamed)) for part in linear.weight_parts["weight"]]

@@ -123,7 +123,7 @@ def _wanted(model: nn.Module) -> Iterator[_Wanted]:
             seen.add(id(parameter))
             offset = getattr(module, "weight_offset", 0.0)
             parts = declared.get(name, [WeightPart(f"{own_name}.{name}", tuple(parameter.shape), offset=offset)])
-            scales = getattr(module, "scales", None) if parameter.dtype == torch.int8 else None
+            scales = getattr(module, "scales", None) if name == "weight" else None
             for part in parts:
                 yield _Wanted(parameter, dataclasses.replace(part, name=prefix + part.name), scales)
 

@@ -44,6 +44,17 @@ class Int8Weight(NamedTuple):
     """float32."""
 
 
+class Int8Rows(NamedTuple):
+    """Inputs of such products, rounded already: values * scales, one scale for each token."""
+
+    values_TI: Tensor
+    """int8."""
+    scales_T: Tensor
+    """float32."""
+    dtype: torch.dtype
+    """What they were, and what products with them are."""
+
+
 class Ops(ABC):
     """Operators of a dense decoder layer, fused where the vendor has them. All shapes are this rank's."""
 
@@ -51,16 +62,25 @@ class Ops(ABC):
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + b, (T, O)."""
 
-    def int8_linear(self, x_TI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
         """s * scales * (round(x / s) values^T) + b, (T, O) of x's dtype, with s = max|x| / 127 of each row.
 
         The product of integers is exact, the rest float32, rounded once; `bias_O` is float32. Asked for where the
         platform's `weight_forms` name INT8.
         """
-        values_TI, scales_T = int8_rows(x_TI)
-        sums_TO = torch._int_mm(values_TI, weight.values_OI.t())
-        out_TO = sums_TO.float() * scales_T[:, None] * weight.scales_O
-        return (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
+        rows = int8_rows(x_TI) if isinstance(x_TI, Tensor) else x_TI
+        sums_TO = torch._int_mm(rows.values_TI, weight.values_OI.t())
+        out_TO = sums_TO.float() * rows.scales_T[:, None] * weight.scales_O
+        return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
+
+    fuses_rounding: bool = False
+    """`add_rms_norm_int8` costs no more than `add_rms_norm`; else products round their inputs themselves."""
+
+    def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
+                          eps: float) -> tuple[Int8Rows, Tensor]:
+        """`add_rms_norm` for products with `Int8Weight` alone. `weight_D` is of x's dtype."""
+        normed_TD, total_TD = self.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return int8_rows(normed_TD), total_TD
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -238,13 +258,12 @@ class TokenLookUp:
         return taken_CV + masks_CV[:, : logits_BV.shape[1]]
 
 
-def int8_rows(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values (R, C) and float32 scales (R,) of rows: values * scales is as near as it can be, symmetric, with the
-    largest at 127. A row of zeros has scale 0."""
-    x_RC = x_RC.float()
-    scales_R = x_RC.abs().amax(-1) / INT8_MAX
-    divisors_R1 = scales_R.masked_fill(scales_R == 0, 1.0)[:, None]
-    return (x_RC / divisors_R1).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales_R
+def int8_rows(x_TI: Tensor) -> Int8Rows:
+    """Rows rounded to the nearest, symmetric, the largest at 127. A row of zeros has scale 0."""
+    wide_TI = x_TI.float()
+    scales_T = wide_TI.abs().amax(-1) / INT8_MAX
+    divisors_T1 = scales_T.masked_fill(scales_T == 0, 1.0)[:, None]
+    return Int8Rows((wide_TI / divisors_T1).round().to(torch.int8), scales_T, x_TI.dtype)
 
 
 def rotate_leading(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.cli.main import main
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError, WeightsError
 from npu_runner.platforms import pick_platform
+from npu_runner.platforms.cpu.platform import CpuPlatform
 from scripts.quantised.writing import quantise
 from tests.oracle.running import SMALL
 
@@ -39,13 +40,15 @@ def test_a_start_without_memory_for_dequantised_weights_is_refused(quantised: Pa
     with LLM(quantised, platform="cpu", load_format="dummy", **SMALL) as llm:
         need = sum(tensor.nbytes for tensor in llm.engine._executor._runner.model.parameters())  # type: ignore[attr-defined]
     monkeypatch.setattr(type(memory), "free_bytes", lambda self: need // 2)
-    with pytest.raises(OutOfMemoryError, match=r"quantised \(fp8\) and take .* in float32, .* no products of such"):
+    with pytest.raises(OutOfMemoryError, match=r"quantised \(fp8\) and take .* in float32, .* forms only: none of"):
         LLM(quantised, platform="cpu", **SMALL)
 
 
 def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_weights(monkeypatch)
-    with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no products of such weights"):
+    monkeypatch.setattr(CpuPlatform, "rounds_weights", False)
+    with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no products of such weights with "
+                                          "inputs of float32"):
         LLM(quantised, platform="cpu", quantization="int8", **SMALL)
     with pytest.raises(ConfigError, match="quantization: 'fp8' is not one of auto, int8"):
         LLM(quantised, platform="cpu", quantization="fp8", **SMALL)

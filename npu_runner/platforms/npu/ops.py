@@ -14,7 +14,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.npu.draw import draw_from_softmax
-from npu_runner.platforms.ops import Int8Weight, TorchOps
+from npu_runner.platforms.ops import Int8Rows, Int8Weight, TorchOps
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -22,16 +22,23 @@ _FUSED_ROTARY_HEAD_DIMS = (64, 128)
 
 class NpuOps(TorchOps):
     experts_form = "npu_moe_init_routing_v2 and npu_grouped_matmul"
+    fuses_rounding = True
     experts_in_out = True  # the grouped product takes (groups, in, out)
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TD, weight_OD, bias_O)
 
-    def int8_linear(self, x_TI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-        values_TI, scales_T = torch_npu.npu_dynamic_quant(x_TI)
+    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+        rows = Int8Rows(*torch_npu.npu_dynamic_quant(x_TI), x_TI.dtype) if isinstance(x_TI, Tensor) else x_TI
         # The product takes (in, out), and knows a transposed view for what it is.
-        return torch_npu.npu_quant_matmul(values_TI, weight.values_OI.t(), weight.scales_O, pertoken_scale=scales_T,
-                                          bias=bias_O, output_dtype=x_TI.dtype)
+        return torch_npu.npu_quant_matmul(rows.values_TI, weight.values_OI.t(), weight.scales_O,
+                                          pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
+
+    def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
+                          eps: float) -> tuple[Int8Rows, Tensor]:
+        values_TD, _, total_TD, scales_T, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x_TD, residual_TD, weight_D,
+                                                                                      epsilon=eps)
+        return Int8Rows(values_TD, scales_T, x_TD.dtype), total_TD
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
