@@ -29,7 +29,7 @@ class NpuOps(TorchOps):
         return F.linear(x_TD, weight_OD, bias_O)
 
     def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-        rows = Int8Rows(*torch_npu.npu_dynamic_quant(x_TI), x_TI.dtype) if isinstance(x_TI, Tensor) else x_TI
+        rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
         # The product takes (in, out), and knows a transposed view for what it is.
         return torch_npu.npu_quant_matmul(rows.values_TI, weight.values_OI.t(), weight.scales_O,
                                           pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
@@ -97,6 +97,11 @@ class NpuOps(TorchOps):
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
         # F.gelu drops the approximation on its way: the kernel behind it computes the one with tanh for both.
         return torch_npu.npu_gelu(x, approximate=approximate)
+
+
+def _rounded(x_TI: Tensor) -> Int8Rows:
+    values_TI, scales_T = torch_npu.npu_dynamic_quant(x_TI)
+    return Int8Rows(values_TI, scales_T, x_TI.dtype)
 
 
 def _rotate(q_TNR: Tensor, k_TKR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
