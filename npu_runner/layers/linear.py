@@ -68,9 +68,9 @@ class HeldLinear(nn.Module):
     """float32 of int8: the product adds it before it rounds."""
     scales: nn.Parameter | None
     """float32, of int8 rows."""
-    rest: nn.Parameter | None = None
+    rest: nn.Parameter | None
     """Rows of the model's dtype beside int8 ones, and their bias."""
-    rest_bias: nn.Parameter | None = None
+    rest_bias: nn.Parameter | None
     weight_parts: dict[str, list[WeightPart]]
     gates: frozenset[str] = frozenset()
     """The names among `weight_parts` whose OutputPart `is_gate`."""
@@ -82,6 +82,7 @@ class HeldLinear(nn.Module):
         self.ops = context.ops
         self._context, self._is_padded = context, not padding.is_none
         self._shape, self._has_bias = (out_features, in_features), bias
+        self.rest = self.rest_bias = None
         # With forms the checkpoint says which one it is, and so how many bytes.
         self.is_held = not context.weight_forms
         self._allocate(None, out_features, context if self.is_held else

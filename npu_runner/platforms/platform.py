@@ -78,7 +78,7 @@ class Platform(ABC):
     """Forms of quantised weights that it has products for, with inputs of 16 bits, by the names of the setting
     `quantization`; weights of another form are dequantised while loading."""
     rounds_weights: bool = False
-    """`quantization` int8 is taken without such products: what is rounded is dequantised then."""
+    """`quantization` int8 is taken without such products: what was rounded is dequantised."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
     lost_error_remedy = "run again with each operation waited for"
