@@ -45,7 +45,8 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
         source = "" if method is None else f"{method}, "
         return f"{source}made int8 by row at load, {_AS_INT8 if 'int8' in weight_forms else _AS_THEY_ARE}"
     if method in _HOLD_INT8 and "int8" in weight_forms:
-        return f"{method}, int8 with dynamic inputs {_AS_INT8}; other weights {_AS_THEY_ARE}"
+        kinds = "dynamic and static" if "int8_static" in weight_forms and method == MODELSLIM else "dynamic"
+        return f"{method}, int8 with {kinds} inputs multiplied as int8; other weights {_AS_THEY_ARE}"
     return None if method is None else f"{method}, {_AS_THEY_ARE}"
 
 

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs
+from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.platforms.ops import INT8, Int8Rows, Int8Weight
+from npu_runner.platforms.ops import INT8, Int8Rows, Int8Weight, StaticInt8Weight
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ _NO_PADDING = Padding()
 
 
 class HeldLinear(nn.Module):
-    """A weight (O, I) and a bias in the form that `hold` is told: of the model's dtype, int8 with scales by row, or
-    rows of both kinds.
+    """A weight (O, I) and a bias in the form that `hold` is told: of the model's dtype, int8 with scales by row, for
+    inputs that are rounded by row or by one scale, or rows of the first two.
 
     `weight_parts` are what the checkpoint calls the float tensors, whatever the form.
     """
@@ -68,6 +70,9 @@ class HeldLinear(nn.Module):
     """float32 of int8: the product adds it before it rounds."""
     scales: nn.Parameter | None
     """float32, of int8 rows."""
+    shifts: nn.Parameter | None
+    """int32, for inputs of one scale: the loader adds up each row's integers here; `weights_are_loaded` makes them what
+    StaticInt8Weight has. So it makes `scales`."""
     rest: nn.Parameter | None
     """Rows of the model's dtype beside int8 ones, and their bias."""
     rest_bias: nn.Parameter | None
@@ -82,7 +87,8 @@ class HeldLinear(nn.Module):
         self.ops = context.ops
         self._context, self._is_padded = context, not padding.is_none
         self._shape, self._has_bias = (out_features, in_features), bias
-        self.rest = self.rest_bias = None
+        self.rest = self.rest_bias = self.shifts = None
+        self.adds_bias = True
         # With forms the checkpoint says which one it is, and so how many bytes.
         self.is_held = not context.weight_forms
         self._allocate(None, out_features, context if self.is_held else
@@ -93,26 +99,32 @@ class HeldLinear(nn.Module):
         """The forms of quantised weights that it may be told to hold."""
         return self._context.weight_forms
 
-    def hold(self, is_int8: Sequence[bool]) -> None:
-        """Allocate weight and bias. `is_int8`: of each part of the weight, whether int8 fills it.
+    def hold(self, inputs: Sequence[Int8Inputs | None]) -> None:
+        """Allocate weight and bias. `inputs`: of each part of the weight that int8 fills, how its inputs are rounded.
 
-        Parts of both kinds are two products where each kind lies side by side; else all become the model's dtype. What
-        no tensor fills is zero.
+        Parts in 16 bits beside int8 ones are a second product where each kind lies side by side and rows of inputs have
+        their own scales; else all become the model's dtype. What no tensor fills is zero.
         """
         self.is_held = True
-        cuts = [place for place in range(1, len(is_int8)) if is_int8[place] != is_int8[place - 1]]
-        if not any(is_int8) or len(cuts) > (1 if self.splits else 0):
-            self._allocate(None, self._shape[0], self._context)
-        elif not cuts:
+        cuts = [place for place in range(1, len(inputs)) if inputs[place] != inputs[place - 1]]
+        kinds = set(inputs)
+        if not cuts and inputs[0] is not None:
             self._allocate(INT8, self._shape[0], self._context)
+            self._take_inputs(inputs[0])
+        elif len(cuts) == 1 and kinds == {None, BY_ROW} and self.splits:
+            self._split(cuts[0], is_int8_first=inputs[0] is not None)
         else:
-            self._split(cuts[0], is_int8_first=is_int8[0])
+            self._allocate(None, self._shape[0], self._context)
 
     def multiply(self, x_TI: Tensor | Int8Rows, bias_O: Tensor | None) -> Tensor:
         """x W^T + bias, (T, O). `x_TI` may be rounded where all of the weight is int8."""
         if self.scales is None:
             assert isinstance(x_TI, Tensor), "rounded inputs are for int8 weights"
             return self.ops.linear(x_TI, self.weight, bias_O)
+        if self.shifts is not None:
+            assert isinstance(x_TI, Tensor), "these inputs have a scale of their own"
+            return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
+                self.weight, self.shifts, self.scales, self.input_scale, self.input_offset))
         out_TO = self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
         if self.rest is None:
             return out_TO
@@ -128,6 +140,35 @@ class HeldLinear(nn.Module):
         if self._is_padded:
             for parameter in self.parameters():
                 parameter.zero_()
+
+    def _take_inputs(self, inputs: Int8Inputs) -> None:
+        if inputs.scale is None:
+            return
+        context = self._context
+        self.shifts = context.parameter(self._shape[0], dtype=torch.int32)
+        self.input_scale, self.input_offset = context.parameter(1), context.parameter(1)
+        self.shifts.zero_()
+        self.input_scale.fill_(1 / inputs.scale)
+        self.input_offset.fill_(inputs.offset)
+        self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": []}
+
+    def weights_are_loaded(self) -> None:
+        """For inputs of one scale: what the products of integers are shifted and scaled by, with that scale as it is
+        rounded. On several ranks each corrects its own inputs' offset, and one adds the bias."""
+        if self.shifts is None:
+            return
+        sums_O, scales_O = self.shifts.cpu().double(), self.scales.cpu().double() / self.input_scale.cpu().double()
+        bias_O = torch.zeros_like(sums_O)
+        if self.bias is not None and self.adds_bias:
+            bias_O = self.bias.cpu().double()
+        units_O = torch.where(bias_O == 0, 0.0, bias_O / scales_O)
+        shifts_O = units_O.round() - self.input_offset.cpu().double() * sums_O
+        if not bool((shifts_O.abs() < 2**31).all()):
+            raise WeightsError(f"a bias beside {self.weight_parts['weight'][0].name} is too large for the scale of its "
+                               "row; copy the checkpoint again from its source")
+        self.shifts.copy_(shifts_O.int())
+        self.scales.copy_(scales_O.float())
+        self.bias = None
 
     def _split(self, place: int, *, is_int8_first: bool) -> None:
         """Into parts before `place` and from there on."""
@@ -189,6 +230,7 @@ class RowParallelLinear(HeldLinear):
         super().__init__(out_features, padding.padded(length), bias=bias, context=context, padding=padding)
         self.tp = context.tp
         self.reduces = reduces
+        self.adds_bias = context.tp.rank == 0
         runs = OutputPart(name, in_features, start, length).runs(padding)
         self.weight_parts = {
             "weight": [WeightPart(f"{name}.weight", (out_features, in_features), dim=1, start=first, length=count,
@@ -201,7 +243,7 @@ class RowParallelLinear(HeldLinear):
         if self.tp.size == 1 or not self.reduces:
             return self.multiply(x_TI, self.bias)
         if self.scales is not None:
-            return self.tp.all_reduce(self.multiply(x_TI, self.bias if self.tp.rank == 0 else None))
+            return self.tp.all_reduce(self.multiply(x_TI, self.bias if self.adds_bias else None))
         out_TO = self.tp.all_reduce(self.multiply(x_TI, None))
         return out_TO if self.bias is None else out_TO + self.bias
 

@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
     def feed(self, linear: HeldLinear | None) -> None:
         """Say what alone reads the result of `add_forward`: where that is of int8, both are one operator. None: others
         read it, too."""
-        is_int8 = linear is not None and linear.scales is not None and linear.rest is None
+        is_int8 = linear is not None and linear.scales is not None and linear.rest is linear.shifts is None
         self._rounds = is_int8 and self.weight_dtype is None and self.ops.fuses_rounding
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
-from npu_runner.checkpoint.weights_reader import WeightsReader, renamed_tensor
+from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs, WeightsReader, renamed_tensor
 from npu_runner.layers.linear import HeldLinear
-from npu_runner.platforms.ops import INT8
+from npu_runner.platforms.ops import INT8, INT8_STATIC
 
 
 def hold_as_stored(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> set[str]:
@@ -19,7 +19,7 @@ def hold_as_stored(model: nn.Module, reader: WeightsReader, renamed: Mapping[str
     `renamed` as in `load_weights`.
     """
     there = reader.names
-    return _hold(model, renamed, lambda name: name in there and reader.is_int8(name))
+    return _hold(model, renamed, lambda name: reader.int8_inputs(name) if name in there else None)
 
 
 def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
@@ -34,22 +34,28 @@ def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
 
 def hold_rounded(model: nn.Module) -> None:
     """`hold_as_stored` of a checkpoint in 16 bits, without one: int8 where `quantization` int8 makes it so."""
-    _hold(model, {}, names_to_round(model, {}).__contains__)
+    meant = names_to_round(model, {})
+    _hold(model, {}, lambda name: BY_ROW if name in meant else None)
 
 
 def hold_as_floats(model: nn.Module) -> None:
     """All of the model's dtype."""
-    _hold(model, {}, lambda name: False)
+    _hold(model, {}, lambda name: None)
 
 
-def _hold(model: nn.Module, renamed: Mapping[str, str], is_int8: Callable[[str], bool]) -> set[str]:
+def _hold(model: nn.Module, renamed: Mapping[str, str], inputs_of: Callable[[str], Int8Inputs | None]) -> set[str]:
     held: set[str] = set()
     for name, linear in _linears(model):
         if not linear.is_held:
-            linear.hold([INT8 in linear.forms and is_int8(stored) for _, stored in _parts(name, linear, renamed)])
+            found = [inputs_of(stored) if linear.forms else None for _, stored in _parts(name, linear, renamed)]
+            linear.hold([each if each is not None and _form(each) in linear.forms else None for each in found])
         if linear.scales is not None:
             held |= {stored for _, stored in _parts(name, linear, renamed)}
     return held
+
+
+def _form(inputs: Int8Inputs) -> str:
+    return INT8 if inputs.scale is None else INT8_STATIC
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, HeldLinear]]:

@@ -57,7 +57,7 @@ def load_weights(model: nn.Module, reader: WeightsReader, *, ignored: tuple[str,
 
 def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Name and whole shape of every checkpoint tensor that `model` is loaded from."""
-    return {part.name: part.shape for _, part, _ in _wanted(model)}
+    return {part.name: part.shape for _, part, *_ in _wanted(model)}
 
 
 def fill_with_random_weights(model: nn.Module, seed: int) -> None:
@@ -77,22 +77,27 @@ def fill_with_random_weights(model: nn.Module, seed: int) -> None:
 
 
 class _Wanted(NamedTuple):
-    """A parameter, the tensor that fills it or a part of it, and the scales of its rows where it is int8."""
+    """A parameter, the tensor that fills it or a part of it, and where it is int8 the scales of its rows; where the
+    sums of its rows are wanted, the parameter for them."""
 
     parameter: nn.Parameter
     part: WeightPart
     scales: nn.Parameter | None
+    sums: nn.Parameter | None
 
 
 def _fill(wanted: _Wanted, reader: WeightsReader) -> int:
     """The bytes that were copied."""
-    parameter, part, scales = wanted
+    parameter, part, scales, sums = wanted
     target, num_bytes = part.place(parameter.data), 0
     if scales is not None:
         scales_O = scales.data.narrow(0, part.target_start, part.length) if part.dim == 0 else scales.data
         for rows, values, scales_R in reader.int8_pieces(part.name, part.dim, part.start, part.length):
             target[rows].copy_(values)
             scales_O[rows].copy_(scales_R)
+            if sums is not None:
+                sums_O = sums.data.narrow(0, part.target_start, part.length) if part.dim == 0 else sums.data
+                sums_O[rows].add_(values.sum(1, dtype=torch.int32).to(sums_O.device))
             num_bytes += values.nbytes + scales_R.nbytes
         return num_bytes
     for taken, values in reader.pieces(part.name, part.dim, part.start, part.length):
@@ -124,12 +129,13 @@ def _wanted(model: nn.Module) -> Iterator[_Wanted]:
             offset = getattr(module, "weight_offset", 0.0)
             parts = declared.get(name, [WeightPart(f"{own_name}.{name}", tuple(parameter.shape), offset=offset)])
             scales = getattr(module, "scales", None) if name == "weight" else None
+            sums = None if scales is None else getattr(module, "shifts", None)
             for part in parts:
-                yield _Wanted(parameter, dataclasses.replace(part, name=prefix + part.name), scales)
+                yield _Wanted(parameter, dataclasses.replace(part, name=prefix + part.name), scales, sums)
 
 
 def _check(wanted: list[_Wanted], reader: WeightsReader, ignored: set[str]) -> None:
-    expected = {part.name: part.shape for _, part, _ in wanted}
+    expected = {part.name: part.shape for _, part, *_ in wanted}
     left_over = {name for name in reader.names - set(expected) - ignored if not name.endswith(_IGNORED_SUFFIXES)}
     problems = [f"missing: {name} {list(expected[name])}" for name in sorted(set(expected) - reader.names)]
     problems += [f"left over: {name} {list(reader.shape(name))}" for name in sorted(left_over)]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.ops import Int8Rows, Int8Weight, TorchOps
+from npu_runner.platforms.ops import Int8Rows, Int8Weight, StaticInt8Weight, TorchOps
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import SideResult, SideStream
 
@@ -89,6 +89,10 @@ class MetaOps(TorchOps):
     def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
         rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
         return rows.values_TI.new_empty(len(rows.scales_T), len(weight.scales_O), dtype=rows.dtype)
+
+    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
+        values_TI = torch.empty_like(x_TI, dtype=torch.int8)
+        return values_TI.new_empty(len(x_TI), len(weight.scales_O), dtype=x_TI.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)

@@ -30,8 +30,8 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-INT8 = "int8"
-"""The form of weights that `Int8Weight` holds."""
+INT8, INT8_STATIC = "int8", "int8_static"
+"""The forms of weights that `Int8Weight` and `StaticInt8Weight` hold."""
 INT8_MAX = 127.0
 
 
@@ -42,6 +42,20 @@ class Int8Weight(NamedTuple):
     """int8, contiguous."""
     scales_O: Tensor
     """float32."""
+
+
+class StaticInt8Weight(NamedTuple):
+    """Rows of int8 for products with inputs of one scale and one offset: round(x * input_scale + input_offset)."""
+
+    values_OI: Tensor
+    """int8, contiguous."""
+    shifts_O: Tensor
+    """int32, in units of the sums of integers: the bias, less what the offset adds."""
+    scales_O: Tensor
+    """float32, of the sums: those of the weights over `input_scale`, as it is rounded."""
+    input_scale_1: Tensor
+    input_offset_1: Tensor
+    """Both of x's dtype."""
 
 
 class Int8Rows(NamedTuple):
@@ -72,6 +86,14 @@ class Ops(ABC):
         sums_TO = torch._int_mm(rows.values_TI, weight.values_OI.t())
         out_TO = sums_TO.float() * rows.scales_T[:, None] * weight.scales_O
         return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
+
+    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
+        """(q values^T + shifts) * scales, (T, O) of x's dtype, with q = round(x * input_scale + input_offset), at least
+        -128 and at most 127, in float32; exact as in `int8_linear`. Asked for where `weight_forms` name INT8_STATIC."""
+        wide_TI = x_TI.float() * weight.input_scale_1.float() + weight.input_offset_1.float()
+        values_TI = wide_TI.round().clamp(-INT8_MAX - 1, INT8_MAX).to(torch.int8)
+        sums_TO = torch._int_mm(values_TI, weight.values_OI.t()) + weight.shifts_O
+        return (sums_TO.float() * weight.scales_O).to(x_TI.dtype)
 
     fuses_rounding: bool = False
     """`add_rms_norm_int8` costs no more than `add_rms_norm`; else products round their inputs themselves."""

@@ -71,7 +71,8 @@ def _in_forms(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Set
     held = hold_as_stored(on_meta, planned, checkpoint.strategy.renamed(reader.names))
     _check_fit(reader, checkpoint, settings, context, memory, weights_bytes(on_meta))
     if isinstance(reader, DequantisingReader):
-        logger.info("%s", reader.describe(context.dtype, {name for name in held if reader.is_int8(name)}))
+        stored = {name for name in held if reader.int8_inputs(name) is not None}
+        logger.info("%s", reader.describe(context.dtype, stored))
     if isinstance(planned, RoundingReader):
         logger.info("quantization int8: %s", planned.describe(context.dtype, is_multiplied=bool(held)))
     return planned

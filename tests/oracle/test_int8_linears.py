@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from npu_runner import LLM
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.formats.rounding import RoundingReader
-from npu_runner.checkpoint.quantization import arithmetic, read_quantization
-from npu_runner.checkpoint.weights_reader import WeightsReader
+from npu_runner.checkpoint.quantization import Quantization, arithmetic, read_quantization
+from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader
 from npu_runner.errors import ConfigError, WeightsError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weight_forms import hold_as_stored
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.ops import INT8
-from scripts.quantised.formats import compressed_int, fp8_block, modelslim_int8
+from npu_runner.platforms.ops import INT8, INT8_STATIC
+from scripts.quantised.formats import compressed_int, fp8_block, modelslim_int8, modelslim_static
 from scripts.quantised.writing import quantise
 from tests.oracle.int8_reference import rounded_product
 from tests.oracle.quantised_folders import in_small_pieces, weights, write_folder
@@ -49,7 +49,7 @@ class Parts(TensorParallel):
 
 def context(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> LayerContext:
     return LayerContext(CpuOps(), None, Parts(rank, size), dtype, torch.device("cpu"),  # type: ignore[arg-type]
-                        weight_forms=(INT8,))
+                        weight_forms=(INT8, INT8_STATIC))
 
 
 def compressed(inputs: dict[str, Any] | None, **of_weights: Any) -> dict[str, Any]:
@@ -177,6 +177,79 @@ def test_modelslims_dynamic_type_is_held_and_its_others_are_not(tmp_path: Path) 
         assert (linear.scales is not None) is is_held
 
 
+# -- inputs of one scale -----------------------------------------------------------------------------------------------
+
+STATIC = {"input_scale": 0.07, "input_offset": -11}
+
+
+def static_folder(path: Path, tensors: dict[str, dict[str, Tensor]]) -> Path:
+    named = {f"{name}.{suffix}": tensor for name, parts in tensors.items() for suffix, tensor in parts.items()}
+    return write_folder(path, named, description={"version": "1.0.0", **{
+        name: "FLOAT" if name.endswith(".bias") else "W8A8" for name in named}})
+
+
+def static_product(x: Tensor, made: dict[str, Tensor], bias: Tensor | None, scale: float = 0.07, offset: int = -11
+                   ) -> tuple[Tensor, float]:
+    """(round(x / scale + offset) - offset) W^T * scale of the weight, and bias; the unit in which that is rounded."""
+    q = (x.double() / scale + offset).round().clamp(-128, 127) - offset
+    deq = made["deq_scale"].double()
+    out = q @ made["weight"].double().T * deq
+    return (out if bias is None else out + bias.double()), float(deq.max())
+
+
+def test_inputs_of_one_scale_are_one_product_with_its_bias(tmp_path: Path) -> None:
+    sizes = dict(zip(NAMES, (96, 32, 48), strict=True))
+    bias = {name: torch.randn(size) for name, size in sizes.items()}
+    made = {name: modelslim_static(weights(size, seed=size), **STATIC, bias_N=bias[name])
+            for name, size in sizes.items()}
+    path = static_folder(tmp_path, made)
+    linear = loaded(path, lambda: ColumnParallelLinear(160, parts(list(sizes.values())), bias=True, context=context()))
+    assert linear.weight.dtype == torch.int8
+    assert linear.bias is None
+    for name, found in zip(NAMES, linear(TOKENS).split(list(sizes.values()), dim=-1), strict=True):
+        expected, unit = static_product(TOKENS, made[name], bias[name])
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0.51 * unit)
+
+
+def test_the_scale_of_inputs_may_round_and_the_product_stays(tmp_path: Path) -> None:
+    """In bfloat16 1 / scale is off by up to 0.4 %: the products' scale makes up for it."""
+    made = modelslim_static(weights(96), 0.0731, 5)
+    path = static_folder(tmp_path, {"q_proj": made})
+    linear = loaded(path, lambda: ColumnParallelLinear(160, [OutputPart("q_proj", 96, 0, 96)], bias=False,
+                                                       context=context(dtype=BF16)))
+    x = TOKENS.to(BF16)
+    own = linear.input_scale.double().item()
+    assert abs(own * 0.0731 - 1) > 1e-4, "this scale rounds"
+    found = linear(x).double()
+    q = (x.double() * own + 5).round().clamp(-128, 127) - 5
+    expected = q @ made["weight"].double().T * (made["deq_scale"].double() / 0.0731 / own)
+    torch.testing.assert_close(found, expected, rtol=2**-8, atol=float(made["deq_scale"].max()))
+
+
+def test_one_rank_adds_the_bias_and_each_corrects_its_own_inputs(tmp_path: Path) -> None:
+    bias = torch.randn(96)
+    made = modelslim_static(weights(96), **STATIC, bias_N=bias)
+    path = static_folder(tmp_path, {"q_proj": made})
+    found = torch.zeros(5, 96).double()
+    for rank in range(2):
+        linear = loaded(path, lambda: RowParallelLinear(
+            "q_proj", 160, 96, bias=True, context=context(rank, 2)))  # noqa: B023
+        found += linear(TOKENS[:, 80 * rank: 80 * rank + 80]).double()
+    expected, unit = static_product(TOKENS, made, bias)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.51 * unit)
+    column = loaded(path, lambda: ColumnParallelLinear(160, [OutputPart("q_proj", 96, 48, 48)], bias=True,
+                                                       context=context(1, 2)))
+    torch.testing.assert_close(column(TOKENS).double(), expected[:, 48:], rtol=1e-5, atol=0.51 * unit)
+
+
+def test_parts_whose_inputs_have_other_scales_are_dequantised(tmp_path: Path) -> None:
+    made = {name: modelslim_static(weights(size), 0.05 if name == "q_proj" else 0.07, -11)
+            for name, size in zip(NAMES, (96, 32, 48), strict=True)}
+    path = static_folder(tmp_path, made)
+    linear = loaded(path, lambda: ColumnParallelLinear(160, parts((96, 32, 48)), bias=False, context=context()))
+    assert linear.scales is None
+
+
 # -- made int8 ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +261,7 @@ def assert_rounds(reader: WeightsReader, weight: Tensor) -> None:
     """Equal to the definition in float64, whole and in slices; the rest is as it was."""
     scale = weight.double().abs().amax(1) / 127
     values = torch.where(scale[:, None] == 0, 0.0, weight.double() / scale[:, None])
-    assert reader.is_int8("q_proj.weight")
+    assert reader.int8_inputs("q_proj.weight") == BY_ROW
     for dim, start, length in ((None, 0, 0), (0, 7, 50), (1, 33, 64)):
         rows = slice(start, start + length) if dim == 0 else slice(None)
         columns = slice(start, start + length) if dim == 1 else slice(None)
@@ -256,11 +329,14 @@ def test_what_is_said_of_the_arithmetic(tmp_path: Path) -> None:
     found = read_quantization(path)
     assert arithmetic(None, "auto", (INT8,)) is None
     assert arithmetic(found, "auto", ()) == "compressed-tensors, dequantised at load, inputs not quantised"
-    assert arithmetic(found, "auto", (INT8,)) == (
-        "compressed-tensors, int8 with dynamic inputs multiplied as int8, inputs rounded by row; other weights "
-        "dequantised at load, inputs not quantised")
+    assert arithmetic(found, "auto", (INT8, INT8_STATIC)) == (
+        "compressed-tensors, int8 with dynamic inputs multiplied as int8; other weights dequantised at load, inputs "
+        "not quantised")
+    assert arithmetic(Quantization(method="modelslim"), "auto", (INT8, INT8_STATIC)) == (
+        "modelslim, int8 with dynamic and static inputs multiplied as int8; other weights dequantised at load, inputs "
+        "not quantised")
     assert arithmetic(None, INT8, (INT8,)) == "made int8 by row at load, multiplied as int8, inputs rounded by row"
     with open_weights(path, found) as reader:
         assert hold_as_stored(nn.Module(), reader, {}) == set()
         assert reader.describe(BF16, {"q_proj.weight"}).endswith(  # type: ignore[attr-defined]
-            "1 as int8 by row; 1 are multiplied as int8, with inputs that are rounded to int8 by row")
+            "1 as int8 by row; 1 are multiplied as int8, with inputs that are rounded to int8")

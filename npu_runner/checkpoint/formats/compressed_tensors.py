@@ -16,6 +16,7 @@ from typing import Any
 from npu_runner.checkpoint.formats.contents import FLOATS, FP8, Contents
 from npu_runner.checkpoint.formats.stored import Grid, Matrix, PackedMatrix, QuantisedMatrix, StoredMatrix
 from npu_runner.checkpoint.quantization import refusal
+from npu_runner.checkpoint.weights_reader import BY_ROW
 from npu_runner.errors import ModelError
 
 _PACKED, _MIXED = "pack-quantized", "mixed-precision"
@@ -178,7 +179,7 @@ def _take(contents: Contents, module: str, scheme: _Scheme) -> None:
         zeros = Grid(zero_matrix, block, groups, reader)
     scales = Grid(StoredMatrix(reader, scale, shape), block, groups, reader)
     contents.made[f"{module}.weight"] = QuantisedMatrix(scheme.form, values, (scales,), zeros,
-                                                        rounds_inputs=scheme.rounds_inputs and zeros is None)
+                                                        inputs=BY_ROW if scheme.rounds_inputs and not zeros else None)
 
 
 def _plain_values(contents: Contents, module: str, scheme: _Scheme) -> Matrix | None:

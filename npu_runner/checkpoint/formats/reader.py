@@ -18,7 +18,7 @@ import torch
 from npu_runner.checkpoint.formats.contents import Contents
 from npu_runner.checkpoint.formats.stored import QuantisedMatrix
 from npu_runner.checkpoint.quantization import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, MODELSLIM, Quantization
-from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Piece, WeightsReader
+from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Inputs, Int8Piece, WeightsReader
 from npu_runner.errors import WeightsError
 from npu_runner.request.limits import size
 
@@ -85,9 +85,9 @@ class DequantisingReader(WeightsReader):
         for rows, span in some_rows(first, math.prod(length for _, length in rest)):
             yield rows, made.read([span, *rest])
 
-    def is_int8(self, name: str) -> bool:
+    def int8_inputs(self, name: str) -> Int8Inputs | None:
         made = self._contents.made.get(name)
-        return isinstance(made, QuantisedMatrix) and made.rounds_inputs
+        return made.inputs if isinstance(made, QuantisedMatrix) else None
 
     def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
         made = self._contents.made[name]
@@ -116,7 +116,7 @@ class DequantisingReader(WeightsReader):
         unused = "".join(f"; {count} {what} are not used" for what, count in sorted(contents.unused.items()))
         others = [tensor for name, tensor in contents.made.items() if name not in multiplied]
         num_others = sum(bool(tensor.form) for tensor in others)
-        parts = [f"{len(multiplied)} are multiplied as int8, with inputs that are rounded to int8 by row"]
+        parts = [f"{len(multiplied)} are multiplied as int8, with inputs that are rounded to int8"]
         if not multiplied or num_others:
             num_bytes = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in others)
             name = str(dtype).removeprefix("torch.")

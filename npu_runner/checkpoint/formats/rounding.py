@@ -12,7 +12,7 @@ from types import EllipsisType
 import torch
 
 from npu_runner.checkpoint.formats.reader import DequantisingReader, some_rows
-from npu_runner.checkpoint.weights_reader import Int8Piece, WeightsReader
+from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs, Int8Piece, WeightsReader
 from npu_runner.errors import ConfigError, WeightsError
 
 _INT8_MAX = 127.0
@@ -29,7 +29,7 @@ class RoundingReader(WeightsReader):
         self.path, self._base, self._names = base.path, base, set(names)
         for name in sorted(names):
             form = base.form(name) if isinstance(base, DequantisingReader) else None
-            if form is not None and not form.startswith("fp8") and not base.is_int8(name):
+            if form is not None and not form.startswith("fp8") and base.int8_inputs(name) is None:
                 raise ConfigError(f"quantization int8 makes int8 weights of 16 bits and of FP8, and {name} is stored "
                                   f"as {form}; leave it at auto")
 
@@ -56,11 +56,11 @@ class RoundingReader(WeightsReader):
         for rows, values_RK, scales_R in self.int8_pieces(name, dim, start, length):
             yield rows, values_RK.float().mul_(scales_R[:, None])
 
-    def is_int8(self, name: str) -> bool:
-        return name in self._names or self._base.is_int8(name)
+    def int8_inputs(self, name: str) -> Int8Inputs | None:
+        return self._base.int8_inputs(name) or (BY_ROW if name in self._names else None)
 
     def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
-        if self._base.is_int8(name):
+        if self._base.int8_inputs(name) is not None:
             yield from self._base.int8_pieces(name, dim, start, length)
             return
         num_rows, num_inputs = self.shape(name)
@@ -80,7 +80,7 @@ class RoundingReader(WeightsReader):
 
     def describe(self, dtype: torch.dtype, *, is_multiplied: bool) -> str:
         """For the log. `is_multiplied`: as int8, and not dequantised to `dtype`."""
-        done = sum(self._base.is_int8(name) for name in self._names)
+        done = sum(self._base.int8_inputs(name) is not None for name in self._names)
         stay = f" ({done} are int8 already)" if done else ""
         then = ("multiplied with inputs that are rounded to int8 by row, too" if is_multiplied else
                 f"dequantised to {str(dtype).removeprefix('torch.')}; inputs are not quantised")

@@ -14,7 +14,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.npu.draw import draw_from_softmax
-from npu_runner.platforms.ops import Int8Rows, Int8Weight, TorchOps
+from npu_runner.platforms.ops import Int8Rows, Int8Weight, StaticInt8Weight, TorchOps
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -33,6 +33,11 @@ class NpuOps(TorchOps):
         # The product takes (in, out), and knows a transposed view for what it is.
         return torch_npu.npu_quant_matmul(rows.values_TI, weight.values_OI.t(), weight.scales_O,
                                           pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
+
+    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
+        values_TI = torch_npu.npu_quantize(x_TI, weight.input_scale_1, weight.input_offset_1, torch.qint8, -1, False)
+        return torch_npu.npu_quant_matmul(values_TI, weight.values_OI.t(), weight.scales_O, bias=weight.shifts_O,
+                                          output_dtype=x_TI.dtype)
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:

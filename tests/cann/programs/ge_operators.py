@@ -226,7 +226,8 @@ def check_int8_products() -> None:
         normed, _, total, normed_rows, _ = torch_npu.npu_add_rms_norm_dynamic_quant(a, b, g, epsilon=1e-5)
         products = (torch_npu.npu_quant_matmul(each, w.t(), s, pertoken_scale=by, bias=bias, output_dtype=a.dtype)
                     for each, by in ((values, rows), (normed, normed_rows)))
-        return (values, rows, normed, total, normed_rows, *products)
+        of_one_scale = torch_npu.npu_quantize(a, g[:1], g[1:2], torch.qint8, -1, False)
+        return (values, rows, normed, total, normed_rows, of_one_scale, *products)
 
     halves = [draw(*shape, seed=seed).bfloat16() for seed, shape in enumerate(((4, 16), (4, 16), (16,)))]
     inputs = [tensor.npu() for tensor in (*halves, weight, draw(5).abs(), draw(5, seed=4))]

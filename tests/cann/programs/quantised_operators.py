@@ -63,6 +63,15 @@ def check_quant_matmul_scales_rows_and_outputs() -> None:
     assert torch.equal(whole.cpu(), sums.int())
 
 
+def check_quantize_multiplies_with_one_scale() -> None:
+    for dtype in HALVES:
+        x, (scale, offset) = draw(5, 48, dtype=dtype) * 3, torch.tensor([[17.0], [-9.0]], dtype=dtype)
+        values = torch_npu.npu_quantize(x.npu(), scale.npu(), offset.npu(), torch.qint8, -1, False)
+        expected = (x.float() * scale.float() + offset.float()).round().clamp(-128, 127).to(torch.int8)
+        assert values.dtype == torch.int8
+        assert torch.equal(values.cpu(), expected)
+
+
 def check_add_rms_norm_dynamic_quant() -> None:
     for dtype in HALVES:
         x, residual, weight = draw(7, 64, dtype=dtype), draw(7, 64, dtype=dtype, seed=1), draw(64, dtype=dtype, seed=2)
@@ -80,6 +89,8 @@ def check_rounding_refuses() -> None:
         torch_npu.npu_dynamic_quant(x.npu())
     with refused(PARAMETER, "smoothScales"):
         torch_npu.npu_dynamic_quant(x.half().npu(), smooth_scales=draw(8).half().npu())
+    with refused(PARAMETER, "x and scale"):
+        torch_npu.npu_quantize(x.half().npu(), torch.ones(1).npu(), None, torch.qint8, -1, False)
     with refused(PARAMETER, "gamma"):
         torch_npu.npu_add_rms_norm_dynamic_quant(x.half().npu(), x.half().npu(), draw(16).npu())
 

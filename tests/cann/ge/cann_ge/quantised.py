@@ -24,6 +24,16 @@ def dynamic_quant(call: Call) -> list[Tensor]:
     return [values, scales]
 
 
+@register("AscendQuantV2")
+def quantize(call: Call) -> Tensor:
+    x = on_device(call["x"])
+    values = device_empty(x.shape, torch.int8)
+    call_aclnn("AscendQuantV3", x, on_device(call["scale"]), given(call, "offset"),
+               bool(call.attribute("sqrt_mode", False)), str(call.attribute("round_mode", "round")),
+               ACL_TYPES[GE_TYPES[int(call.attribute("dst_type", 2))]], int(call.attribute("axis", -1)), values)
+    return values
+
+
 @register("AddRmsNormDynamicQuant")
 def add_rms_norm_dynamic_quant(call: Call) -> list[Tensor]:
     x1, x2, gamma = (on_device(call[name]) for name in ("x1", "x2", "gamma"))

@@ -7,6 +7,10 @@
 #define EMU_V_OptFlags(x) [[maybe_unused]] const std::vector<bool>& x
 #define EMU_A_OptFlags(x) (x == nullptr ? std::vector<bool>() : x->values)
 
+#define EMU_C_Int32(x) int32_t x
+#define EMU_V_Int32(x) [[maybe_unused]] int64_t x
+#define EMU_A_Int32(x) x
+
 using cpu::Tensor;
 using opapi::require;
 using opapi::require_dtype;
@@ -55,6 +59,26 @@ ACLNN(DynamicQuantV2, In(x), Opt(smooth_scales), Opt(group_index), Int(dst_type)
     auto [values, scales] = rounded_rows(smoothed(x.to(cpu::kFloat), smooth_scales));
     y.write(values);
     scale.write(scales);
+  };
+}
+
+// Inputs of one scale for all, or one for each of their features: they are multiplied with it (npu_quantize with div_mode False).
+ACLNN(AscendQuantV3, In(x), In(scale), Opt(offset), Flag(sqrt_mode), Text(round_mode), Type(dst_type), Int32(axis), Out(y)) {
+  require_dtype(x, {cpu::kFloat, cpu::kHalf, cpu::kBFloat16}, "x");
+  require_dtype(y, {cpu::kChar}, "y");
+  opapi::require_same_dtype(x, scale, "x and scale");
+  opapi::require_same_shape(x, y, "x and y");
+  require(dst_type == cpu::kChar && !sqrt_mode && round_mode == "round" && axis == -1, "dstType ", dst_type, ", sqrtMode ", sqrt_mode,
+          ", roundMode ", round_mode, ", axis ", axis, ": int8, false, round and -1 are emulated");
+  require(scale.dim() == 1 && (scale.size(0) == 1 || scale.size(0) == x.size(-1)), "scale ", scale.sizes(), ", x ", x.sizes());
+  if (is_there(offset)) {
+    opapi::require_same_dtype(x, offset, "x and offset");
+    opapi::require_same_shape(scale, offset, "scale and offset");
+  }
+  return [=] {
+    Tensor wide = x.to(cpu::kFloat) * scale.to(cpu::kFloat);
+    if (is_there(offset)) wide = wide + offset.to(cpu::kFloat);
+    y.write(cpu::op("clamp", cpu::op("round", wide), -128, 127).to(cpu::kChar));
   };
 }
 
