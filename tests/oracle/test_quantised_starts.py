@@ -16,8 +16,9 @@ from npu_runner.cli.main import main
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError, WeightsError
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.runner.memory import weights_bytes
 from scripts.quantised.writing import quantise
-from tests.oracle.running import SMALL
+from tests.oracle.running import SMALL, greedy, runner_of
 
 SAYS = "fp8, dequantised at load, inputs not quantised"
 
@@ -52,6 +53,51 @@ def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkey
         LLM(quantised, platform="cpu", quantization="int8", **SMALL)
     with pytest.raises(ConfigError, match="quantization: 'fp8' is not one of auto, int8"):
         LLM(quantised, platform="cpu", quantization="fp8", **SMALL)
+
+
+def with_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cpu platform as one that multiplies int8, whatever the dtype."""
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: ("int8",))
+
+
+def test_a_start_that_would_fit_as_int8_says_so(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_products(monkeypatch)
+    with LLM(quantised, platform="cpu", quantization="int8", **SMALL) as llm:
+        need = weights_bytes(runner_of(llm).model)
+    no_weights(monkeypatch)
+    monkeypatch.setattr(type(pick_platform("cpu").memory), "free_bytes", lambda self: need)
+    with pytest.raises(OutOfMemoryError, match="To load it, set quantization to int8, raise tensor_parallel_size"):
+        LLM(quantised, platform="cpu", **SMALL)
+    monkeypatch.setattr(type(pick_platform("cpu").memory), "free_bytes", lambda self: need - 1)
+    with pytest.raises(OutOfMemoryError, match="To load it, raise tensor_parallel_size"):
+        LLM(quantised, platform="cpu", **SMALL)
+
+
+def test_int8_bytes_are_counted_before_and_after_loading(checkpoint: Any, tmp_path: Path, capsys: Any,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 twin less what its int8 linears save: three bytes a value, and a scale of four a row."""
+    plain = checkpoint("qwen3")
+    quantise(plain, tmp_path / "w8a8", "w8a8", group_size=8)
+    with CheckpointReader(tmp_path / "w8a8") as reader:
+        shapes = [reader.shape(name) for name in reader.names if reader.dtype(name) == "I8"]
+    saved = sum(rows * (columns - 4) for rows, columns in shapes)
+    asked = ["doctor", "--device-memory", "64G", "--platform", "npu", "--max-model-len", "1024", "--dtype", "bfloat16",
+             "--json", "--fits"]
+    found = []
+    for arguments in ([str(plain)], [str(tmp_path / "w8a8")], [str(plain), "--quantization", "int8"]):
+        assert main([*asked, *arguments]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["weights_bytes"] - saved == found[1]["weights_bytes"] == found[2]["weights_bytes"]
+    assert found[1]["quantization"].startswith("compressed-tensors, int8 with dynamic inputs multiplied as int8")
+    with_products(monkeypatch)
+    with LLM(plain, platform="cpu", **SMALL) as llm:
+        whole = weights_bytes(runner_of(llm).model)
+    saved = sum(rows * (3 * columns - 4) for rows, columns in shapes)
+    for model, settings in ((tmp_path / "w8a8", {}), (plain, {"quantization": "int8"}),
+                            (plain, {"quantization": "int8", "load_format": "dummy"})):
+        with LLM(model, platform="cpu", **SMALL, **settings) as llm:
+            assert weights_bytes(runner_of(llm).model) == whole - saved
+            assert llm.generate(["which"], greedy(2))[0].token_ids
 
 
 def test_a_format_that_is_not_the_checkpoints_is_refused(quantised: Path, checkpoint: Any,
