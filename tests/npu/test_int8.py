@@ -58,6 +58,13 @@ def assert_near(found: Tensor, exact: Tensor, plain: Tensor) -> None:
     assert ours <= LIMIT * theirs, f"{ours:.3e} from float64, plain torch {theirs:.3e}"
 
 
+def static_product(given: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+    """(clamp(round(x * r + offset)) W^T + shifts) * scales, computed in `dtype`."""
+    q = (given["x"].to(dtype) * given["r"].to(dtype) + given["offset"].to(dtype)).round().clamp(-128, 127)
+    sums = q.double() @ given["values"].double().T + given["shifts"].double()
+    return (sums.to(dtype) * given["scales"].to(dtype)).to(given["x"].dtype if dtype != torch.float64 else dtype)
+
+
 class Rounded(nn.Module):
     """A linear of int8 rows: in float64 by the reference, else by the formula in plain torch."""
 
@@ -124,6 +131,8 @@ def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, w8a8: P
             weight = Int8Weight(given["values"], given["scales"])
             exact = rounded_product(given["x"], *weight, given["bias"])
             assert_near(ours["product"], exact, CpuOps().int8_linear(given["x"], weight, given["bias"]))
+            if ours["static"] is not None:
+                assert_near(ours["static"], static_product(given), static_product(given, given["x"].dtype))
             assert torch.equal(ours["total"], given["x"] + given["residual"])
             total = (given["x"] + given["residual"]).double()
             normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * given["gamma"].double()

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from npu_runner import LLM
 from npu_runner.platforms import find_platform
-from npu_runner.platforms.ops import Int8Rows, Int8Weight
+from npu_runner.platforms.ops import Int8Rows, Int8Weight, StaticInt8Weight
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle.running import greedy, recorded_logits
 
 SHAPES = ((5, 48, 32), (37, 256, 96), (1, 160, 64))
 """T tokens, I inputs, O outputs."""
 DTYPES = ("bfloat16", "float16")
-EPS = 1e-6
+EPS, INPUT_SCALE, INPUT_OFFSET = 1e-6, 0.083, 7
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -37,11 +37,14 @@ def inputs_of(shape: tuple[int, int, int], dtype: str) -> dict[str, Tensor]:
     num_tokens, num_inputs, num_outputs = shape
     kind, seed = getattr(torch, dtype), sum(shape)
     generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
     return {
+        "r": torch.tensor([1 / INPUT_SCALE]).to(kind), "offset": torch.tensor([INPUT_OFFSET]).to(kind),
+        "shifts": (1000 * draw(num_outputs, seed=seed + 5)).int() - INPUT_OFFSET * values.sum(1, dtype=torch.int32),
         "x": (draw(num_tokens, num_inputs, seed=seed) * 3).to(kind),
         "residual": draw(num_tokens, num_inputs, seed=seed + 1).to(kind),
         "gamma": (1 + 0.1 * draw(num_inputs, seed=seed + 2)).to(kind),
-        "values": torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8),
+        "values": values,
         "scales": draw(num_outputs, seed=seed + 3).abs() / 1000, "bias": draw(num_outputs, seed=seed + 4),
     }
 
@@ -55,7 +58,9 @@ def linears() -> dict[str, dict[str, Tensor]]:
             weight = Int8Weight(given["values"], given["scales"])
             rows, total = ops.add_rms_norm_int8(given["x"], given["residual"], given["gamma"], EPS)
             assert isinstance(rows, Int8Rows), "rounded with the norm"
+            static = StaticInt8Weight(*(given[name] for name in ("values", "shifts", "scales", "r", "offset")))
             found[f"{dtype} {shape}"] = {
+                "static": ops.int8_static_linear(given["x"], static).cpu() if dtype == "bfloat16" else None,
                 "product": ops.int8_linear(given["x"], weight, given["bias"]).cpu(),
                 "behind a norm": ops.int8_linear(rows, weight, None).cpu(), "total": total.cpu()}
     return found
