@@ -20,6 +20,7 @@ from npu_runner.platforms import AUTO, find_platform, platforms
 if TYPE_CHECKING:
     from npu_runner.platforms.platform import Platform
     from npu_runner.runner.estimate import Estimate
+    from npu_runner.strategies import LoadStrategy
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,7 +64,19 @@ def estimate(folder: Path, config: RunnerConfig, platform: Platform, device_byte
         remedies += [f"--tensor-parallel-size {ranks}"] if ranks else []
         length = longest_length(found)
         remedies += [f"--max-model-len {length}"] if length else []
+        remedies += ["--quantization int8"] if _fits_as_int8(strategy, config, platform, device_bytes) else []
     return found, remedies
+
+
+def _fits_as_int8(strategy: LoadStrategy, config: RunnerConfig, platform: Platform, device_bytes: int) -> bool:
+    from npu_runner.runner.estimate import estimate_memory
+
+    if config.quantization == "int8" or "int8" not in platform.weight_forms:
+        return False
+    try:
+        return estimate_memory(strategy, config.replace(quantization="int8"), platform, device_bytes).fits
+    except ConfigError:  # the dtype has no such products
+        return False
 
 
 def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int, *, as_json: bool) -> int:
