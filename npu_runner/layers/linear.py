@@ -116,6 +116,11 @@ class HeldLinear(nn.Module):
         else:
             self._allocate(None, self._shape[0], self._context)
 
+    @property
+    def rows(self) -> list[Tensor]:
+        """All that has a row for each output, for whoever moves rows."""
+        return [each.data for each in (self.weight, self.scales, self.shifts, self.bias) if each is not None]
+
     def multiply(self, x_TI: Tensor | Int8Rows, bias_O: Tensor | None) -> Tensor:
         """x W^T + bias, (T, O). `x_TI` may be rounded where all of the weight is int8."""
         if self.scales is None:
@@ -157,6 +162,9 @@ class HeldLinear(nn.Module):
         rounded. On several ranks each corrects its own inputs' offset, and one adds the bias."""
         if self.shifts is None:
             return
+        if not bool(self.input_scale.isfinite().all()):
+            raise WeightsError(f"the scale of inputs beside {self.weight_parts['weight'][0].name} is too small for "
+                               f"{str(self.input_scale.dtype).removeprefix('torch.')}; set dtype to bfloat16")
         sums_O, scales_O = self.shifts.cpu().double(), self.scales.cpu().double() / self.input_scale.cpu().double()
         bias_O = torch.zeros_like(sums_O)
         if self.bias is not None and self.adds_bias:

@@ -21,17 +21,18 @@ from npu_runner.checkpoint.formats.rounding import RoundingReader
 from npu_runner.checkpoint.quantization import Quantization, arithmetic, read_quantization
 from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader
 from npu_runner.errors import ConfigError, WeightsError
-from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
+from npu_runner.layers.linear import ColumnParallelLinear, HeldLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weight_forms import hold_as_stored
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms.cpu.ops import CpuOps
+from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.ops import INT8, INT8_STATIC
 from scripts.quantised.formats import compressed_int, fp8_block, modelslim_int8, modelslim_static
 from scripts.quantised.writing import quantise
 from tests.oracle.int8_reference import rounded_product
 from tests.oracle.quantised_folders import in_small_pieces, weights, write_folder
-from tests.oracle.running import SMALL, greedy
+from tests.oracle.running import SMALL, greedy, runner_of
 from tests.oracle.test_families import prompts_of
 
 BF16 = torch.bfloat16
@@ -322,6 +323,31 @@ def test_the_cpu_computes_with_what_a_w8a8_checkpoint_holds(checkpoint: Any, tmp
     (line,) = [each for each in caplog.messages if each.startswith("quantization int8")]
     assert line == ("quantization int8: 21 weights are rounded to int8 by row while loading, and dequantised to "
                     "float32; inputs are not quantised")
+
+
+@pytest.mark.parametrize("model_type", ["glm4v", "qwen3_next"])
+def test_scales_go_where_a_family_moves_rows(model_type: str, checkpoint: Any, tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of pairs that turn, heads that are stored interleaved, a tower with padding, gates in 16 bits."""
+    quantise(checkpoint(model_type), tmp_path / "w8a8", "w8a8", with_tower=True)
+    found: list[dict[str, Tensor]] = []
+    for forms in ((), (INT8,)):
+        monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype, forms=forms: forms)
+        with LLM(tmp_path / "w8a8", platform="cpu", **SMALL) as llm:
+            linears = {name: module for name, module in runner_of(llm).model.named_modules()
+                       if isinstance(module, HeldLinear)}
+            assert any(linear.scales is not None for linear in linears.values()) is bool(forms)
+            found.append({name: multiplied_out(linear).clone() for name, linear in linears.items()})
+            assert llm.generate(prompts_of(llm, model_type)[0][:1], greedy(2))
+    for name, weight in found[0].items():
+        assert torch.equal(found[1][name], weight), name
+
+
+def multiplied_out(linear: HeldLinear) -> Tensor:
+    if linear.scales is None:
+        return linear.weight
+    weight = linear.weight.float() * linear.scales[:, None]
+    return weight if linear.rest is None else torch.cat((weight, linear.rest))
 
 
 def test_what_is_said_of_the_arithmetic(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ class PairRotationAttention(DecoderAttention):
     def weights_are_loaded(self) -> None:
         """Moves the rows of queries and keys, once."""
         query, key, _ = self.sizes
-        for parameter in self.qkv_proj.parameters():
-            turning = parameter.data[: query + key].unflatten(0, (-1, self.head_dim))[:, : self.rotary_dim]
+        for rows in self.qkv_proj.rows:
+            turning = rows[: query + key].unflatten(0, (-1, self.head_dim))[:, : self.rotary_dim]
             turning.copy_(torch.cat((turning[:, ::2], turning[:, 1::2]), dim=1))
 
 
