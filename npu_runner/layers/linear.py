@@ -160,7 +160,7 @@ class HeldLinear(nn.Module):
     def weights_are_loaded(self) -> None:
         """For inputs of one scale: what the products of integers are shifted and scaled by, with that scale as it is
         rounded. On several ranks each corrects its own inputs' offset, and one adds the bias."""
-        if self.shifts is None:
+        if self.shifts is None or self.scales is None:
             return
         if not bool(self.input_scale.isfinite().all()):
             raise WeightsError(f"the scale of inputs beside {self.weight_parts['weight'][0].name} is too small for "
