@@ -7,6 +7,7 @@ in the platform's 16 bits.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from scripts.quantised.writing import quantise
 from tests.cann.environment import run_python
 from tests.npu.programs.generate import Case
 from tests.npu.programs.int8 import DTYPES, EPS, SHAPES, inputs_of
-from tests.npu.running import SMALL, on_npu
+from tests.npu.running import SMALL, on_cpu, on_npu
 from tests.oracle.int8_reference import rounded_product
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
@@ -36,7 +37,8 @@ DENSE = {"head_dim": 64, "num_hidden_layers": 2}
 MODES: list[dict[str, Any]] = [
     {"graph_mode": "eager"}, {"graph_mode": "reduce-overhead", "graph_batch_sizes": [2]},
 ]
-ALL_MODES = [*MODES, {"graph_mode": "max-autotune", "graph_batch_sizes": [2], "use_graph_cache": False}]
+# In a process of its own: torch_npu cannot load both of its compilers in one.
+GRAPH_ENGINE = [{"graph_mode": "max-autotune", "graph_batch_sizes": [2], "use_graph_cache": False}]
 
 
 def run(cases: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
@@ -144,26 +146,29 @@ def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, w8a8: P
 @pytest.mark.full("int8 made while loading, the graph engine, ModelSlim; one checkpoint eager and captured stays")
 def test_more_modes_and_checkpoints(checkpoint: Any, tmp_path: Path) -> None:
     plain = checkpoint("qwen3", **DENSE)
-    assert_logits(plain, plain, ALL_MODES, tmp_path, quantization="int8")
+    assert_logits(plain, plain, MODES, tmp_path, quantization="int8")
     quantise(plain, tmp_path / "modelslim", "modelslim-w8a8-dynamic")
-    assert_logits(plain, tmp_path / "modelslim", ALL_MODES, tmp_path)
+    assert_logits(plain, tmp_path / "modelslim", GRAPH_ENGINE, tmp_path)
     quantise(plain, tmp_path / "fp8", "fp8-block", group_size=16)
     found = run([case(tmp_path / "fp8", quantization="int8", graph_mode="eager")], tmp_path)
     assert found["said"] == ["fp8, made int8 by row at load, multiplied as int8, inputs rounded by row"]
 
 
 @pytest.mark.full("two and four ranks start; ranks of linears are compared in tests/oracle/test_int8_linears.py")
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_choose_as_one_does(num_ranks: int, checkpoint: Any, tmp_path: Path) -> None:
-    """Biases too. Each rank rounds its own inputs, so row-parallel products differ within their rounding."""
-    sizes = {**DENSE, "num_attention_heads": 4, "num_key_value_heads": 4}
-    quantise(checkpoint("qwen2", **{**sizes, "hidden_size": 256}), tmp_path / "w8a8", "w8a8")
+def test_ranks_are_as_near_to_inputs_that_are_not_rounded_as_one_is(checkpoint: Any, tmp_path: Path) -> None:
+    """With biases. Each rank rounds its own inputs of a row-parallel product: ranks differ by that rounding alone."""
+    sizes = {**DENSE, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 256}
+    quantise(checkpoint("qwen2", **sizes), tmp_path / "w8a8", "w8a8")
     settings = {"graph_mode": "eager", **SMALL, "dtype": "bfloat16"}
-    cases = [Case(str(tmp_path / "w8a8"), {**settings, "tensor_parallel_size": size}, "texts", 4, max_tokens=2,
-                  logprobs=5) for size in (1, num_ranks)]
-    one, several = on_npu(cases, tmp_path, num_devices=num_ranks)
-    for alone, together in zip(one["logprobs"], several["logprobs"], strict=True):
-        for ours, theirs in zip(alone[:1], together[:1], strict=True):
-            shared = set(ours) & set(theirs)
-            assert len(shared) >= 4
-            assert max(abs(ours[token] - theirs[token]) for token in shared) < 0.1
+    whole = Case(str(tmp_path / "w8a8"), settings, "texts", 4, max_tokens=2, logprobs=20)
+    exact = on_cpu(dataclasses.replace(whole, settings={**settings, "dtype": "float32"}))["logprobs"]
+    cases = [dataclasses.replace(whole, settings={**settings, "tensor_parallel_size": size}) for size in (1, 2, 4)]
+    one, *several = (distance(found["logprobs"], exact) for found in on_npu(cases, tmp_path, num_devices=4))
+    assert 0 < max(several) <= LIMIT * one, (one, several)
+
+
+def distance(found: list[Any], exact: list[Any]) -> float:
+    """The largest difference of a first token's logprobs, of those that both name."""
+    pairs = [(ours[0], theirs[0]) for ours, theirs in zip(found, exact, strict=True)]
+    assert all(len(set(ours) & set(theirs)) > 10 for ours, theirs in pairs)
+    return max(abs(ours[token] - theirs[token]) for ours, theirs in pairs for token in set(ours) & set(theirs))
