@@ -59,8 +59,9 @@ def measure_kind(name: str, modes: Any, batch_size: int) -> dict[str, dict[str, 
     kind = layer_kinds().KINDS[name]
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder), kind)
-        return {mode: measure(mode, models, batch_size, Path(folder), kind.emulation)
-                | measure(mode, models, batch_size, Path(folder), {**kind.emulation, "lazy": "1"}) for mode in modes}
+        given = models, batch_size, Path(folder), kind.settings
+        return {mode: measure(mode, *given, kind.emulation) | measure(mode, *given, {**kind.emulation, "lazy": "1"})
+                for mode in modes}
 
 
 def print_kind(name: str, costs: dict[str, dict[str, Any]]) -> None:
@@ -118,9 +119,9 @@ def make_models(folder: Path, kind: Any) -> dict[int, str]:
             for count in layer_kinds().LAYERS}
 
 
-def measure(mode: str, models: dict[int, str], batch_size: int, folder: Path,
+def measure(mode: str, models: dict[int, str], batch_size: int, folder: Path, more: dict[str, str],
             emulation: dict[str, str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0}
+    settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0, **more}
     if mode != "eager":
         settings |= {"graph_batch_sizes": [batch_size]}
     if mode == "max-autotune":

@@ -18,6 +18,7 @@ from npu_runner.layers.norm import Float32RMSNorm, PartsRMSNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.decoder import DecoderLayer
 from npu_runner.models.mixers.attention import DecoderAttention
+from npu_runner.platforms.ops import Int8Rows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.strategies.causal_lm import CausalLMStrategy
 
@@ -30,7 +31,7 @@ class Olmo2Attention(DecoderAttention):
         self.qk_norm = PartsRMSNorm([replace(query, name="q_norm"), replace(key, name="k_norm")], config.rms_norm_eps,
                                     context)
 
-    def project(self, x_TD: Tensor) -> Sequence[Tensor]:
+    def project(self, x_TD: Tensor | Int8Rows) -> Sequence[Tensor]:
         q, k, v = super().project(x_TD)
         return [*self.qk_norm(q, k), v]
 

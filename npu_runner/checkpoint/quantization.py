@@ -6,6 +6,7 @@ Knows no tensor; a format's settings are checked where its tensors are read (for
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from npu_runner.request.limits import shown
 MODELSLIM, COMPRESSED_TENSORS, FP8, AWQ, GPTQ = "modelslim", "compressed-tensors", "fp8", "awq", "gptq"
 _NAMED_BY_CONFIG = (COMPRESSED_TENSORS, FP8, AWQ, GPTQ)
 _READ = "fp8, compressed-tensors, AWQ, GPTQ and ModelSlim are read"
-INPUTS_AS_THEY_ARE = "dequantised at load, inputs not quantised"
-"""The arithmetic of weights that a platform has no quantised product for."""
+_AS_THEY_ARE = "dequantised at load, inputs not quantised"
+_HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
+"""Formats that may have weights for products with dynamic inputs."""
+_AS_INT8 = "multiplied as int8, inputs rounded by row"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +33,21 @@ class Quantization:
     settings: dict[str, Any] = field(default_factory=dict)
     """The format's own, as they stand in the file."""
 
-    def describe(self) -> str:
-        """Format and arithmetic, for a manifest."""
-        return f"{self.method}, {INPUTS_AS_THEY_ARE}"
+
+def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Collection[str]) -> str | None:
+    """How quantised weights are computed with, for a manifest; None: there are none.
+
+    `quantization`: of the checkpoint. `asked`: the setting of that name. `weight_forms`: those that the platform has
+    products for.
+    """
+    method = None if quantization is None else quantization.method
+    if asked == "int8":
+        source = "" if method is None else f"{method}, "
+        return f"{source}made int8 by row at load, {_AS_INT8 if 'int8' in weight_forms else _AS_THEY_ARE}"
+    if method in _HOLD_INT8 and "int8" in weight_forms:
+        kinds = "dynamic and static" if "int8_static" in weight_forms and method == MODELSLIM else "dynamic"
+        return f"{method}, int8 with {kinds} inputs multiplied as int8; other weights {_AS_THEY_ARE}"
+    return None if method is None else f"{method}, {_AS_THEY_ARE}"
 
 
 def read_quantization(folder: Path) -> Quantization | None:

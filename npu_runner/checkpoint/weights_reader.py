@@ -9,7 +9,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 from types import EllipsisType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,18 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _INDICES = "*.safetensors.index.json"
 _Reader = TypeVar("_Reader", bound="WeightsReader")
+Int8Piece: TypeAlias = tuple[slice, torch.Tensor, torch.Tensor]
+"""Which rows of those that were asked for, their values (int8), and a scale for each of them (float32)."""
+
+
+class Int8Inputs(NamedTuple):
+    """Inputs x of a product as int8: round(x / scale + offset). Without a scale each row has its own, max|x| / 127."""
+
+    scale: float | None = None
+    offset: float = 0.0
+
+
+BY_ROW = Int8Inputs()
 
 
 class WeightsReader(ABC):
@@ -47,6 +59,15 @@ class WeightsReader(ABC):
                ) -> Iterator[tuple[slice | EllipsisType, torch.Tensor]]:
         """What `read` returns, piece by piece: which elements of its first dim (all: ...), and their values."""
         yield ..., self.read(name, dim, start, length)
+
+    def int8_inputs(self, name: str) -> Int8Inputs | None:
+        """How inputs of products with this matrix are rounded, where it is one of int8, by row and without zeros; None:
+        it is not, or inputs stay as they are."""
+        return None
+
+    def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
+        """As `pieces`, not multiplied out. Asked for where there are `int8_inputs`."""
+        raise AssertionError(f"{name} is not int8 by row")
 
     @abstractmethod
     def close(self) -> None: ...
@@ -141,6 +162,14 @@ def has_module(path: Path, name: str) -> bool | None:
         return None
     with CheckpointReader(path) as reader:
         return any(each.startswith(prefix) for each in reader.names)
+
+
+def weights_are_there(path: Path) -> bool:
+    """Whether every file of weights is in the folder: of a hub id, small files alone may be."""
+    try:
+        return all((path / name).is_file() for name in _file_names(path))
+    except WeightsError:  # none is
+        return False
 
 
 def _index(path: Path) -> str | None:

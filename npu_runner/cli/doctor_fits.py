@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npu_runner.checkpoint.quantization import read_quantization
+from npu_runner.checkpoint.quantization import arithmetic, read_quantization
 from npu_runner.cli.checkpoint_folder import checkpoint_folder
 from npu_runner.cli.options import given
 from npu_runner.config import RunnerConfig, from_keywords
@@ -18,9 +18,9 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms import AUTO, find_platform, platforms
 
 if TYPE_CHECKING:
-    from npu_runner.checkpoint.quantization import Quantization
     from npu_runner.platforms.platform import Platform
     from npu_runner.runner.estimate import Estimate
+    from npu_runner.strategies import LoadStrategy
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,18 +64,30 @@ def estimate(folder: Path, config: RunnerConfig, platform: Platform, device_byte
         remedies += [f"--tensor-parallel-size {ranks}"] if ranks else []
         length = longest_length(found)
         remedies += [f"--max-model-len {length}"] if length else []
+        remedies += ["--quantization int8"] if _fits_as_int8(strategy, config, platform, device_bytes) else []
     return found, remedies
+
+
+def _fits_as_int8(strategy: LoadStrategy, config: RunnerConfig, platform: Platform, device_bytes: int) -> bool:
+    from npu_runner.runner.estimate import estimate_memory
+
+    if config.quantization == "int8" or "int8" not in platform.weight_forms:
+        return False
+    try:
+        return estimate_memory(strategy, config.replace(quantization="int8"), platform, device_bytes).fits
+    except ConfigError:  # the dtype has no such products
+        return False
 
 
 def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int, *, as_json: bool) -> int:
     found, remedies = estimate(folder, config, platform, device_bytes)
-    quantization = read_quantization(folder)
+    said = arithmetic(read_quantization(folder), config.quantization, found.settings.weight_forms)
     if as_json:
-        of_weights = {} if quantization is None else {"quantization": quantization.describe()}
+        of_weights = {} if said is None else {"quantization": said}
         values = as_values(found) | of_weights
         print(json.dumps({"fits": found.fits, **values, "problem": found.problem, "remedies": remedies}))
     else:
-        print("\n".join(as_lines(found, platform.name, remedies, quantization)))
+        print("\n".join(as_lines(found, platform.name, remedies, said)))
     return 0 if found.fits else 1
 
 
@@ -93,8 +105,8 @@ def as_values(found: Estimate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def as_lines(found: Estimate, platform: str, remedies: list[str], quantization: Quantization | None = None
-             ) -> list[str]:
+def as_lines(found: Estimate, platform: str, remedies: list[str], quantization: str | None = None) -> list[str]:
+    """`quantization`: how quantised weights are computed with."""
     from npu_runner.runner.states import size
 
     values, settings = as_values(found), found.settings
@@ -111,7 +123,7 @@ def as_lines(found: Estimate, platform: str, remedies: list[str], quantization: 
     lines += [f"  {name:<26}{size(values[key]):>12}  {kind}" for name, key, kind in rows
               if values[key] or key.startswith(("weights", "kv"))]
     if quantization is not None:
-        lines.append(f"  weights count as {settings.dtype}: {quantization.describe()}")
+        lines.append(f"  weights are {quantization}")
     lines.append(f"  up to {settings.max_num_seqs} sequences and {settings.max_num_batched_tokens} tokens a step; "
                  f"memory_utilization {found.memory_utilization:g}")
     if not found.fits:

@@ -14,9 +14,10 @@ from npu_runner.cli.checkpoint_folder import checkpoint_folder, is_bare_config
 from npu_runner.cli.options import given
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.platforms import platforms
+from npu_runner.platforms import AUTO, find_platform, platforms
 
 if TYPE_CHECKING:
+    from npu_runner.checkpoint.quantization import Quantization
     from npu_runner.strategies import LoadStrategy
 
 _COLUMNS = ("model_type", "images", "videos", "ranks", "prefix_cache", "decode_graphs", "strategy")
@@ -97,8 +98,8 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
         with open_weights(folder, quantization) as reader:
             if isinstance(reader, DequantisingReader):
                 facts |= {"quantised_weights": reader.forms}
-    if quantization is not None:
-        facts |= {"quantization": quantization.describe()}
+    if (said := _arithmetic(quantization, config)) is not None:
+        facts |= {"quantization": said}
     return {"model_type": model_config.model_type, "task": "generate" if pooling is None else pooling.task,
             "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
 
@@ -109,6 +110,18 @@ def _gives_scores(strategy: LoadStrategy, config: RunnerConfig) -> bool:
     except RequestError:
         return False
     return True
+
+
+def _arithmetic(quantization: Quantization | None, config: RunnerConfig) -> str | None:
+    """How quantised weights are computed with on the platform that is named; on any, and where it differs."""
+    from npu_runner.checkpoint.quantization import arithmetic
+
+    if config.platform != AUTO:
+        return arithmetic(quantization, config.quantization, find_platform(config.platform).weight_forms)
+    said = arithmetic(quantization, config.quantization, ())
+    others = {platform.name: arithmetic(quantization, config.quantization, platform.weight_forms)
+              for platform in platforms()}
+    return said and said + "".join(f"; on {name}: {other}" for name, other in others.items() if other != said)
 
 
 def as_line(found: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import logging
 from typing import overload
 
 from npu_runner.checkpoint.model_config import ModelConfig, VectorPooling
+from npu_runner.checkpoint.quantization import arithmetic
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.state_snapshots import StateSnapshots, state_alignment
@@ -39,15 +40,16 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
         known["enable_expert_parallel"] = "true"
     if config.max_model_len is not None:
         known["max_model_len"] = str(config.max_model_len)
-    if checkpoint.quantization is not None:
-        known["quantization"] = checkpoint.quantization.describe()
     if checkpoint.adapter is not None:
         known["lora"] = checkpoint.adapter.fingerprint
     if pooling is not None:
         known["pooling"] = pooling.describe()
     if num_ranks == 1:  # else this process loads no platform: ranks do
         platform = pick_platform(config.platform)
-        known |= {"platform": platform.name, **resolve_settings(config, checkpoint.model_config, platform).describe()}
+        settings = resolve_settings(config, checkpoint.model_config, platform)
+        known |= {"platform": platform.name, **settings.describe()}
+        if (said := arithmetic(checkpoint.quantization, config.quantization, settings.weight_forms)) is not None:
+            known["quantization"] = said
     return known
 
 

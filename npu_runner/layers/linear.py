@@ -6,13 +6,18 @@ I input features, O output features of this rank, T tokens, D hidden size, V voc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs
+from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import LayerContext, WeightPart
+from npu_runner.platforms.ops import INT8, Int8Rows, Int8Weight, StaticInt8Weight
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class OutputPart:
     total: int
     start: int
     length: int
+    is_gate: bool = False
+    """Of few outputs that decide how much is kept: it stays in 16 bits where other weights are made int8."""
 
     def runs(self, padding: Padding) -> list[tuple[int, int, int]]:
         """(start, length, where it goes) of every run of rows, counted from the first row of this part."""
@@ -51,22 +58,156 @@ class Padding:
 _NO_PADDING = Padding()
 
 
-class ColumnParallelLinear(nn.Module):
+class HeldLinear(nn.Module):
+    """A weight (O, I) and a bias in the form that `hold` is told: of the model's dtype, int8 with scales by row, for
+    inputs that are rounded by row or by one scale, or rows of the first two.
+
+    `weight_parts` are what the checkpoint calls the float tensors, whatever the form.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    """float32 of int8: the product adds it before it rounds."""
+    scales: nn.Parameter | None
+    """float32, of int8 rows."""
+    shifts: nn.Parameter | None
+    """int32, for inputs of one scale: the loader adds up each row's integers here; `weights_are_loaded` makes them what
+    StaticInt8Weight has. So it makes `scales`."""
+    rest: nn.Parameter | None
+    """Rows of the model's dtype beside int8 ones, and their bias."""
+    rest_bias: nn.Parameter | None
+    weight_parts: dict[str, list[WeightPart]]
+    gates: frozenset[str] = frozenset()
+    """The names among `weight_parts` whose OutputPart `is_gate`."""
+    splits: bool = True
+    """Rows may be of both kinds. Not where others than the loader move rows."""
+
+    def __init__(self, out_features: int, in_features: int, *, bias: bool, context: LayerContext, padding: Padding):
+        super().__init__()
+        self.ops = context.ops
+        self._context, self._is_padded = context, not padding.is_none
+        self._shape, self._has_bias = (out_features, in_features), bias
+        self.rest = self.rest_bias = self.shifts = None
+        self.adds_bias = True
+        # With forms the checkpoint says which one it is, and so how many bytes.
+        self.is_held = not context.weight_forms
+        self._allocate(None, out_features, context if self.is_held else
+                       dataclasses.replace(context, device=torch.device("meta")))
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of quantised weights that it may be told to hold."""
+        return self._context.weight_forms
+
+    def hold(self, inputs: Sequence[Int8Inputs | None]) -> None:
+        """Allocate weight and bias. `inputs`: of each part of the weight that int8 fills, how its inputs are rounded.
+
+        Parts in 16 bits beside int8 ones are a second product where each kind lies side by side and rows of inputs have
+        their own scales; else all become the model's dtype. What no tensor fills is zero.
+        """
+        self.is_held = True
+        cuts = [place for place in range(1, len(inputs)) if inputs[place] != inputs[place - 1]]
+        kinds = set(inputs)
+        if not cuts and inputs[0] is not None:
+            self._allocate(INT8, self._shape[0], self._context)
+            self._take_inputs(inputs[0])
+        elif len(cuts) == 1 and kinds == {None, BY_ROW} and self.splits:
+            self._split(cuts[0], is_int8_first=inputs[0] is not None)
+        else:
+            self._allocate(None, self._shape[0], self._context)
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """All that has a row for each output, for whoever moves rows."""
+        return [each.data for each in (self.weight, self.scales, self.shifts, self.bias) if each is not None]
+
+    def multiply(self, x_TI: Tensor | Int8Rows, bias_O: Tensor | None) -> Tensor:
+        """x W^T + bias, (T, O). `x_TI` may be rounded where all of the weight is int8."""
+        if self.scales is None:
+            assert isinstance(x_TI, Tensor), "rounded inputs are for int8 weights"
+            return self.ops.linear(x_TI, self.weight, bias_O)
+        if self.shifts is not None:
+            assert isinstance(x_TI, Tensor), "these inputs have a scale of their own"
+            return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
+                self.weight, self.shifts, self.scales, self.input_scale, self.input_offset))
+        out_TO = self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
+        if self.rest is None:
+            return out_TO
+        assert isinstance(x_TI, Tensor), "some rows are not int8"
+        rest_TO = self.ops.linear(x_TI, self.rest, self.rest_bias)
+        return torch.cat((out_TO, rest_TO) if self._is_int8_first else (rest_TO, out_TO), dim=-1)
+
+    def _allocate(self, form: str | None, num_rows: int, context: LayerContext) -> None:
+        dtype, wide = (torch.int8, torch.float32) if form == INT8 else (None, None)
+        self.weight = context.parameter(num_rows, self._shape[1], dtype=dtype)
+        self.bias = context.parameter(num_rows, dtype=wide) if self._has_bias else None
+        self.scales = context.parameter(num_rows, dtype=torch.float32) if form == INT8 else None
+        if self._is_padded:
+            for parameter in self.parameters():
+                parameter.zero_()
+
+    def _take_inputs(self, inputs: Int8Inputs) -> None:
+        if inputs.scale is None:
+            return
+        context = self._context
+        self.shifts = context.parameter(self._shape[0], dtype=torch.int32)
+        self.input_scale, self.input_offset = context.parameter(1), context.parameter(1)
+        self.shifts.zero_()
+        self.input_scale.fill_(1 / inputs.scale)
+        self.input_offset.fill_(inputs.offset)
+        self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": []}
+
+    def weights_are_loaded(self) -> None:
+        """For inputs of one scale: what the products of integers are shifted and scaled by, with that scale as it is
+        rounded. On several ranks each corrects its own inputs' offset, and one adds the bias."""
+        if self.shifts is None or self.scales is None:
+            return
+        if not bool(self.input_scale.isfinite().all()):
+            raise WeightsError(f"the scale of inputs beside {self.weight_parts['weight'][0].name} is too small for "
+                               f"{str(self.input_scale.dtype).removeprefix('torch.')}; set dtype to bfloat16")
+        sums_O, scales_O = self.shifts.cpu().double(), self.scales.cpu().double() / self.input_scale.cpu().double()
+        bias_O = torch.zeros_like(sums_O)
+        if self.bias is not None and self.adds_bias:
+            bias_O = self.bias.cpu().double()
+        units_O = torch.where(bias_O == 0, 0.0, bias_O / scales_O)
+        shifts_O = units_O.round() - self.input_offset.cpu().double() * sums_O
+        if not bool((shifts_O.abs() < 2**31).all()):
+            raise WeightsError(f"a bias beside {self.weight_parts['weight'][0].name} is too large for the scale of its "
+                               "row; copy the checkpoint again from its source")
+        self.shifts.copy_(shifts_O.int())
+        self.scales.copy_(scales_O.float())
+        self.bias = None
+
+    def _split(self, place: int, *, is_int8_first: bool) -> None:
+        """Into parts before `place` and from there on."""
+        first_row, (out_features, in_features) = self.weight_parts["weight"][place].target_start, self._shape
+        counts, context = [first_row, out_features - first_row], self._context
+        own, other = (0, 1) if is_int8_first else (1, 0)
+        self._is_int8_first = is_int8_first
+        self._allocate(INT8, counts[own], context)
+        self.rest = context.parameter(counts[other], in_features)
+        self.rest_bias = context.parameter(counts[other]) if self._has_bias else None
+        if self._is_padded:
+            self.rest.zero_()
+        for name in ("weight", "bias") if self._has_bias else ("weight",):
+            parts = self.weight_parts[name]
+            runs = parts[:place], [dataclasses.replace(part, target_start=part.target_start - first_row)
+                                   for part in parts[place:]]
+            self.weight_parts[name] = runs[own]
+            self.weight_parts["rest" if name == "weight" else "rest_bias"] = runs[other]
+
+
+class ColumnParallelLinear(HeldLinear):
     """Several checkpoint linears (or slices of one) as one matmul, output features cut over the ranks."""
 
     def __init__(self, in_features: int, parts: Sequence[OutputPart], *, bias: bool, context: LayerContext,
                  padding: Padding = _NO_PADDING):
-        super().__init__()
-        self.ops = context.ops
         out_features = sum(padding.padded(part.length) for part in parts)
-        self.weight = context.parameter(out_features, in_features)
-        self.bias = context.parameter(out_features) if bias else None
-        self.weight_parts: dict[str, list[WeightPart]] = {"weight": []}
+        super().__init__(out_features, in_features, bias=bias, context=context, padding=padding)
+        self.gates = frozenset(f"{part.name}.weight" for part in parts if part.is_gate)
+        self.weight_parts = {"weight": [], "scales": []}
         if bias:
             self.weight_parts["bias"] = []
-        if not padding.is_none:
-            for parameter in self.parameters():
-                parameter.zero_()
         target = 0
         for part in parts:
             for kind, shape in (("weight", (part.total, in_features)), ("bias", (part.total,))):
@@ -77,40 +218,41 @@ class ColumnParallelLinear(nn.Module):
                     ]
             target += padding.padded(part.length)
 
-    def forward(self, x_TI: Tensor) -> Tensor:
-        return self.ops.linear(x_TI, self.weight, self.bias)
+    def forward(self, x_TI: Tensor | Int8Rows) -> Tensor:
+        return self.multiply(x_TI, self.bias)
 
     def gelu_forward(self, x_TI: Tensor, approximate: str) -> Tensor:
         """gelu(forward(x)); `approximate` as in Ops.gelu."""
+        if self.scales is not None:
+            return self.ops.gelu(self(x_TI), approximate)
         return self.ops.linear_gelu(x_TI, self.weight, self.bias, approximate)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(HeldLinear):
     """Input features cut over the ranks; the outputs are summed, or left to the caller to sum without `reduces`."""
 
     def __init__(self, name: str, in_features: int, out_features: int, *, bias: bool, context: LayerContext,
                  padding: Padding = _NO_PADDING, reduces: bool = True):
-        super().__init__()
         assert reduces or not bias, "each rank would add the bias"
-        self.ops = context.ops
+        start, length = context.tp.share(in_features, f"{name} input features")
+        super().__init__(out_features, padding.padded(length), bias=bias, context=context, padding=padding)
         self.tp = context.tp
         self.reduces = reduces
-        start, length = context.tp.share(in_features, f"{name} input features")
-        self.weight = context.parameter(out_features, padding.padded(length))
-        self.bias = context.parameter(out_features) if bias else None
-        if not padding.is_none:
-            self.weight.zero_()
+        self.adds_bias = context.tp.rank == 0
         runs = OutputPart(name, in_features, start, length).runs(padding)
         self.weight_parts = {
             "weight": [WeightPart(f"{name}.weight", (out_features, in_features), dim=1, start=first, length=count,
                                   target_start=place) for first, count, place in runs],
             "bias": [WeightPart(f"{name}.bias", (out_features,))],
+            "scales": [],
         }
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.tp.size == 1 or not self.reduces:
-            return self.ops.linear(x_TI, self.weight, self.bias)
-        out_TO = self.tp.all_reduce(self.ops.linear(x_TI, self.weight, None))
+            return self.multiply(x_TI, self.bias)
+        if self.scales is not None:
+            return self.tp.all_reduce(self.multiply(x_TI, self.bias if self.adds_bias else None))
+        out_TO = self.tp.all_reduce(self.multiply(x_TI, None))
         return out_TO if self.bias is None else out_TO + self.bias
 
 

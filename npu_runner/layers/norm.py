@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from npu_runner.layers.linear import OutputPart
+from npu_runner.layers.linear import HeldLinear, OutputPart
 from npu_runner.layers.parallel import LayerContext, WeightPart
 
 # T tokens in the step, P parts, F features of a part on this rank
@@ -26,12 +27,21 @@ class RMSNorm(nn.Module):
         self.ops = context.ops
         self.eps = eps
         self.weight = context.parameter(size, dtype=self.weight_dtype)
+        self._rounds = False
+
+    def feed(self, linear: HeldLinear | None) -> None:
+        """Say what alone reads the result of `add_forward`: where that is of int8, both are one operator. None: others
+        read it, too."""
+        is_int8 = linear is not None and linear.scales is not None and linear.rest is linear.shifts is None
+        self._rounds = is_int8 and self.weight_dtype is None and self.ops.fuses_rounding
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
+    def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
+        """(norm(x + residual), x + residual); the first as its reader takes it."""
+        if self._rounds:
+            return self.ops.add_rms_norm_int8(x, residual, self.weight, self.eps)
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 

@@ -94,7 +94,8 @@ class TensorParallel:
 class LayerContext:
     """Operators, attention, parallel group, dtype and device that a model is built for.
 
-    `gated_delta` is there where the model has Gated DeltaNet layers.
+    `gated_delta` is there where the model has Gated DeltaNet layers. `weight_forms`: the forms of quantised weights
+    (platforms/ops.py) that linears hold as they are. With any, a linear has no weight before `HeldLinear.hold`.
     """
 
     ops: Ops
@@ -103,6 +104,7 @@ class LayerContext:
     dtype: torch.dtype
     device: torch.device
     gated_delta: GatedDeltaBackend | None = None
+    weight_forms: tuple[str, ...] = ()
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised parameter, of the model's dtype unless said otherwise; the weights loader fills it."""

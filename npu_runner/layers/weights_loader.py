@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,9 +19,12 @@ from npu_runner.checkpoint.weights_reader import WeightsReader, renamed_tensor
 from npu_runner.errors import WeightsError
 from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.parallel import WeightPart
+from npu_runner.layers.weight_forms import hold_as_stored, hold_rounded
 
 logger = logging.getLogger(__name__)
 
+_RANDOM_SCALE = 0.02 / 73
+"""Makes random int8 as large as other random weights: even ones up to 127 deviate by 73."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 # Buffers that old checkpoints stored and every model computes.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -35,44 +39,75 @@ def load_weights(model: nn.Module, reader: WeightsReader, *, ignored: tuple[str,
     is the number of a layer. Raises WeightsError naming every missing, left-over or misshapen tensor before anything is
     read.
     """
+    hold_as_stored(model, reader, renamed or {})
     for name, module in model.named_modules():
         if isinstance(module, ExpertWeights):
             found = renamed_tensor(name.removesuffix("experts"), renamed or {})
             module.match_checkpoint(found, reader.names, reader.shape)
-    wanted = [(parameter, dataclasses.replace(part, name=renamed_tensor(part.name, renamed or {})))
-              for parameter, part in _wanted(model)]
+    wanted = [each._replace(part=dataclasses.replace(each.part, name=renamed_tensor(each.part.name, renamed or {})))
+              for each in _wanted(model)]
     left_out = {name for name in reader.names if name.startswith(ignored_prefixes)}
     if left_out:
         logger.info("%d tensors of %s are left out: %s", len(left_out), reader.path, ", ".join(ignored_prefixes))
     _check(wanted, reader, {*ignored, *left_out})
-    num_bytes = 0
-    for parameter, part in wanted:
-        if part.is_elsewhere:
-            continue
-        target = part.place(parameter.data)
-        for rows, values in reader.pieces(part.name, part.dim, part.start, part.length):
-            target[rows].copy_(values)
-            num_bytes += values.numel() * values.element_size()
-        if part.offset:
-            target.add_(part.offset)
+    num_bytes = sum(_fill(each, reader) for each in wanted)
     _weights_are_loaded(model)
     return num_bytes
 
 
 def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Name and whole shape of every checkpoint tensor that `model` is loaded from."""
-    return {part.name: part.shape for _, part in _wanted(model)}
+    return {part.name: part.shape for _, part, *_ in _wanted(model)}
 
 
 def fill_with_random_weights(model: nn.Module, seed: int) -> None:
     """Small random values for every parameter, drawn on its device: real shapes and speed without a checkpoint."""
+    hold_rounded(model)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=parameter.device).manual_seed(seed + index)
         if name.endswith("norm.weight") or "norm" in name.rsplit(".", 2)[-2]:
             parameter.data.fill_(1.0)
+        elif parameter.dtype == torch.int8:
+            parameter.data.random_(-127, 128, generator=generator)
+        elif name.endswith(".scales"):
+            parameter.data.fill_(_RANDOM_SCALE)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
     _weights_are_loaded(model)
+
+
+class _Wanted(NamedTuple):
+    """A parameter, the tensor that fills it or a part of it, and where it is int8 the scales of its rows; where the
+    sums of its rows are wanted, the parameter for them."""
+
+    parameter: nn.Parameter
+    part: WeightPart
+    scales: nn.Parameter | None
+    sums: nn.Parameter | None
+
+
+def _fill(wanted: _Wanted, reader: WeightsReader) -> int:
+    """The bytes that were copied."""
+    parameter, part, scales, sums = wanted
+    if part.is_elsewhere:
+        return 0
+    target, num_bytes = part.place(parameter.data), 0
+    if scales is not None:
+        scales_O = scales.data.narrow(0, part.target_start, part.length) if part.dim == 0 else scales.data
+        for rows, values, scales_R in reader.int8_pieces(part.name, part.dim, part.start, part.length):
+            target[rows].copy_(values)
+            scales_O[rows].copy_(scales_R)
+            if sums is not None:
+                sums_O = sums.data.narrow(0, part.target_start, part.length) if part.dim == 0 else sums.data
+                sums_O[rows].add_(values.sum(1, dtype=torch.int32).to(sums_O.device))
+            num_bytes += values.nbytes + scales_R.nbytes
+        return num_bytes
+    for taken, values in reader.pieces(part.name, part.dim, part.start, part.length):
+        target[taken].copy_(values)
+        num_bytes += values.nbytes
+    if part.offset:
+        target.add_(part.offset)
+    return num_bytes
 
 
 def _weights_are_loaded(model: nn.Module) -> None:
@@ -82,8 +117,8 @@ def _weights_are_loaded(model: nn.Module) -> None:
             derive()
 
 
-def _wanted(model: nn.Module) -> Iterator[tuple[nn.Parameter, WeightPart]]:
-    """(parameter, part with its full checkpoint name), each parameter once even where two modules share it."""
+def _wanted(model: nn.Module) -> Iterator[_Wanted]:
+    """Each parameter once even where two modules share it; parts with their full checkpoint names."""
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         declared: dict[str, list[WeightPart]] = getattr(module, "weight_parts", {})
@@ -94,13 +129,15 @@ def _wanted(model: nn.Module) -> Iterator[tuple[nn.Parameter, WeightPart]]:
                 continue
             seen.add(id(parameter))
             offset = getattr(module, "weight_offset", 0.0)
-            parts = declared.get(name) or [WeightPart(f"{own_name}.{name}", tuple(parameter.shape), offset=offset)]
+            parts = declared.get(name, [WeightPart(f"{own_name}.{name}", tuple(parameter.shape), offset=offset)])
+            scales = getattr(module, "scales", None) if name == "weight" else None
+            sums = None if scales is None else getattr(module, "shifts", None)
             for part in parts:
-                yield parameter, dataclasses.replace(part, name=prefix + part.name)
+                yield _Wanted(parameter, dataclasses.replace(part, name=prefix + part.name), scales, sums)
 
 
-def _check(wanted: list[tuple[nn.Parameter, WeightPart]], reader: WeightsReader, ignored: set[str]) -> None:
-    expected = {part.name: part.shape for _, part in wanted}
+def _check(wanted: list[_Wanted], reader: WeightsReader, ignored: set[str]) -> None:
+    expected = {part.name: part.shape for _, part, *_ in wanted}
     left_over = {name for name in reader.names - set(expected) - ignored if not name.endswith(_IGNORED_SUFFIXES)}
     problems = [f"missing: {name} {list(expected[name])}" for name in sorted(set(expected) - reader.names)]
     problems += [f"left over: {name} {list(reader.shape(name))}" for name in sorted(left_over)]

@@ -27,8 +27,10 @@ from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.pooling_heads import ClassHead, TokenScoreHead
 from npu_runner.layers.rotary import RotaryTable
+from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.models.mixers.mlp import DecoderMLP, SparseMoE
+from npu_runner.platforms.ops import Int8Rows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 MakeAttention: TypeAlias = Callable[[ModelConfig, AttentionConfig, int, LayerContext], nn.Module]
@@ -67,7 +69,14 @@ class DecoderLayer(nn.Module):
         x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 
-    def mix(self, x_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def weights_are_loaded(self) -> None:
+        """Tells the norms in front of mixers which product reads them, where it is one. A layer whose `forward` reads
+        them otherwise has its own."""
+        if "input_layernorm" in self.norms:
+            self.input_layernorm.feed(self.self_attn.qkv_proj if isinstance(self.self_attn, DecoderAttention) else None)
+            self.post_attention_layernorm.feed(self.mlp.gate_up_proj if isinstance(self.mlp, DecoderMLP) else None)
+
+    def mix(self, x_TD: Tensor | Int8Rows, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Output of the sequence mixer."""
         if self.linear_attn is not None:
             return self.linear_attn(x_TD, metadata)

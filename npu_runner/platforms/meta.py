@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.ops import HeldExperts, TorchOps
+from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, StaticInt8Weight, TorchOps
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import SideResult, SideStream
 
@@ -86,6 +86,14 @@ class MetaOps(TorchOps):
     def __init__(self, *, copies_rows_to_experts: bool):
         self._copies_rows = copies_rows_to_experts
 
+    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+        rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
+        return rows.values_TI.new_empty(len(rows.scales_T), len(weight.scales_O), dtype=rows.dtype)
+
+    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
+        values_TI = torch.empty_like(x_TI, dtype=torch.int8)
+        return values_TI.new_empty(len(x_TI), len(weight.scales_O), dtype=x_TI.dtype)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)
 
@@ -126,6 +134,11 @@ class MetaOps(TorchOps):
         out_TD = torch.empty_like(x_TD)
         del rows_PD, hidden_PI, outputs_PD
         return out_TD
+
+
+def _rounded(x_TI: Tensor) -> Int8Rows:
+    return Int8Rows(torch.empty_like(x_TI, dtype=torch.int8), x_TI.new_empty(len(x_TI), dtype=torch.float32),
+                    x_TI.dtype)
 
 
 class MetaAttention(AttentionBackend):

@@ -37,12 +37,79 @@ class HeldExperts(NamedTuple):
     total: int
 
 
+INT8, INT8_STATIC = "int8", "int8_static"
+"""The forms of weights that `Int8Weight` and `StaticInt8Weight` hold."""
+INT8_MAX = 127.0
+
+
+class Int8Weight(NamedTuple):
+    """Rows of int8 and a scale for each: values * scales. Products take inputs that are rounded alike."""
+
+    values_OI: Tensor
+    """int8, contiguous."""
+    scales_O: Tensor
+    """float32."""
+
+
+class StaticInt8Weight(NamedTuple):
+    """Rows of int8 for products with inputs of one scale and one offset: round(x * input_scale + input_offset)."""
+
+    values_OI: Tensor
+    """int8, contiguous."""
+    shifts_O: Tensor
+    """int32, in units of the sums of integers: the bias, less what the offset adds."""
+    scales_O: Tensor
+    """float32, of the sums: those of the weights over `input_scale`, as it is rounded."""
+    input_scale_1: Tensor
+    input_offset_1: Tensor
+    """Both of x's dtype."""
+
+
+class Int8Rows(NamedTuple):
+    """Inputs of such products, rounded already: values * scales, one scale for each token."""
+
+    values_TI: Tensor
+    """int8."""
+    scales_T: Tensor
+    """float32."""
+    dtype: torch.dtype
+    """What they were, and what products with them are."""
+
+
 class Ops(ABC):
     """Operators of a dense decoder layer, fused where the vendor has them. All shapes are this rank's."""
 
     @abstractmethod
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + b, (T, O)."""
+
+    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+        """s * scales * (round(x / s) values^T) + b, (T, O) of x's dtype, with s = max|x| / 127 of each row.
+
+        The product of integers is exact, the rest float32, rounded once; `bias_O` is float32. Asked for where the
+        platform's `weight_forms` name INT8.
+        """
+        rows = int8_rows(x_TI) if isinstance(x_TI, Tensor) else x_TI
+        sums_TO = torch._int_mm(rows.values_TI, weight.values_OI.t())
+        out_TO = sums_TO.float() * rows.scales_T[:, None] * weight.scales_O
+        return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
+
+    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
+        """(q values^T + shifts) * scales, (T, O) of x's dtype, with q = round(x * input_scale + input_offset), at least
+        -128 and at most 127, in float32; exact as in `int8_linear`. Asked for where `weight_forms` name INT8_STATIC."""
+        wide_TI = x_TI.float() * weight.input_scale_1.float() + weight.input_offset_1.float()
+        values_TI = wide_TI.round().clamp(-INT8_MAX - 1, INT8_MAX).to(torch.int8)
+        sums_TO = torch._int_mm(values_TI, weight.values_OI.t()) + weight.shifts_O
+        return (sums_TO.float() * weight.scales_O).to(x_TI.dtype)
+
+    fuses_rounding: bool = False
+    """`add_rms_norm_int8` costs no more than `add_rms_norm`; else products round their inputs themselves."""
+
+    def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
+                          eps: float) -> tuple[Int8Rows, Tensor]:
+        """`add_rms_norm` for products with `Int8Weight` alone. `weight_D` is of x's dtype."""
+        normed_TD, total_TD = self.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return int8_rows(normed_TD), total_TD
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -221,6 +288,14 @@ class TokenLookUp:
         masks_CV = self._masks_of_bytes.index_select(0, bytes_).view(num_rows, 32 * num_words)
         taken_CV = logits_BV if rows_C is None else logits_BV.index_select(0, rows_C)
         return taken_CV + masks_CV[:, : logits_BV.shape[1]]
+
+
+def int8_rows(x_TI: Tensor) -> Int8Rows:
+    """Rows rounded to the nearest, symmetric, the largest at 127. A row of zeros has scale 0."""
+    wide_TI = x_TI.float()
+    scales_T = wide_TI.abs().amax(-1) / INT8_MAX
+    divisors_T1 = scales_T.masked_fill(scales_T == 0, 1.0)[:, None]
+    return Int8Rows((wide_TI / divisors_T1).round().to(torch.int8), scales_T, x_TI.dtype)
 
 
 def rotate_leading(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

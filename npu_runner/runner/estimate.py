@@ -7,10 +7,18 @@ nothing; knows no file.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
+from torch import nn
+
+from npu_runner.checkpoint.formats.reader import open_weights
+from npu_runner.checkpoint.quantization import read_quantization
+from npu_runner.checkpoint.weights_reader import weights_are_there
 from npu_runner.config import RunnerConfig
 from npu_runner.core.block_manager import most_blocks
 from npu_runner.errors import ConfigError, OutOfMemoryError
+from npu_runner.layers.weight_forms import hold_as_floats, hold_as_stored, hold_rounded
+from npu_runner.platforms.ops import INT8
 from npu_runner.platforms.platform import Platform
 from npu_runner.request.limits import GIB, MIB
 from npu_runner.runner.base import MemoryProfile
@@ -100,7 +108,8 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
                           "take a model of a family with a strategy of its own, or start it on a device")
     model_config = strategy.model_config_for(config)
     settings = resolve_settings(config, model_config, platform)
-    network = NetworkOnMeta(strategy, model_config, config, settings, platform, rank=0)
+    network = NetworkOnMeta(strategy, model_config, config, settings, platform, rank=0,
+                            hold=partial(_hold, strategy, config, settings))
     num_ranks = config.parallel.tensor_parallel_size
     outside_bytes = DRIVER_BYTES + (COMMUNICATORS_BYTES if num_ranks > 1 else 0)
     profile = MemoryProfile(total_bytes=device_bytes, weights_bytes=network.weights_bytes, outside_bytes=outside_bytes)
@@ -112,6 +121,18 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
         bytes_per_block=network.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None,
     )
     return _with_cache(_with_steps(found, config, network), config, network)
+
+
+def _hold(strategy: LoadStrategy, config: RunnerConfig, settings: Settings, model: nn.Module) -> None:
+    """In the forms of a start; without files of weights all that they would tell counts as 16 bits."""
+    quantization = read_quantization(strategy.path)
+    if config.quantization == INT8 and settings.weight_forms:
+        hold_rounded(model)
+    elif quantization is not None and settings.weight_forms and weights_are_there(strategy.path):
+        with open_weights(strategy.path, quantization) as reader:
+            hold_as_stored(model, reader, strategy.renamed(reader.names))
+    else:
+        hold_as_floats(model)
 
 
 def fewest_ranks(strategy: LoadStrategy, config: RunnerConfig, platform: Platform, device_bytes: int) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from npu_runner.checkpoint.quantization import arithmetic
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.grammars.matchers import Matchers, Rule
@@ -38,7 +39,7 @@ from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import model_needs, resolve_settings
 from npu_runner.runner.states import StatePool, StateShape
 from npu_runner.runner.step import StepRunner, StepUnderWay
-from npu_runner.runner.weights import check_quantised_fit, load
+from npu_runner.runner.weights import load
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.sampling.token_constraints import ConstrainedRows
 from npu_runner.strategies import OpenedCheckpoint
@@ -148,9 +149,7 @@ class ModelRunner(ModelRunnerBase):
             self.gated_delta = self.platform.make_gated_delta(self.delta_shape, self.dtype)
             logger.info("Gated DeltaNet: %s", self.gated_delta.name)
         context = LayerContext(self.ops, self.attention, self.tp, self.dtype, self.device, self.gated_delta)
-        check_quantised_fit(self.checkpoint, self.settings, context, self.platform.memory)
-        self.model = self.strategy.build(self.model_config, self.settings.max_model_len, context)
-        load(self.model, self.checkpoint, self.dtype, self._report_weights)
+        self.model = load(self.checkpoint, self.settings, context, self.platform.memory, self._report_weights)
         self.model.requires_grad_(False).eval()
         self.windows = resolve_windows(self.model, self.settings.max_model_len)
         self.states: StatePool | None = None
@@ -302,6 +301,9 @@ class ModelRunner(ModelRunnerBase):
         description = {**self.settings.describe(), "attention": self.attention.name}
         if self.model_config.pooling is not None:
             description["pooling"] = self.model_config.pooling.describe()
+        weights = arithmetic(self.checkpoint.quantization, self.config.quantization, self.settings.weight_forms)
+        if weights is not None:
+            description["quantization"] = weights
         if self.gated_delta is not None:
             description["gated_delta"] = self.gated_delta.name
         return RunnerInfo(

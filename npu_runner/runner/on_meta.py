@@ -6,11 +6,12 @@ and no weights' file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.config import RunnerConfig
@@ -63,13 +64,14 @@ class StepBytes:
 
 
 class NetworkOnMeta:
-    """Rank `rank` of `config`'s ranks. `settings`: what `resolve_settings` makes of `config`.
+    """Rank `rank` of `config`'s ranks. `settings`: what `resolve_settings` makes of `config`. `hold` allocates the
+    weights of linears (layers/weight_forms.py).
 
     Raises ConfigError where the model does not divide by the ranks.
     """
 
     def __init__(self, strategy: LoadStrategy, model_config: ModelConfig, config: RunnerConfig, settings: Settings,
-                 platform: Platform, rank: int):
+                 platform: Platform, rank: int, hold: Callable[[nn.Module], None]):
         self._strategy, self._model_config, self._config = strategy, model_config, config
         self._settings, self._platform = settings, platform
         self._tp = MetaRank(rank, config.parallel.tensor_parallel_size,
@@ -79,9 +81,10 @@ class NetworkOnMeta:
         delta = gated_delta_shape(model_config, self._tp)
         self._gated_delta = None if delta is None else TorchGatedDelta(delta)
         context = LayerContext(MetaOps(copies_rows_to_experts=platform.copies_rows_to_experts), self._attention,
-                               self._tp, self._dtype, META, self._gated_delta)
+                               self._tp, self._dtype, META, self._gated_delta, settings.weight_forms)
         with torch.inference_mode():
             self._model: Any = strategy.build(model_config, settings.max_model_len, context)
+        hold(self._model)
         self._model.requires_grad_(False).eval()
         self.windows = resolve_windows(self._model, settings.max_model_len)
         self.weights_bytes = weights_bytes(self._model)

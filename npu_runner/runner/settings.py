@@ -27,6 +27,8 @@ class Settings:
     graph_mode: str
     graph_cache_dir: Path | None
     """None: compiled graphs are not kept."""
+    weight_forms: tuple[str, ...]
+    """Forms of quantised weights that are multiplied as they are."""
 
     def describe(self) -> dict[str, str]:
         """Of what shapes an answer, what is decided here."""
@@ -70,11 +72,12 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     if config.attention_backend not in ("auto", *platform.attention_backends):
         raise ConfigError(f"attention_backend {config.attention_backend!r}: {platform.name} has "
                           f"{', '.join(platform.attention_backends)}")
-    if config.quantization not in ("auto", *platform.weight_forms):
-        forms = ", ".join(platform.weight_forms) or "none of quantised ones"
-        raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no products of such "
-                          f"weights (it has {forms}); leave it at auto")
     dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model_config.dtype)
+    forms = platform.forms_with(dtype)
+    if config.quantization not in ("auto", *forms) and not platform.rounds_weights:
+        has = ", ".join(forms) or "none of quantised ones"
+        raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no products of such "
+                          f"weights with inputs of {dtype} (it has {has}); leave it at auto")
     return Settings(
         dtype=dtype,
         max_model_len=_max_model_len(config, model_config),
@@ -84,6 +87,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         block_size=block_size,
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
+        weight_forms=forms,
     )
 
 

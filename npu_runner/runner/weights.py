@@ -11,10 +11,14 @@ from torch import nn
 
 from npu_runner.checkpoint.adapted_weights import AdaptedReader
 from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
-from npu_runner.errors import OutOfMemoryError
+from npu_runner.checkpoint.formats.rounding import RoundingReader
+from npu_runner.checkpoint.weights_reader import WeightsReader
+from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.layers.weight_forms import hold_as_stored, names_to_round
 from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.platforms.devices import Memory
+from npu_runner.platforms.ops import INT8
 from npu_runner.request.limits import size
 from npu_runner.runner.memory import weights_bytes
 from npu_runner.runner.settings import Settings
@@ -23,35 +27,100 @@ from npu_runner.strategies import OpenedCheckpoint
 logger = logging.getLogger(__name__)
 
 
-def check_quantised_fit(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext, memory: Memory
-                        ) -> None:
-    """Raises OutOfMemoryError, before anything is read, where quantised weights become more than this rank's part of
-    what is free. The size of their files says nothing of it."""
+def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext, memory: Memory,
+         progress: Callable[[int, int], None]) -> nn.Module:
+    """The network with its weights; says what is dequantised. `progress`: bytes that were read, of all.
+
+    Raises OutOfMemoryError, before anything is read, where quantised weights become more than this rank's part of what
+    is free.
+    """
+    strategy, model_config = checkpoint.strategy, checkpoint.model_config
+    rounds = checkpoint.config.quantization == INT8
+    if checkpoint.config.load_format == "dummy":
+        forms = settings.weight_forms if rounds else ()
+        model = strategy.build(model_config, settings.max_model_len, dataclasses.replace(context, weight_forms=forms))
+        fill_with_random_weights(model, checkpoint.config.seed)
+        return model
+    if rounds or checkpoint.quantization is not None:
+        context = dataclasses.replace(context, weight_forms=settings.weight_forms)
+    with open_weights(checkpoint.path, checkpoint.quantization, progress) as stored:
+        reader = _adapted(stored, checkpoint)
+        if rounds or checkpoint.quantization is not None:
+            reader = _in_forms(reader, checkpoint, settings, context, memory)
+        model = strategy.build(model_config, settings.max_model_len, context)
+        strategy.load_weights(model, reader, model_config)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(f"{type(strategy).__name__}.load_weights leaves linears without weights; those whose weights "
+                         "are quantised are filled by npu_runner.layers.weights_loader.load_weights")
+    return model
+
+
+def _adapted(reader: WeightsReader, checkpoint: OpenedCheckpoint) -> WeightsReader:
+    if checkpoint.adapter is None:
+        return reader
+    adapted = AdaptedReader(reader, checkpoint.adapter, checkpoint.strategy.renamed(reader.names))
+    logger.info("the adapter %s is merged into %d weights", checkpoint.adapter.path, adapted.num_changed)
+    return adapted
+
+
+def _in_forms(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,
+              memory: Memory) -> WeightsReader:
+    """What the network is to be filled from; says what is multiplied in which form. Reads no weight."""
+    rounds = checkpoint.config.quantization == INT8
+    planned, on_meta = _planned(reader, checkpoint, settings, context, rounds=rounds)
+    held = hold_as_stored(on_meta, planned, checkpoint.strategy.renamed(reader.names))
+    _check_fit(reader, checkpoint, settings, context, memory, weights_bytes(on_meta))
+    if isinstance(reader, DequantisingReader):
+        stored = {name for name in held if reader.int8_inputs(name) is not None}
+        logger.info("%s", reader.describe(context.dtype, stored))
+    if isinstance(planned, RoundingReader):
+        logger.info("quantization int8: %s", planned.describe(context.dtype, is_multiplied=bool(held)))
+    return planned
+
+
+def _planned(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext, *,
+             rounds: bool) -> tuple[WeightsReader, nn.Module]:
+    """The reader, over one that rounds if that is asked for; and the network without memory."""
+    on_meta = checkpoint.strategy.build(checkpoint.model_config, settings.max_model_len,
+                                        dataclasses.replace(context, device=torch.device("meta")))
+    if not rounds:
+        return reader, on_meta
+    names = names_to_round(on_meta, checkpoint.strategy.renamed(reader.names))
+    if not names:
+        raise ConfigError(f"quantization int8: {type(checkpoint.strategy).__name__} builds no linears of ours, which "
+                          "are what is made int8; leave it at auto")
+    return RoundingReader(reader, names), on_meta
+
+
+def _check_fit(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,
+               memory: Memory, need: int) -> None:
+    """Raises OutOfMemoryError where the weights become more than this rank's part of what is free. The size of their
+    files says nothing of it."""
     free = memory.free_bytes()
-    if checkpoint.quantization is None or free is None:
-        return
-    on_meta = dataclasses.replace(context, device=torch.device("meta"))
-    need = weights_bytes(checkpoint.strategy.build(checkpoint.model_config, settings.max_model_len, on_meta))
     # Where memory is no device's own, ranks share the host's.
     num_sharing = context.tp.size if memory.info() is None else 1
-    if need * num_sharing > free:
-        ranks = f" for each of {num_sharing} ranks" if num_sharing > 1 else ""
-        raise OutOfMemoryError(
-            f"the weights are quantised ({checkpoint.quantization.method}) and take {size(need)} in {settings.dtype}"
-            f"{ranks}, as this platform has no products of such weights; {size(free)} of memory is free. Raise "
-            "tensor_parallel_size over more devices, set dtype to 16 bits, or take a smaller model")
-
-
-def load(model: nn.Module, checkpoint: OpenedCheckpoint, dtype: torch.dtype,
-         progress: Callable[[int, int], None]) -> None:
-    """Fill `model`, and say what is dequantised. `progress`: bytes that were read, of all."""
-    if checkpoint.config.load_format == "dummy":
-        fill_with_random_weights(model, checkpoint.config.seed)
+    if free is None or need * num_sharing <= free:
         return
-    with open_weights(checkpoint.path, checkpoint.quantization, progress) as reader:
-        if isinstance(reader, DequantisingReader):
-            logger.info("%s", reader.describe(dtype))
-        if checkpoint.adapter is not None:
-            reader = AdaptedReader(reader, checkpoint.adapter, checkpoint.strategy.renamed(reader.names))
-            logger.info("the adapter %s is merged into %d weights", checkpoint.adapter.path, reader.num_changed)
-        checkpoint.strategy.load_weights(model, reader, checkpoint.model_config)
+    ranks = f" for each of {num_sharing} ranks" if num_sharing > 1 else ""
+    method = "int8 is made of them" if checkpoint.quantization is None else checkpoint.quantization.method
+    multiplied = ", ".join(settings.weight_forms) or "none of quantised ones"
+    remedies = ["raise tensor_parallel_size over more devices"]
+    remedies += ["set dtype to 16 bits"] if settings.dtype == "float32" else []
+    if _fits_as_int8(reader, checkpoint, settings, context, free // num_sharing):
+        remedies.insert(0, "set quantization to int8")
+    raise OutOfMemoryError(
+        f"the weights are quantised ({method}) and take {size(need)} in {settings.dtype}{ranks}, as the platform has "
+        f"products of these forms only: {multiplied}; {size(free)} of memory is free. To load it, "
+        f"{', '.join(remedies)}, or take a smaller model")
+
+
+def _fits_as_int8(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,
+                  room: int) -> bool:
+    if INT8 not in settings.weight_forms or checkpoint.config.quantization == INT8:
+        return False
+    try:
+        planned, on_meta = _planned(reader, checkpoint, settings, context, rounds=True)
+    except ConfigError:  # of integers that are not made int8
+        return False
+    hold_as_stored(on_meta, planned, checkpoint.strategy.renamed(reader.names))
+    return weights_bytes(on_meta) <= room

@@ -23,6 +23,8 @@ class LayerKind:
     changes: Callable[[int], dict[str, Any]]
     has_attention: bool = True
     emulation: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    """Of the engine."""
 
     def config(self, count: int) -> dict[str, Any]:
         """What a tiny checkpoint with `count` layers of the kind has of its own."""
@@ -47,6 +49,9 @@ def _everywhere(launches: int) -> dict[str, int]:
 
 KINDS = {
     "dense": LayerKind(model_type="qwen3", launches=_everywhere(13), changes=_plain),
+    # Two more: the norms round for the products behind them, and two products round their inputs themselves.
+    "dense, int8": LayerKind(model_type="qwen3", launches=_everywhere(15), changes=_plain,
+                             settings={"quantization": "int8"}),
     "experts": LayerKind(model_type="qwen3_moe", launches=_everywhere(17), changes=_plain),
     "gated delta, fused": LayerKind(
         model_type="qwen3_5_text", launches={"eager": 24, "reduce-overhead": 24, "max-autotune": 45},
@@ -57,5 +62,10 @@ KINDS = {
     "gated attention": LayerKind(
         model_type="qwen3_5_text", launches={"eager": 21, "reduce-overhead": 21, "max-autotune": 25},
         changes=_gated_attention),
+    # Its norms have float32 weights, which no operator rounds behind. So each product rounds its inputs (four), the
+    # gates are a product of their own, and both are put side by side.
+    "gated delta, int8": LayerKind(
+        model_type="qwen3_5_text", launches={"eager": 30, "reduce-overhead": 30, "max-autotune": 51},
+        changes=_delta, emulation={"cann_version": "9.2.0"}, has_attention=False, settings={"quantization": "int8"}),
 }
 """The graph engine takes no states in float32: there Gated DeltaNet goes through plain operators."""

@@ -37,7 +37,7 @@ OF_THE_HOST = {
 
 def measured(kind: LayerKind, mode: str, checkpoint: Any, folder: Path, **emulation: str) -> dict[str, Any]:
     models = {str(count): str(checkpoint(kind.model_type, **kind.config(count))) for count in LAYERS}
-    settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0}
+    settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0, **kind.settings}
     if mode != "eager":
         settings["graph_batch_sizes"] = [BATCH_SIZE]
     if mode == "max-autotune":
@@ -55,8 +55,9 @@ def launches_of(cost: dict[str, Any]) -> dict[str, float]:
     return {name: count for name, count in cost["per_layer"].items() if name not in VIEWS}
 
 
-def test_launches_of_a_layer_and_one_copy_each_way(checkpoint: Any, tmp_path: Path) -> None:
-    assert_cost(KINDS["dense"], "reduce-overhead", checkpoint, tmp_path)
+@pytest.mark.parametrize("name", ["dense", "dense, int8"])
+def test_launches_of_a_layer_and_one_copy_each_way(name: str, checkpoint: Any, tmp_path: Path) -> None:
+    assert_cost(KINDS[name], "reduce-overhead", checkpoint, tmp_path)
 
 
 @pytest.mark.full("two processes for each kind and mode; captured graphs of dense layers stay")

@@ -15,8 +15,10 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.cli.main import main
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError, WeightsError
 from npu_runner.platforms import pick_platform
+from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.runner.memory import weights_bytes
 from scripts.quantised.writing import quantise
-from tests.oracle.running import SMALL
+from tests.oracle.running import SMALL, greedy, runner_of
 
 SAYS = "fp8, dequantised at load, inputs not quantised"
 
@@ -39,16 +41,63 @@ def test_a_start_without_memory_for_dequantised_weights_is_refused(quantised: Pa
     with LLM(quantised, platform="cpu", load_format="dummy", **SMALL) as llm:
         need = sum(tensor.nbytes for tensor in llm.engine._executor._runner.model.parameters())  # type: ignore[attr-defined]
     monkeypatch.setattr(type(memory), "free_bytes", lambda self: need // 2)
-    with pytest.raises(OutOfMemoryError, match=r"quantised \(fp8\) and take .* in float32, .* no products of such"):
+    with pytest.raises(OutOfMemoryError, match=r"quantised \(fp8\) and take .* in float32, .* forms only: none of"):
         LLM(quantised, platform="cpu", **SMALL)
 
 
 def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_weights(monkeypatch)
-    with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no products of such weights"):
+    monkeypatch.setattr(CpuPlatform, "rounds_weights", False)
+    with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no products of such weights with "
+                                          "inputs of float32"):
         LLM(quantised, platform="cpu", quantization="int8", **SMALL)
     with pytest.raises(ConfigError, match="quantization: 'fp8' is not one of auto, int8"):
         LLM(quantised, platform="cpu", quantization="fp8", **SMALL)
+
+
+def with_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cpu platform as one that multiplies int8, whatever the dtype."""
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: ("int8",))
+
+
+def test_a_start_that_would_fit_as_int8_says_so(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_products(monkeypatch)
+    with LLM(quantised, platform="cpu", quantization="int8", **SMALL) as llm:
+        need = weights_bytes(runner_of(llm).model)
+    no_weights(monkeypatch)
+    monkeypatch.setattr(type(pick_platform("cpu").memory), "free_bytes", lambda self: need)
+    with pytest.raises(OutOfMemoryError, match="To load it, set quantization to int8, raise tensor_parallel_size"):
+        LLM(quantised, platform="cpu", **SMALL)
+    monkeypatch.setattr(type(pick_platform("cpu").memory), "free_bytes", lambda self: need - 1)
+    with pytest.raises(OutOfMemoryError, match="To load it, raise tensor_parallel_size"):
+        LLM(quantised, platform="cpu", **SMALL)
+
+
+def test_int8_bytes_are_counted_before_and_after_loading(checkpoint: Any, tmp_path: Path, capsys: Any,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 twin less what its int8 linears save: three bytes a value, and a scale of four a row."""
+    plain = checkpoint("qwen3")
+    quantise(plain, tmp_path / "w8a8", "w8a8", group_size=8)
+    with CheckpointReader(tmp_path / "w8a8") as reader:
+        shapes = [reader.shape(name) for name in reader.names if reader.dtype(name) == "I8"]
+    saved = sum(rows * (columns - 4) for rows, columns in shapes)
+    asked = ["doctor", "--device-memory", "64G", "--platform", "npu", "--max-model-len", "1024", "--dtype", "bfloat16",
+             "--json", "--fits"]
+    found = []
+    for arguments in ([str(plain)], [str(tmp_path / "w8a8")], [str(plain), "--quantization", "int8"]):
+        assert main([*asked, *arguments]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["weights_bytes"] - saved == found[1]["weights_bytes"] == found[2]["weights_bytes"]
+    assert found[1]["quantization"].startswith("compressed-tensors, int8 with dynamic inputs multiplied as int8")
+    with_products(monkeypatch)
+    with LLM(plain, platform="cpu", **SMALL) as llm:
+        whole = weights_bytes(runner_of(llm).model)
+    saved = sum(rows * (3 * columns - 4) for rows, columns in shapes)
+    for model, settings in ((tmp_path / "w8a8", {}), (plain, {"quantization": "int8"}),
+                            (plain, {"quantization": "int8", "load_format": "dummy"})):
+        with LLM(model, platform="cpu", **SMALL, **settings) as llm:
+            assert weights_bytes(runner_of(llm).model) == whole - saved
+            assert llm.generate(["which"], greedy(2))[0].token_ids
 
 
 def test_a_format_that_is_not_the_checkpoints_is_refused(quantised: Path, checkpoint: Any,
@@ -94,7 +143,7 @@ def test_the_commands_that_only_look_say_how_it_is_served(
     assert capsys.readouterr().out.endswith(f"; quantised weights: {SAYS}\n")
     asked = ["doctor", "--device-memory", "64G", "--platform", "npu", "--max-model-len", "1024", "--fits"]
     assert main([*asked, str(quantised)]) == 0
-    assert f"  weights count as float32: {SAYS}" in capsys.readouterr().out
+    assert f"  weights are {SAYS}\n" in capsys.readouterr().out
     assert main([*asked, str(quantised), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert main([*asked, str(checkpoint("qwen3")), "--json"]) == 0

@@ -166,7 +166,9 @@ def test_what_does_not_fit_names_what_would(config_file: str, capsys: pytest.Cap
     asked = (config_file, "--device-memory", "24G", "--max-model-len")
     status, found = fits(capsys, *asked, "40960")
     assert (status, found["fits"], found["kv_cache_tokens"]) == (1, False, 0)
-    ranks, length = found["remedies"]
+    ranks, length, int8 = found["remedies"]
+    assert int8 == "--quantization int8"
+    assert fits(capsys, *asked, "40960", *int8.split())[0] == 0
     assert ranks == "--tensor-parallel-size 2"
     assert fits(capsys, *asked, "40960", *ranks.split())[0] == 0
     longest = int(length.removeprefix("--max-model-len "))

@@ -16,6 +16,7 @@ from typing import Any
 from npu_runner.checkpoint.formats.contents import FLOATS, FP8, Contents
 from npu_runner.checkpoint.formats.stored import Grid, Matrix, PackedMatrix, QuantisedMatrix, StoredMatrix
 from npu_runner.checkpoint.quantization import refusal
+from npu_runner.checkpoint.weights_reader import BY_ROW
 from npu_runner.errors import ModelError
 
 _PACKED, _MIXED = "pack-quantized", "mixed-precision"
@@ -25,7 +26,8 @@ _CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point")
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 _FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
-# What the library means by the name of a scheme in the place of a group; inputs make no difference here.
+_BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+# What the library means by the name of a scheme in the place of a group.
 _PRESETS: dict[str, dict[str, Any]] = {
     "W8A8": _INT8, "INT8": _INT8, "W8A16": _INT8, "W4A16": _INT4, "W4A16_ASYM": {**_INT4, "symmetric": False},
     "W4A8": _INT4, "W4A8_INT8": _INT4, "W4AFP8": _INT4, "FP8": {**_FLOAT8, "strategy": "tensor"},
@@ -47,6 +49,8 @@ class _Scheme:
     has_order: bool
     """The columns of a group may be scattered (actorder group)."""
     packed: bool
+    rounds_inputs: bool
+    """Products take inputs that are rounded to int8, each row by its own largest value."""
 
     @property
     def form(self) -> str:
@@ -89,7 +93,8 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
     if isinstance(group, list):  # the name of a scheme, and what it is for
         if name not in _PRESETS:
             raise refusal(f"compressed-tensors, scheme {name!r}")
-        group = {"targets": group, "weights": _PRESETS[name]}
+        group = {"targets": group, "weights": _PRESETS[name],
+                 "input_activations": _BY_TOKEN if name in ("W8A8", "INT8") else None}
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise refusal(f"compressed-tensors, group {name!r} without weights")
@@ -106,7 +111,16 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
         is_symmetric=bool(weights.get("symmetric", True)), group_size=int(size or -1),
         block=_block(weights.get("block_structure")) if strategy == "block" else (0, 0),
         has_order=weights.get("actorder") == "group", packed=named == _PACKED,
+        rounds_inputs=strategy in ("tensor", "channel") and (bits, is_float) == (8, False)
+        and _is_by_row(group.get("input_activations")),
     )
+
+
+def _is_by_row(inputs: Any) -> bool:
+    """Whether inputs are int8 with a scale of their own for each token, and no zeros."""
+    return (isinstance(inputs, dict) and inputs.get("dynamic") is True and inputs.get("strategy") == "token"
+            and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
+            and bool(inputs.get("symmetric", True)))
 
 
 def _block(given: Any) -> tuple[int, int]:
@@ -164,7 +178,8 @@ def _take(contents: Contents, module: str, scheme: _Scheme) -> None:
             return
         zeros = Grid(zero_matrix, block, groups, reader)
     scales = Grid(StoredMatrix(reader, scale, shape), block, groups, reader)
-    contents.made[f"{module}.weight"] = QuantisedMatrix(scheme.form, values, (scales,), zeros)
+    contents.made[f"{module}.weight"] = QuantisedMatrix(scheme.form, values, (scales,), zeros,
+                                                        inputs=BY_ROW if scheme.rounds_inputs and not zeros else None)
 
 
 def _plain_values(contents: Contents, module: str, scheme: _Scheme) -> Matrix | None:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from npu_runner.checkpoint.formats.contents import FLOATS, Contents
-from npu_runner.checkpoint.formats.modelslim_static import StaticBias, StaticMatrix, StaticScale
+from npu_runner.checkpoint.formats.modelslim_static import StaticBias, StaticMatrix, StaticScale, static_inputs
 from npu_runner.checkpoint.formats.stored import Grid, Matrix, PackedMatrix, QuantisedMatrix, StoredMatrix
 from npu_runner.checkpoint.quantization import refusal
+from npu_runner.checkpoint.weights_reader import BY_ROW
 
 _STATIC = ("input_scale", "input_offset", "quant_bias", "deq_scale")
 _KV_CACHE = (".kv_cache_scale", ".kv_cache_offset")
@@ -124,8 +125,9 @@ def _static(contents: Contents, module: str, description: dict[str, Any]) -> Non
     bias = StaticBias(reader, values, names["quant_bias"], names["deq_scale"], names["input_offset"])
     scale = Grid(StaticScale(reader, names["deq_scale"], names["input_scale"], shape[0]), (1, shape[1]))
     has_bias = contents.has(f"{module}.bias")
-    contents.made[f"{module}.weight"] = StaticMatrix("int8 by row, static inputs", values, (scale,),
-                                                     must_be_empty=None if has_bias else bias)
+    contents.made[f"{module}.weight"] = StaticMatrix(
+        "int8 by row, static inputs", values, (scale,), must_be_empty=None if has_bias else bias,
+        inputs=static_inputs(reader, names["input_scale"], names["input_offset"]))
     if has_bias and contents.take(f"{module}.bias", FLOATS, [shape[0]]):
         contents.made[f"{module}.bias"] = bias
 
@@ -138,7 +140,7 @@ def _dynamic(contents: Contents, module: str, description: dict[str, Any]) -> No
         return
     contents.made[f"{module}.weight"] = QuantisedMatrix(
         "int8 by row", StoredMatrix(contents.reader, f"{module}.weight"),
-        (_grid(contents, f"{module}.weight_scale", (shape[0], 1), shape[1]),))
+        (_grid(contents, f"{module}.weight_scale", (shape[0], 1), shape[1]),), inputs=BY_ROW)
 
 
 def _int8_weights(contents: Contents, module: str, description: dict[str, Any]) -> None:

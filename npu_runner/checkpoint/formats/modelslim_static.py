@@ -9,6 +9,7 @@ N outputs, K inputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.checkpoint.formats.stored import FloatTensor, Matrix, QuantisedMatrix, Span, StoredMatrix
-from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Inputs
 from npu_runner.errors import WeightsError
 
 _ROWS_AT_ONCE = 256
@@ -30,6 +31,15 @@ def deq_scale(reader: CheckpointReader, name: str) -> Tensor:
     if stored_N.dtype == torch.int64:
         stored_N = stored_N.contiguous().view(torch.int32)[::2].contiguous().view(torch.float32)
     return stored_N.double()
+
+
+def static_inputs(reader: CheckpointReader, scale_name: str, offset_name: str) -> Int8Inputs:
+    """Raises WeightsError for a scale that is none."""
+    scale, offset = (reader.read(name).double().item() for name in (scale_name, offset_name))
+    if not 0 < scale < math.inf or offset != round(offset):
+        raise WeightsError(f"{scale_name} is {scale} and {offset_name} {offset}; a scale of inputs is above 0, an "
+                           "offset a whole number; copy the checkpoint again from its source")
+    return Int8Inputs(scale, offset)
 
 
 class StaticScale(Matrix):
@@ -80,11 +90,17 @@ class StaticMatrix(QuantisedMatrix):
     must_be_empty: StaticBias | None = None
 
     def read(self, spans: Sequence[Span]) -> Tensor:
-        rows, columns = spans
+        self._check_bias(*spans)
+        return super().read(spans)
+
+    def read_int8(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
+        self._check_bias(rows, columns)
+        return super().read_int8(rows, columns)
+
+    def _check_bias(self, rows: Span, columns: Span) -> None:
         if self.must_be_empty is not None and columns == (0, self.values.shape[1]):
             most = float(self.must_be_empty.units(rows).abs().max())
             if most > _ROUNDING:
                 raise WeightsError(f"{self.must_be_empty.quant_bias} holds a bias of {most:.0f} units beside the "
                                    "offset of inputs, and the file has no bias for this linear: a shift of the norm "
                                    "before it, which is not supported")
-        return super().read(spans)

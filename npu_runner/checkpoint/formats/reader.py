@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -16,8 +16,9 @@ from types import EllipsisType
 import torch
 
 from npu_runner.checkpoint.formats.contents import Contents
+from npu_runner.checkpoint.formats.stored import QuantisedMatrix
 from npu_runner.checkpoint.quantization import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, MODELSLIM, Quantization
-from npu_runner.checkpoint.weights_reader import CheckpointReader, WeightsReader
+from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Inputs, Int8Piece, WeightsReader
 from npu_runner.errors import WeightsError
 from npu_runner.request.limits import size
 
@@ -80,28 +81,58 @@ class DequantisingReader(WeightsReader):
         if made is None:
             yield from self._stored.pieces(name, dim, start, length)
             return
-        (first, count), *rest = _spans(made.shape, dim, start, length)
-        step = max(1, _ELEMENTS_AT_ONCE // max(1, math.prod(length for _, length in rest)))
-        for done in range(0, count, step):
-            taken = min(step, count - done)
-            yield slice(done, done + taken), made.read([(first + done, taken), *rest])
+        first, *rest = _spans(made.shape, dim, start, length)
+        for rows, span in some_rows(first, math.prod(length for _, length in rest)):
+            yield rows, made.read([span, *rest])
+
+    def int8_inputs(self, name: str) -> Int8Inputs | None:
+        made = self._contents.made.get(name)
+        return made.inputs if isinstance(made, QuantisedMatrix) else None
+
+    def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
+        made = self._contents.made[name]
+        assert isinstance(made, QuantisedMatrix), f"{name} is no matrix"
+        first, columns = _spans(made.shape, dim, start, length)
+        for rows, span in some_rows(first, columns[1]):
+            yield rows, *made.read_int8(span, columns)
 
     def close(self) -> None:
         self._stored.close()
+
+    def form(self, name: str) -> str | None:
+        """In words, how it is stored; None: it is not quantised."""
+        made = self._contents.made.get(name)
+        return None if made is None else made.form
 
     @property
     def forms(self) -> str:
         """How many weights are stored in which form."""
         return self._contents.describe()
 
-    def describe(self, dtype: torch.dtype) -> str:
+    def describe(self, dtype: torch.dtype, multiplied: Collection[str] = ()) -> str:
         """For the log: what is dequantised, its bytes in the files and as `dtype`, and what nothing is computed from.
-        """
+        `multiplied`: those that are not dequantised, but multiplied as int8."""
         contents = self._contents
         unused = "".join(f"; {count} {what} are not used" for what, count in sorted(contents.unused.items()))
-        num_bytes, name = contents.num_elements * dtype.itemsize, str(dtype).removeprefix("torch.")
-        return (f"quantised weights ({self._method}): {self.forms}; {size(contents.stored_bytes)} of the "
-                f"files become {size(num_bytes)} of {name} while loading, and inputs are not quantised{unused}")
+        others = [tensor for name, tensor in contents.made.items() if name not in multiplied]
+        num_others = sum(bool(tensor.form) for tensor in others)
+        parts = [f"{len(multiplied)} are multiplied as int8, with inputs that are rounded to int8"]
+        if not multiplied or num_others:
+            num_bytes = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in others)
+            name = str(dtype).removeprefix("torch.")
+            taken = f"the other {num_others}" if multiplied else f"{size(contents.stored_bytes)} of the files"
+            parts += [f"{taken} become {size(num_bytes)} of {name} while loading, and inputs are not quantised"]
+        said = "; ".join(parts if multiplied else parts[1:])
+        return f"quantised weights ({self._method}): {self.forms}; {said}{unused}"
+
+
+def some_rows(span: tuple[int, int], width: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """Rows of `span` that are read at once: counted from its start, and as a span."""
+    first, count = span
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, width))
+    for done in range(0, count, step):
+        taken = min(step, count - done)
+        yield slice(done, done + taken), (first + done, taken)
 
 
 def _spans(shape: tuple[int, ...], dim: int | None, start: int, length: int) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Inputs
 from npu_runner.errors import WeightsError
 
 Span = tuple[int, int]
@@ -136,12 +136,16 @@ class Grid:
 
 @dataclass(frozen=True)
 class QuantisedMatrix(FloatTensor):
-    """(N, K): (values - zeros) * scales, scales of several grids multiplied first."""
+    """(N, K): (values - zeros) * scales, scales of several grids multiplied first.
+
+    `inputs`: values are int8 with a scale for each row, and this is how inputs of its products are rounded.
+    """
 
     form: str
     values: Matrix
     scales: tuple[Grid, ...]
     zeros: Grid | None = None
+    inputs: Int8Inputs | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -156,6 +160,12 @@ class QuantisedMatrix(FloatTensor):
         for other in others:
             scale = scale * other
         return weight_RC.mul_(scale)
+
+    def read_int8(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
+        """int8 (R, C) and float32 (R,), of one that has `inputs`."""
+        assert self.inputs is not None, f"{self.form} is not int8 by row"
+        (grid,) = self.scales
+        return self.values.read(rows, columns).to(torch.int8), grid.at(rows, (0, 1)).flatten().expand(rows[1])
 
 
 @dataclass(frozen=True)

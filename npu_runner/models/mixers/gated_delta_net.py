@@ -95,20 +95,21 @@ class _Heads:
         mixer, width = self.mixer, self.mixer.head_v_dim
         yield OutputPart("in_proj_z", mixer.num_v_heads * width, self.first_v_head * width, self.value_size)
         for name in ("in_proj_b", "in_proj_a"):
-            yield OutputPart(name, mixer.num_v_heads, self.first_v_head, self.num_v_heads)
+            yield OutputPart(name, mixer.num_v_heads, self.first_v_head, self.num_v_heads, is_gate=True)
 
     def interleaved(self) -> Iterator[OutputPart]:
         """The same as Qwen3-Next stores them: of each key head q, k, G times v, G times z; and G times b, G times a."""
         mixer = self.mixer
         values = self.group * mixer.head_v_dim
         yield from self._of_each_head("in_proj_qkvz", [mixer.head_k_dim, mixer.head_k_dim, values, values])
-        yield from self._of_each_head("in_proj_ba", [self.group, self.group])
+        yield from self._of_each_head("in_proj_ba", [self.group, self.group], is_gate=True)
 
-    def _of_each_head(self, name: str, widths: list[int]) -> Iterator[OutputPart]:
+    def _of_each_head(self, name: str, widths: list[int], *, is_gate: bool = False) -> Iterator[OutputPart]:
         stride = sum(widths)
         for kind, width in enumerate(widths):
             for head in range(self.first_k_head, self.first_k_head + self.num_k_heads):
-                yield OutputPart(name, self.mixer.num_k_heads * stride, head * stride + sum(widths[:kind]), width)
+                yield OutputPart(name, self.mixer.num_k_heads * stride, head * stride + sum(widths[:kind]), width,
+                                 is_gate=is_gate)
 
 
 class _Convolution(nn.Module):

@@ -13,6 +13,7 @@ from npu_runner.checkpoint.model_config import MLPConfig, MoEConfig
 from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side, split_parts
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.platforms.ops import Int8Rows
 
 
 class DecoderMLP(nn.Module):
@@ -29,7 +30,7 @@ class DecoderMLP(nn.Module):
             "down_proj", mlp.intermediate_size, hidden_size, bias=mlp.bias, context=context, reduces=reduces
         )
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor | Int8Rows) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x_TD)))
 
 

@@ -7,6 +7,7 @@ hidden size, N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden siz
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -214,7 +215,7 @@ def tower_context(config: VisionConfig, context: LayerContext) -> LayerContext:
 
 def on_every_rank(context: LayerContext) -> LayerContext:
     """For what each rank holds and computes whole."""
-    return LayerContext(context.ops, context.attention, TensorParallel(), context.dtype, context.device)
+    return dataclasses.replace(context, tp=TensorParallel())
 
 
 def both_halves(turns_PQ: Tensor, config: VisionConfig, attention: AttentionBackend) -> Tensor:

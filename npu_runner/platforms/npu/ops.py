@@ -14,7 +14,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.npu.draw import draw_from_softmax
-from npu_runner.platforms.ops import HeldExperts, TorchOps
+from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, StaticInt8Weight, TorchOps
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -22,10 +22,28 @@ _FUSED_ROTARY_HEAD_DIMS = (64, 128)
 
 class NpuOps(TorchOps):
     experts_form = "npu_moe_init_routing_v2 and npu_grouped_matmul"
+    fuses_rounding = True
     experts_in_out = True  # the grouped product takes (groups, in, out)
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TD, weight_OD, bias_O)
+
+    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+        rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
+        # The product takes (in, out), and knows a transposed view for what it is.
+        return torch_npu.npu_quant_matmul(rows.values_TI, weight.values_OI.t(), weight.scales_O,
+                                          pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
+
+    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
+        values_TI = torch_npu.npu_quantize(x_TI, weight.input_scale_1, weight.input_offset_1, torch.qint8, -1, False)
+        return torch_npu.npu_quant_matmul(values_TI, weight.values_OI.t(), weight.scales_O, bias=weight.shifts_O,
+                                          output_dtype=x_TI.dtype)
+
+    def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
+                          eps: float) -> tuple[Int8Rows, Tensor]:
+        values_TD, _, total_TD, scales_T, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x_TD, residual_TD, weight_D,
+                                                                                      epsilon=eps)
+        return Int8Rows(values_TD, scales_T, x_TD.dtype), total_TD
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
@@ -94,6 +112,11 @@ class NpuOps(TorchOps):
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
         # F.gelu drops the approximation on its way: the kernel behind it computes the one with tanh for both.
         return torch_npu.npu_gelu(x, approximate=approximate)
+
+
+def _rounded(x_TI: Tensor) -> Int8Rows:
+    values_TI, scales_T = torch_npu.npu_dynamic_quant(x_TI)
+    return Int8Rows(values_TI, scales_T, x_TI.dtype)
 
 
 def _rotate(q_TNR: Tensor, k_TKR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:

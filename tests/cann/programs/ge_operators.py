@@ -218,6 +218,25 @@ def check_experts_and_writes_by_index() -> None:
             close(got, wanted.cpu())
 
 
+def check_int8_products() -> None:
+    weight = torch.randint(-127, 128, (5, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+
+    def function(a: Tensor, b: Tensor, g: Tensor, w: Tensor, s: Tensor, bias: Tensor) -> Results:
+        values, rows = torch_npu.npu_dynamic_quant(a)
+        normed, _, total, normed_rows, _ = torch_npu.npu_add_rms_norm_dynamic_quant(a, b, g, epsilon=1e-5)
+        products = (torch_npu.npu_quant_matmul(each, w.t(), s, pertoken_scale=by, bias=bias, output_dtype=a.dtype)
+                    for each, by in ((values, rows), (normed, normed_rows)))
+        of_one_scale = torch_npu.npu_quantize(a, g[:1], g[1:2], torch.qint8, -1, False)
+        return (values, rows, normed, total, normed_rows, of_one_scale, *products)
+
+    halves = [draw(*shape, seed=seed).bfloat16() for seed, shape in enumerate(((4, 16), (4, 16), (16,)))]
+    inputs = [tensor.npu() for tensor in (*halves, weight, draw(5).abs(), draw(5, seed=4))]
+    with torch.inference_mode():
+        # Outside the graph these were compared with their definitions (quantised_operators.py).
+        for got, wanted in zip(compiled(function)(*inputs), function(*inputs), strict=True):
+            close(got, wanted.cpu())
+
+
 def check_every_emulated_operator_was_compared() -> None:
     from cann_ge.session import REGISTRY
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import collectives, experts, fused, operators  # noqa: F401 (these register their operators)
+from . import collectives, experts, fused, operators, quantised  # noqa: F401 (these register their operators)
 from .graph import Node, const_value, in_order, parse_node
 from .memory import GraphEngineError, count, device_empty, host_view, runtime, to_device, uncounted
 from .operators import REGISTRY, Call

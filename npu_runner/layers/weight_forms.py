@@ -1,0 +1,69 @@
+"""Which form the weight of each linear has: as the checkpoint stores it, where the platform multiplies that. Reads no
+weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import nn
+
+from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs, WeightsReader, renamed_tensor
+from npu_runner.layers.linear import HeldLinear
+from npu_runner.platforms.ops import INT8, INT8_STATIC
+
+
+def hold_as_stored(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> set[str]:
+    """Allocate the weights of linears that wait for their form; returns the checkpoint's names of those held as int8.
+
+    `renamed` as in `load_weights`.
+    """
+    there = reader.names
+    return _hold(model, renamed, lambda name: reader.int8_inputs(name) if name in there else None)
+
+
+def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
+    """The checkpoint's names of weights that `quantization` int8 means: those of the decoder's linears.
+
+    Embeddings, output head, routers, gates, convolutions and towers stay as they are.
+    """
+    inside = {id(module) for module in getattr(model, "decoder", model).modules()}
+    return {stored for name, linear in _linears(model) if id(linear) in inside
+            for part, stored in _parts(name, linear, renamed) if part not in linear.gates}
+
+
+def hold_rounded(model: nn.Module) -> None:
+    """`hold_as_stored` of a checkpoint in 16 bits, without one: int8 where `quantization` int8 makes it so."""
+    meant = names_to_round(model, {})
+    _hold(model, {}, lambda name: BY_ROW if name in meant else None)
+
+
+def hold_as_floats(model: nn.Module) -> None:
+    """All of the model's dtype."""
+    _hold(model, {}, lambda name: None)
+
+
+def _hold(model: nn.Module, renamed: Mapping[str, str], inputs_of: Callable[[str], Int8Inputs | None]) -> set[str]:
+    held: set[str] = set()
+    for name, linear in _linears(model):
+        if not linear.is_held:
+            found = [inputs_of(stored) if linear.forms else None for _, stored in _parts(name, linear, renamed)]
+            linear.hold([each if each is not None and _form(each) in linear.forms else None for each in found])
+        if linear.scales is not None:
+            held |= {stored for _, stored in _parts(name, linear, renamed)}
+    return held
+
+
+def _form(inputs: Int8Inputs) -> str:
+    return INT8 if inputs.scale is None else INT8_STATIC
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, HeldLinear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, HeldLinear))
+
+
+def _parts(name: str, linear: HeldLinear, renamed: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Of each part of the weight its name, and the checkpoint's name of the tensor."""
+    parent = name.rpartition(".")[0]
+    prefix = f"{parent}." if parent else ""
+    return [(part.name, renamed_tensor(prefix + part.name, renamed)) for part in linear.weight_parts["weight"]]

@@ -1,0 +1,85 @@
+"""Products with rounded inputs on the npu platform: single ones, and the logits of checkpoints.
+
+    python -m tests.npu.programs.int8 SPEC.json RESULTS.pt
+
+SPEC: {"cases": [{"model": folder, "settings": {...}, "prompt": [ids], "count": 6}]}. RESULTS: {"linears": ...,
+"logits": [(tokens, logits (count, V)) of each case], "said": [the arithmetic of each]}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_runner import LLM
+from npu_runner.platforms import find_platform
+from npu_runner.platforms.ops import Int8Rows, Int8Weight, StaticInt8Weight
+from npu_runner.request.prompt_inputs import PromptInputs
+from tests.oracle.running import greedy, recorded_logits
+
+SHAPES = ((5, 48, 32), (37, 256, 96), (1, 160, 64))
+"""T tokens, I inputs, O outputs."""
+DTYPES = ("bfloat16", "float16")
+EPS, INPUT_SCALE, INPUT_OFFSET = 1e-6, 0.083, 7
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs_of(shape: tuple[int, int, int], dtype: str) -> dict[str, Tensor]:
+    """What a product and the norm in front of it take."""
+    num_tokens, num_inputs, num_outputs = shape
+    kind, seed = getattr(torch, dtype), sum(shape)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
+    return {
+        "r": torch.tensor([1 / INPUT_SCALE]).to(kind), "offset": torch.tensor([INPUT_OFFSET]).to(kind),
+        "shifts": (1000 * draw(num_outputs, seed=seed + 5)).int() - INPUT_OFFSET * values.sum(1, dtype=torch.int32),
+        "x": (draw(num_tokens, num_inputs, seed=seed) * 3).to(kind),
+        "residual": draw(num_tokens, num_inputs, seed=seed + 1).to(kind),
+        "gamma": (1 + 0.1 * draw(num_inputs, seed=seed + 2)).to(kind),
+        "values": values,
+        "scales": draw(num_outputs, seed=seed + 3).abs() / 1000, "bias": draw(num_outputs, seed=seed + 4),
+    }
+
+
+def linears() -> dict[str, dict[str, Tensor]]:
+    """By dtype and shape: the product, and the one behind a norm that rounds."""
+    ops, found = find_platform("npu").make_ops(), {}
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            given = {name: tensor.npu() for name, tensor in inputs_of(shape, dtype).items()}
+            weight = Int8Weight(given["values"], given["scales"])
+            rows, total = ops.add_rms_norm_int8(given["x"], given["residual"], given["gamma"], EPS)
+            assert isinstance(rows, Int8Rows), "rounded with the norm"
+            static = StaticInt8Weight(*(given[name] for name in ("values", "shifts", "scales", "r", "offset")))
+            found[f"{dtype} {shape}"] = {
+                "static": ops.int8_static_linear(given["x"], static).cpu() if dtype == "bfloat16" else None,
+                "product": ops.int8_linear(given["x"], weight, given["bias"]).cpu(),
+                "behind a norm": ops.int8_linear(rows, weight, None).cpu(), "total": total.cpu()}
+    return found
+
+
+def logits_of(case: dict[str, Any]) -> tuple[list[int], Tensor, str]:
+    with LLM(case["model"], platform="npu", **case["settings"]) as llm, recorded_logits(llm) as steps:
+        (output,) = llm.generate([PromptInputs(case["prompt"])], greedy(case["count"]))
+        return output.token_ids, torch.cat([step[:1] for step in steps]), llm.engine.describe()["quantization"]
+
+
+def main(spec_path: str, results_path: str) -> None:
+    spec = json.loads(Path(spec_path).read_text())
+    with torch.inference_mode():
+        found: dict[str, Any] = {"linears": linears()}
+    answers = [logits_of(case) for case in spec["cases"]]
+    found |= {"logits": [answer[:2] for answer in answers], "said": [answer[2] for answer in answers]}
+    torch.save(found, results_path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
