@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from npu_runner.batch.files.names import lock_path, manifest_path, runs_path
+from npu_runner.batch.files.names import lock_path, manifest_path, runs_path, status_path
 from npu_runner.batch.files.place import find_place
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job import accounts
@@ -55,7 +55,7 @@ def test_a_run_that_is_killed_while_it_loads_counts(job: Job, monkeypatch: pytes
     (first,) = read_runs(job.output)
     assert (first["end"], first["rows"], first["devices"], first["platform"]) == (None, 2, 1, None)
     assert first["seconds"]["device"] > 0, "as the engine has said how far it is"
-    assert job.files() - {lock_path(job.output).name} == {runs_path(job.output).name}
+    assert job.files() - {lock_path(job.output).name} == {runs_path(job.output).name, status_path(job.output).name}
     assert main(["summary", str(job.output)]) == 0
     told = capsys.readouterr().out
     assert "out.jsonl: unfinished\nrows      0 answered, 0 failed, 2 not finished" in told
