@@ -77,6 +77,8 @@ class Platform(ABC):
     weight_forms: tuple[str, ...] = ()
     """Forms of quantised weights that it has products for, with inputs of 16 bits: names of the setting
     `quantization`, and fp8 and fp8_blocks; weights of another form are dequantised while loading."""
+    modes_without_forms: tuple[str, ...] = ()
+    """The graph modes in which it has none of these."""
     rounds_weights: bool = False
     """`quantization` int8 is taken without such products: what was rounded is dequantised."""
     copies_rows_to_experts: bool = True
@@ -110,8 +112,8 @@ class Platform(ABC):
             return {}
         return {self.visible_devices: chosen_devices(os.environ.get(self.visible_devices), devices)}
 
-    def forms_with(self, dtype: str, graph_mode: str) -> tuple[str, ...]:
-        """The `weight_forms` of this host where the rest is of `dtype`, in graphs of this mode."""
+    def forms_with(self, dtype: str) -> tuple[str, ...]:
+        """The `weight_forms` of this host where the rest is of `dtype`."""
         return () if dtype == "float32" else self.weight_forms
 
     def check_graph_mode(self, graph_mode: str) -> None:

@@ -52,6 +52,7 @@ class CudaPlatform(Platform):
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
     weight_forms = ("int8", "fp8", "fp8_blocks")
+    modes_without_forms = ("max-autotune",)
     copies_rows_to_experts = False
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     ray_resource = "GPU"
@@ -75,15 +76,13 @@ class CudaPlatform(Platform):
             return f"triton {triton.__version__} is too old; {'.'.join(map(str, _LEAST_TRITON))} comes with torch 2.8"
         return None
 
-    def forms_with(self, dtype: str, graph_mode: str) -> tuple[str, ...]:
-        """On Hopper, and not in what inductor compiles. The library's products with FP8 are bfloat16."""
+    def forms_with(self, dtype: str) -> tuple[str, ...]:
+        """On Hopper. The library's products with FP8 are bfloat16."""
         import torch
 
-        if graph_mode == "max-autotune" or not torch.cuda.is_available():
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _QUANTISED_ON:
             return ()
-        forms = super().forms_with(dtype, graph_mode)
-        is_there = torch.cuda.get_device_capability()[0] == _QUANTISED_ON
-        return tuple(form for form in forms if is_there and (form == "int8" or dtype == "bfloat16"))
+        return tuple(form for form in super().forms_with(dtype) if form == "int8" or dtype == "bfloat16")
 
     def share(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
         # Each process would start a thread for every core of the host.

@@ -79,12 +79,11 @@ class NpuPlatform(Platform):
         if is_85(cann := cann_version() or ""):
             cann85.check_graph_mode(graph_mode, cann)
 
-    def forms_with(self, dtype: str, graph_mode: str) -> tuple[str, ...]:
+    def forms_with(self, dtype: str) -> tuple[str, ...]:
         if is_85(cann_version() or ""):  # each operator is proven at a start there, and these are not among them
             return ()
         # With float16 a product without scales of rows wants its own scales in a form of 10 bits.
-        forms = super().forms_with(dtype, graph_mode)
-        return tuple(form for form in forms if dtype != "float16" or form != "int8_static")
+        return tuple(form for form in super().forms_with(dtype) if dtype != "float16" or form != "int8_static")
 
     def check_model(self, needs: ModelNeeds) -> None:
         cann = cann_version() or ""
