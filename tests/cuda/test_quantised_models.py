@@ -57,8 +57,8 @@ def test_logits_are_as_near_as_plain_torch(name: str, checkpoint: Any, tmp_path:
         quantise(path, quantised, name)
     found = []
     for mode in MODES:
-        with LLM(quantised, platform="cuda", dtype="bfloat16", max_num_seqs=4, max_model_len=256, **mode, **settings
-                 ) as llm, recorded_logits(llm) as steps:
+        with LLM(quantised, platform="cuda", dtype="bfloat16", max_num_seqs=4, max_model_len=256,
+                 kv_cache_bytes=1 << 26, **mode, **settings) as llm, recorded_logits(llm) as steps:
             assert forms_of(llm) == {FORMS[name]}
             (output,) = llm.generate([PromptInputs(PROMPT)], greedy(COUNT))
             found.append((output.token_ids, torch.cat([step[:1] for step in steps if len(step)][:COUNT])))
