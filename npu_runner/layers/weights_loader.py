@@ -72,8 +72,9 @@ def fill_with_random_weights(model: nn.Module, seed: int, how: Int8Inputs | str 
         elif parameter.dtype == torch.int8:
             parameter.data.random_(-127, 128, generator=generator)
         elif parameter.dtype == torch.float8_e4m3fn:
-            parameter.data.copy_(torch.randint(-127, 128, parameter.shape, generator=generator,
-                                               device=parameter.device, dtype=torch.int8))
+            whole = torch.randint(-127, 128, parameter.shape, generator=generator, device=parameter.device,
+                                  dtype=torch.int8)
+            parameter.data.copy_(whole.to(torch.bfloat16))
         elif name.endswith(".scales"):
             parameter.data.fill_(_RANDOM_SCALE)
         else:

@@ -21,8 +21,8 @@ from scripts.quantised.writing import quantise
 from tests.oracle.running import SMALL, greedy, runner_of
 
 SAYS = "fp8, dequantised at load, inputs not quantised"
-ANYWHERE = (f"{SAYS}; on cuda: fp8, fp8 with 8-bit inputs multiplied as fp8, inputs rounded by row or by groups of 128; "
-            "other weights dequantised at load, inputs not quantised")
+ANYWHERE = (f"{SAYS}; on cuda: fp8, fp8 with 8-bit inputs multiplied as fp8, inputs rounded by row or by groups of "
+            "128; other weights dequantised at load, inputs not quantised")
 
 
 @pytest.fixture
