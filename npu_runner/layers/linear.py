@@ -145,8 +145,9 @@ class HeldLinear(nn.Module):
 
     @property
     def rows(self) -> list[Tensor]:
-        """All that has a row for each output, for whoever moves rows."""
-        return [each.data for each in (self.weight, self.scales, self.shifts, self.bias) if each is not None]
+        """All that has a row for each output, for whoever moves rows; FP8 as bytes, which any operator moves."""
+        weight_OI = self.weight.data.view(torch.int8) if self.form == FP8 else self.weight.data
+        return [weight_OI, *(each.data for each in (self.scales, self.shifts, self.bias) if each is not None)]
 
     def _has_product(self, how: Int8Inputs | str, inputs: Sequence[Int8Inputs | str | None]) -> bool:
         """FP8 has none of sizes that no 16 bytes divide; blocks have none where rows or columns cut one, nor where
