@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(num_rows: int, num_outputs: int, *, in_blocks: bool = False) -> Tile:
-    """Up to 16 rows each was the quickest of those tried on an H100, or within 5 % of it (10 % with one row of int8)."""
+    """Up to 16 rows each was the quickest of those tried on an H100, or within 5 % of it (10 % for a row of int8)."""
     if num_rows == 1:
         return Tile(8, 1024, 4, 1) if in_blocks else Tile(4, 2048, 4, 1)
     if num_outputs <= 8192:
