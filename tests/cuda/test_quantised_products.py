@@ -138,7 +138,7 @@ def test_int8_of_float16() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 16])
-@pytest.mark.parametrize("form", [FP8, FP8_BLOCKS])
+@pytest.mark.parametrize("form", FORMS)
 def test_each_kernel_of_few_rows(form: str, num_rows: int) -> None:
     """Also the tiles of more outputs, split or not, which the sizes above may not take."""
     from npu_runner.platforms.cuda.quantised_products import Tile, few_rows

@@ -29,9 +29,9 @@ from npu_runner.platforms.cuda.split_sums import counters, finish
 
 MOST_ROWS = 64
 """That `few_rows` takes."""
-# Up to how many rows it is asked for: beyond, the library is quicker. Not for int8, whose products of the library want
-# more than 16 rows; fewer are padded.
-_OWN_ROWS = {torch.float8_e4m3fn: 16, torch.int8: 1}
+# Up to how many rows it is asked for: beyond, the library is quicker.
+_OWN_ROWS = {torch.float8_e4m3fn: 16, torch.int8: 16}
+# Of int8 the library takes no fewer rows; zeros are put below them.
 _LEAST_INT_MM_ROWS, _INT_MM_ALIGNMENT = 17, 8
 _ALIGNMENT = 16
 _CHANGES = ["num_rows", "group_stride"]
