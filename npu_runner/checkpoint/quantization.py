@@ -22,6 +22,8 @@ _AS_THEY_ARE = "dequantised at load, inputs not quantised"
 _HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
 """Formats that may have weights for products with dynamic inputs."""
 _AS_INT8 = "multiplied as int8, inputs rounded by row"
+_HOLD_FP8 = (FP8, COMPRESSED_TENSORS)
+_AS_FP8 = "multiplied as fp8, inputs rounded by row or by groups of 128"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,14 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
     if asked == "int8":
         source = "" if method is None else f"{method}, "
         return f"{source}made int8 by row at load, {_AS_INT8 if 'int8' in weight_forms else _AS_THEY_ARE}"
+    held = []
     if method in _HOLD_INT8 and "int8" in weight_forms:
         kinds = "dynamic and static" if "int8_static" in weight_forms and method == MODELSLIM else "dynamic"
-        return f"{method}, int8 with {kinds} inputs multiplied as int8; other weights {_AS_THEY_ARE}"
+        held.append(f"int8 with {kinds} inputs multiplied as int8")
+    if method in _HOLD_FP8 and "fp8" in weight_forms:
+        held.append(f"fp8 with 8-bit inputs {_AS_FP8}")
+    if held:
+        return f"{method}, {'; '.join(held)}; other weights {_AS_THEY_ARE}"
     return None if method is None else f"{method}, {_AS_THEY_ARE}"
 
 

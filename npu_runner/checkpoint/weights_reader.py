@@ -69,6 +69,20 @@ class WeightsReader(ABC):
         """As `pieces`, not multiplied out. Asked for where there are `int8_inputs`."""
         raise AssertionError(f"{name} is not int8 by row")
 
+    def fp8_form(self, name: str) -> str | None:
+        """fp8 or fp8_blocks where it is a matrix of FP8 (e4m3) with a scale for each row or for each block of 128 x
+        128, for products with inputs that are rounded to FP8, too."""
+        return None
+
+    def fp8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
+                   ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """As `pieces`, in FP8 and not multiplied out. Asked for where there is an `fp8_form`."""
+        raise AssertionError(f"{name} is not FP8")
+
+    def fp8_scales(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
+        """float32 of the elements of `fp8_pieces`: a scale for each row, or for each block; none of those is cut."""
+        raise AssertionError(f"{name} is not FP8")
+
     @abstractmethod
     def close(self) -> None: ...
 

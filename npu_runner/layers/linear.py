@@ -14,10 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs
+from npu_runner.checkpoint.weights_reader import Int8Inputs
 from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.platforms.ops import INT8, Int8Rows, Int8Weight, StaticInt8Weight
+from npu_runner.platforms.ops import (
+    FP8,
+    FP8_ALIGNMENT,
+    FP8_BLOCK,
+    FP8_BLOCKS,
+    INT8,
+    INT8_STATIC,
+    Fp8Rows,
+    Fp8Weight,
+    Int8Rows,
+    Int8Weight,
+    RoundedRows,
+    StaticInt8Weight,
+)
 
 
 @dataclass(frozen=True)
@@ -56,11 +69,18 @@ class Padding:
 
 
 _NO_PADDING = Padding()
+_OF_INT8 = (INT8, INT8_STATIC)
+
+
+def form_of(inputs: Int8Inputs | str) -> str:
+    """The form of a weight whose products take such inputs; those of FP8 are called by it."""
+    return inputs if isinstance(inputs, str) else INT8 if inputs.scale is None else INT8_STATIC
 
 
 class HeldLinear(nn.Module):
     """A weight (O, I) and a bias in the form that `hold` is told: of the model's dtype, int8 with scales by row, for
-    inputs that are rounded by row or by one scale, or rows of the first two.
+    inputs that are rounded by row or by one scale, FP8 with scales by row or by block, or rows of the first and
+    another.
 
     `weight_parts` are what the checkpoint calls the float tensors, whatever the form.
     """
@@ -69,13 +89,15 @@ class HeldLinear(nn.Module):
     bias: nn.Parameter | None
     """float32 of int8: the product adds it before it rounds."""
     scales: nn.Parameter | None
-    """float32, of int8 rows."""
+    """float32, of quantised rows or blocks."""
     shifts: nn.Parameter | None
     """int32, for inputs of one scale: the loader adds up each row's integers here; `weights_are_loaded` makes them what
     StaticInt8Weight has. So it makes `scales`."""
     rest: nn.Parameter | None
-    """Rows of the model's dtype beside int8 ones, and their bias."""
+    """Rows of the model's dtype beside quantised ones, and their bias."""
     rest_bias: nn.Parameter | None
+    form: str | None
+    """Of the weight; None: the model's dtype."""
     weight_parts: dict[str, list[WeightPart]]
     gates: frozenset[str] = frozenset()
     """The names among `weight_parts` whose OutputPart `is_gate`."""
@@ -99,55 +121,82 @@ class HeldLinear(nn.Module):
         """The forms of quantised weights that it may be told to hold."""
         return self._context.weight_forms
 
-    def hold(self, inputs: Sequence[Int8Inputs | None]) -> None:
-        """Allocate weight and bias. `inputs`: of each part of the weight that int8 fills, how its inputs are rounded.
+    def hold(self, inputs: Sequence[Int8Inputs | str | None]) -> None:
+        """Allocate weight and bias. `inputs`: of each part of the weight that int8 fills, how its inputs are rounded;
+        of one that FP8 fills, the form.
 
-        Parts in 16 bits beside int8 ones are a second product where each kind lies side by side and rows of inputs have
-        their own scales; else all become the model's dtype. What no tensor fills is zero.
+        Parts in 16 bits beside others are a second product where each kind lies side by side and rows of inputs have
+        their own scales; else all become the model's dtype, as they do where the form has no product of this shape.
+        What no tensor fills is zero.
         """
         self.is_held = True
         cuts = [place for place in range(1, len(inputs)) if inputs[place] != inputs[place - 1]]
-        kinds = set(inputs)
-        if not cuts and inputs[0] is not None:
-            self._allocate(INT8, self._shape[0], self._context)
-            self._take_inputs(inputs[0])
-        elif len(cuts) == 1 and kinds == {None, BY_ROW} and self.splits:
-            self._split(cuts[0], is_int8_first=inputs[0] is not None)
+        kinds = {each for each in inputs if each is not None}
+        how = kinds.pop() if len(kinds) == 1 else None
+        if how is None or not self._has_product(how, inputs):
+            self._allocate(None, self._shape[0], self._context)
+        elif not cuts:
+            self._allocate(form_of(how), self._shape[0], self._context)
+            self._take_inputs(how)
+        elif len(cuts) == 1 and form_of(how) != INT8_STATIC and self.splits:
+            self._split(cuts[0], form_of(how), is_first=inputs[0] is not None)
         else:
             self._allocate(None, self._shape[0], self._context)
 
     @property
     def rows(self) -> list[Tensor]:
-        """All that has a row for each output, for whoever moves rows."""
-        return [each.data for each in (self.weight, self.scales, self.shifts, self.bias) if each is not None]
+        """All that has a row for each output, for whoever moves rows; FP8 as bytes, which any operator moves."""
+        weight_OI = self.weight.data.view(torch.int8) if self.form == FP8 else self.weight.data
+        return [weight_OI, *(each.data for each in (self.scales, self.shifts, self.bias) if each is not None)]
 
-    def multiply(self, x_TI: Tensor | Int8Rows, bias_O: Tensor | None) -> Tensor:
-        """x W^T + bias, (T, O). `x_TI` may be rounded where all of the weight is int8."""
+    def _has_product(self, how: Int8Inputs | str, inputs: Sequence[Int8Inputs | str | None]) -> bool:
+        """FP8 has none of sizes that no 16 bytes divide; blocks have none where rows or columns cut one, nor where
+        four of them do not divide the inputs."""
+        if how not in (FP8, FP8_BLOCKS):
+            return True
+        parts = [part for part, own in zip(self.weight_parts["weight"], inputs, strict=True) if own == how]
+        rows = sum(part.length for part in parts) if parts[0].dim == 0 and None in inputs else self._shape[0]
+        if how == FP8:
+            return (rows | self._shape[1]) % FP8_ALIGNMENT == 0
+        places = [place for part in parts for place in (part.start, part.length, part.target_start)]
+        is_cut = self._is_padded or not self.splits or any(place % FP8_BLOCK for place in (*places, rows))
+        return not is_cut and self._shape[1] % (4 * FP8_BLOCK) == 0
+
+    def multiply(self, x_TI: Tensor | RoundedRows, bias_O: Tensor | None) -> Tensor:
+        """x W^T + bias, (T, O). `x_TI` may be rounded where all of the weight is quantised."""
         if self.scales is None:
-            assert isinstance(x_TI, Tensor), "rounded inputs are for int8 weights"
+            assert isinstance(x_TI, Tensor), "rounded inputs are for quantised weights"
             return self.ops.linear(x_TI, self.weight, bias_O)
         if self.shifts is not None:
             assert isinstance(x_TI, Tensor), "these inputs have a scale of their own"
             return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
                 self.weight, self.shifts, self.scales, self.input_scale, self.input_offset))
-        out_TO = self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
+        if self.form == INT8:
+            assert not isinstance(x_TI, Fp8Rows), "inputs of FP8 are for weights of FP8"
+            out_TO = self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
+        else:
+            assert not isinstance(x_TI, Int8Rows), "inputs of int8 are for weights of int8"
+            out_TO = self.ops.fp8_linear(x_TI, Fp8Weight(self.weight, self.scales), bias_O)
         if self.rest is None:
             return out_TO
-        assert isinstance(x_TI, Tensor), "some rows are not int8"
+        assert isinstance(x_TI, Tensor), "some rows are not quantised"
         rest_TO = self.ops.linear(x_TI, self.rest, self.rest_bias)
-        return torch.cat((out_TO, rest_TO) if self._is_int8_first else (rest_TO, out_TO), dim=-1)
+        return torch.cat((out_TO, rest_TO) if self._is_form_first else (rest_TO, out_TO), dim=-1)
 
     def _allocate(self, form: str | None, num_rows: int, context: LayerContext) -> None:
-        dtype, wide = (torch.int8, torch.float32) if form == INT8 else (None, None)
-        self.weight = context.parameter(num_rows, self._shape[1], dtype=dtype)
+        self.form, num_inputs = form, self._shape[1]
+        dtype = None if form is None else torch.int8 if form in _OF_INT8 else torch.float8_e4m3fn
+        self.weight = context.parameter(num_rows, num_inputs, dtype=dtype)
+        wide = torch.float32 if form in _OF_INT8 else None
         self.bias = context.parameter(num_rows, dtype=wide) if self._has_bias else None
-        self.scales = context.parameter(num_rows, dtype=torch.float32) if form == INT8 else None
+        grid = (num_rows // FP8_BLOCK, num_inputs // FP8_BLOCK) if form == FP8_BLOCKS else (num_rows,)
+        self.scales = None if form is None else context.parameter(*grid, dtype=torch.float32)
         if self._is_padded:
             for parameter in self.parameters():
                 parameter.zero_()
 
-    def _take_inputs(self, inputs: Int8Inputs) -> None:
-        if inputs.scale is None:
+    def _take_inputs(self, inputs: Int8Inputs | str) -> None:
+        if isinstance(inputs, str) or inputs.scale is None:
             return
         context = self._context
         self.shifts = context.parameter(self._shape[0], dtype=torch.int32)
@@ -178,13 +227,13 @@ class HeldLinear(nn.Module):
         self.scales.copy_(scales_O.float())
         self.bias = None
 
-    def _split(self, place: int, *, is_int8_first: bool) -> None:
-        """Into parts before `place` and from there on."""
+    def _split(self, place: int, form: str, *, is_first: bool) -> None:
+        """Into parts before `place` and from there on; those of `form` come first, or the others do."""
         first_row, (out_features, in_features) = self.weight_parts["weight"][place].target_start, self._shape
         counts, context = [first_row, out_features - first_row], self._context
-        own, other = (0, 1) if is_int8_first else (1, 0)
-        self._is_int8_first = is_int8_first
-        self._allocate(INT8, counts[own], context)
+        own, other = (0, 1) if is_first else (1, 0)
+        self._is_form_first = is_first
+        self._allocate(form, counts[own], context)
         self.rest = context.parameter(counts[other], in_features)
         self.rest_bias = context.parameter(counts[other]) if self._has_bias else None
         if self._is_padded:
@@ -218,7 +267,7 @@ class ColumnParallelLinear(HeldLinear):
                     ]
             target += padding.padded(part.length)
 
-    def forward(self, x_TI: Tensor | Int8Rows) -> Tensor:
+    def forward(self, x_TI: Tensor | RoundedRows) -> Tensor:
         return self.multiply(x_TI, self.bias)
 
     def gelu_forward(self, x_TI: Tensor, approximate: str) -> Tensor:
@@ -247,7 +296,7 @@ class RowParallelLinear(HeldLinear):
             "scales": [],
         }
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor | RoundedRows) -> Tensor:
         if self.tp.size == 1 or not self.reduces:
             return self.multiply(x_TI, self.bias)
         if self.scales is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from npu_runner.layers.linear import HeldLinear, OutputPart
 from npu_runner.layers.parallel import LayerContext, WeightPart
+from npu_runner.platforms.ops import FP8, FP8_BLOCKS, INT8
 
 # T tokens in the step, P parts, F features of a part on this rank
 
@@ -27,21 +28,24 @@ class RMSNorm(nn.Module):
         self.ops = context.ops
         self.eps = eps
         self.weight = context.parameter(size, dtype=self.weight_dtype)
-        self._rounds = False
+        self._form: str | None = None
 
     def feed(self, linear: HeldLinear | None) -> None:
-        """Say what alone reads the result of `add_forward`: where that is of int8, both are one operator. None: others
-        read it, too."""
-        is_int8 = linear is not None and linear.scales is not None and linear.rest is linear.shifts is None
-        self._rounds = is_int8 and self.weight_dtype is None and self.ops.fuses_rounding
+        """Say what alone reads the result of `add_forward`: where that is quantised, both are one operator. None:
+        others read it, too."""
+        is_fused = self.weight_dtype is None and self.ops.fuses_rounding
+        form = linear.form if linear is not None and linear.rest is None and is_fused else None
+        self._form = form if form in (INT8, FP8, FP8_BLOCKS) else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
         """(norm(x + residual), x + residual); the first as its reader takes it."""
-        if self._rounds:
+        if self._form == INT8:
             return self.ops.add_rms_norm_int8(x, residual, self.weight, self.eps)
+        if self._form is not None:
+            return self.ops.add_rms_norm_fp8(x, residual, self.weight, self.eps, in_blocks=self._form == FP8_BLOCKS)
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 

@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import nn
 
 from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs, WeightsReader, renamed_tensor
-from npu_runner.layers.linear import HeldLinear
-from npu_runner.platforms.ops import INT8, INT8_STATIC
+from npu_runner.layers.linear import HeldLinear, form_of
 
 
 def hold_as_stored(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> set[str]:
-    """Allocate the weights of linears that wait for their form; returns the checkpoint's names of those held as int8.
+    """Allocate the weights of linears that wait for their form; returns the checkpoint's names of those that are held
+    quantised.
 
     `renamed` as in `load_weights`.
     """
     there = reader.names
-    return _hold(model, renamed, lambda name: reader.int8_inputs(name) if name in there else None)
+    return _hold(model, renamed, lambda name: (reader.int8_inputs(name) or reader.fp8_form(name)) if name in there
+                 else None)
 
 
 def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
@@ -32,10 +33,11 @@ def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
             for part, stored in _parts(name, linear, renamed) if part not in linear.gates}
 
 
-def hold_rounded(model: nn.Module) -> None:
-    """`hold_as_stored` of a checkpoint in 16 bits, without one: int8 where `quantization` int8 makes it so."""
+def hold_rounded(model: nn.Module, how: Int8Inputs | str = BY_ROW) -> None:
+    """`hold_as_stored` without a checkpoint: `how`, as `HeldLinear.hold` takes it, where `quantization` int8 makes int8
+    of 16 bits."""
     meant = names_to_round(model, {})
-    _hold(model, {}, lambda name: BY_ROW if name in meant else None)
+    _hold(model, {}, lambda name: how if name in meant else None)
 
 
 def hold_as_floats(model: nn.Module) -> None:
@@ -43,19 +45,16 @@ def hold_as_floats(model: nn.Module) -> None:
     _hold(model, {}, lambda name: None)
 
 
-def _hold(model: nn.Module, renamed: Mapping[str, str], inputs_of: Callable[[str], Int8Inputs | None]) -> set[str]:
+def _hold(model: nn.Module, renamed: Mapping[str, str],
+          inputs_of: Callable[[str], Int8Inputs | str | None]) -> set[str]:
     held: set[str] = set()
     for name, linear in _linears(model):
         if not linear.is_held:
             found = [inputs_of(stored) if linear.forms else None for _, stored in _parts(name, linear, renamed)]
-            linear.hold([each if each is not None and _form(each) in linear.forms else None for each in found])
+            linear.hold([each if each is not None and form_of(each) in linear.forms else None for each in found])
         if linear.scales is not None:
             held |= {stored for _, stored in _parts(name, linear, renamed)}
     return held
-
-
-def _form(inputs: Int8Inputs) -> str:
-    return INT8 if inputs.scale is None else INT8_STATIC
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, HeldLinear]]:

@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from npu_runner.checkpoint.weights_reader import WeightsReader, renamed_tensor
+from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs, WeightsReader, renamed_tensor
 from npu_runner.errors import WeightsError
 from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.parallel import WeightPart
 from npu_runner.layers.weight_forms import hold_as_stored, hold_rounded
+from npu_runner.platforms.ops import FP8_BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +61,20 @@ def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {part.name: part.shape for _, part, *_ in _wanted(model)}
 
 
-def fill_with_random_weights(model: nn.Module, seed: int) -> None:
-    """Small random values for every parameter, drawn on its device: real shapes and speed without a checkpoint."""
-    hold_rounded(model)
+def fill_with_random_weights(model: nn.Module, seed: int, how: Int8Inputs | str = BY_ROW) -> None:
+    """Small random values for every parameter, drawn on its device: real shapes and speed without a checkpoint. `how`:
+    as of `hold_rounded`."""
+    hold_rounded(model, how)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=parameter.device).manual_seed(seed + index)
         if name.endswith("norm.weight") or "norm" in name.rsplit(".", 2)[-2]:
             parameter.data.fill_(1.0)
         elif parameter.dtype == torch.int8:
             parameter.data.random_(-127, 128, generator=generator)
+        elif parameter.dtype == torch.float8_e4m3fn:
+            whole = torch.randint(-127, 128, parameter.shape, generator=generator, device=parameter.device,
+                                  dtype=torch.int8)
+            parameter.data.copy_(whole.to(torch.bfloat16))
         elif name.endswith(".scales"):
             parameter.data.fill_(_RANDOM_SCALE)
         else:
@@ -77,8 +83,8 @@ def fill_with_random_weights(model: nn.Module, seed: int) -> None:
 
 
 class _Wanted(NamedTuple):
-    """A parameter, the tensor that fills it or a part of it, and where it is int8 the scales of its rows; where the
-    sums of its rows are wanted, the parameter for them."""
+    """A parameter, the tensor that fills it or a part of it, and where it is quantised its scales; where the sums of
+    its rows are wanted, the parameter for them."""
 
     parameter: nn.Parameter
     part: WeightPart
@@ -92,6 +98,8 @@ def _fill(wanted: _Wanted, reader: WeightsReader) -> int:
     if part.is_elsewhere:
         return 0
     target, num_bytes = part.place(parameter.data), 0
+    if scales is not None and parameter.dtype == torch.float8_e4m3fn:
+        return _fill_fp8(target, scales.data, part, reader)
     if scales is not None:
         scales_O = scales.data.narrow(0, part.target_start, part.length) if part.dim == 0 else scales.data
         for rows, values, scales_R in reader.int8_pieces(part.name, part.dim, part.start, part.length):
@@ -108,6 +116,19 @@ def _fill(wanted: _Wanted, reader: WeightsReader) -> int:
     if part.offset:
         target.add_(part.offset)
     return num_bytes
+
+
+def _fill_fp8(target: torch.Tensor, scales: torch.Tensor, part: WeightPart, reader: WeightsReader) -> int:
+    """`scales`: of all rows, or (rows / 128, columns / 128)."""
+    asked = (part.name, part.dim, part.start, part.length)
+    num_bytes = 0
+    for rows, values in reader.fp8_pieces(*asked):
+        target[rows].copy_(values)
+        num_bytes += values.nbytes
+    found, per_scale = reader.fp8_scales(*asked), FP8_BLOCK if scales.dim() == 2 else 1
+    own = scales.narrow(0, part.target_start // per_scale, len(found)) if part.dim == 0 else scales
+    own.copy_(found)
+    return num_bytes + found.nbytes
 
 
 def _weights_are_loaded(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ from npu_runner.layers.rotary import RotaryTable
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.models.mixers.mlp import DecoderMLP, SparseMoE
-from npu_runner.platforms.ops import Int8Rows
+from npu_runner.platforms.ops import RoundedRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 MakeAttention: TypeAlias = Callable[[ModelConfig, AttentionConfig, int, LayerContext], nn.Module]
@@ -76,7 +76,7 @@ class DecoderLayer(nn.Module):
             self.input_layernorm.feed(self.self_attn.qkv_proj if isinstance(self.self_attn, DecoderAttention) else None)
             self.post_attention_layernorm.feed(self.mlp.gate_up_proj if isinstance(self.mlp, DecoderMLP) else None)
 
-    def mix(self, x_TD: Tensor | Int8Rows, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def mix(self, x_TD: Tensor | RoundedRows, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Output of the sequence mixer."""
         if self.linear_attn is not None:
             return self.linear_attn(x_TD, metadata)

@@ -17,7 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, StaticInt8Weight, TorchOps
+from npu_runner.platforms.ops import (
+    Fp8Rows,
+    Fp8Weight,
+    HeldExperts,
+    Int8Rows,
+    Int8Weight,
+    StaticInt8Weight,
+    TorchOps,
+)
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import SideResult, SideStream
 
@@ -93,6 +101,10 @@ class MetaOps(TorchOps):
     def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
         values_TI = torch.empty_like(x_TI, dtype=torch.int8)
         return values_TI.new_empty(len(x_TI), len(weight.scales_O), dtype=x_TI.dtype)
+
+    def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
+        values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
+        return values_TI.new_empty(len(values_TI), len(weight.values_OI), dtype=x_TI.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)

@@ -65,6 +65,23 @@ class StaticInt8Weight(NamedTuple):
     """Both of x's dtype."""
 
 
+FP8, FP8_BLOCKS = "fp8", "fp8_blocks"
+"""The forms of weights that `Fp8Weight` holds: with a scale for each row, or for each block of 128 x 128."""
+FP8_BLOCK = 128
+FP8_MAX = 448.0
+FP8_ALIGNMENT = 16
+"""What inputs and outputs of products with FP8 are multiples of."""
+
+
+class Fp8Weight(NamedTuple):
+    """values * scales. Products take inputs that are rounded to FP8, a scale for each row, or for each 128 of one."""
+
+    values_OI: Tensor
+    """float8_e4m3fn, contiguous."""
+    scales: Tensor
+    """float32, (O,), or (O / 128, I / 128)."""
+
+
 class Int8Rows(NamedTuple):
     """Inputs of such products, rounded already: values * scales, one scale for each token."""
 
@@ -74,6 +91,20 @@ class Int8Rows(NamedTuple):
     """float32."""
     dtype: torch.dtype
     """What they were, and what products with them are."""
+
+
+class Fp8Rows(NamedTuple):
+    """Inputs of products with `Fp8Weight`, rounded already: values * scales."""
+
+    values_TI: Tensor
+    """float8_e4m3fn."""
+    scales: Tensor
+    """float32, (T,), or (T, I / 128)."""
+    dtype: torch.dtype
+    """What they were, and what products with them are."""
+
+
+RoundedRows: TypeAlias = Int8Rows | Fp8Rows
 
 
 class Ops(ABC):
@@ -102,8 +133,24 @@ class Ops(ABC):
         sums_TO = torch._int_mm(values_TI, weight.values_OI.t()) + weight.shifts_O
         return (sums_TO.float() * weight.scales_O).to(x_TI.dtype)
 
+    def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
+        """(q s) (values scales)^T + b, (T, O) of x's dtype, where q s is x as `fp8_rows` rounds it.
+
+        Sums are float32, `bias_O` is of x's dtype. Asked for where the platform's `weight_forms` name FP8.
+        """
+        rows = fp8_rows(x_TI, in_blocks=weight.scales.dim() == 2) if isinstance(x_TI, Tensor) else x_TI
+        out_TO = scaled(rows.values_TI, rows.scales, 1) @ scaled(*weight, FP8_BLOCK).t()
+        return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
+
     fuses_rounding: bool = False
-    """`add_rms_norm_int8` costs no more than `add_rms_norm`; else products round their inputs themselves."""
+    """`add_rms_norm_int8`, and those of FP8, cost no more than what they stand for; else products round their inputs
+    themselves."""
+
+    def add_rms_norm_fp8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *,
+                         in_blocks: bool) -> tuple[Fp8Rows, Tensor]:
+        """`add_rms_norm` for products with `Fp8Weight` alone. `weight_D` is of x's dtype."""
+        normed_TD, total_TD = self.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return fp8_rows(normed_TD, in_blocks=in_blocks), total_TD
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:
@@ -150,6 +197,11 @@ class Ops(ABC):
     @abstractmethod
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
+
+    def silu_and_mul_for(self, gate_up_T2I: Tensor, form: str | None) -> Tensor | RoundedRows:
+        """`silu_and_mul`, rounded already where this is quicker than the product's own rounding. `form`: of the weight
+        that alone takes it."""
+        return self.silu_and_mul(gate_up_T2I)
 
     experts_form: str = "plain operators"
     """What computes experts, for reports."""
@@ -288,6 +340,22 @@ class TokenLookUp:
         masks_CV = self._masks_of_bytes.index_select(0, bytes_).view(num_rows, 32 * num_words)
         taken_CV = logits_BV if rows_C is None else logits_BV.index_select(0, rows_C)
         return taken_CV + masks_CV[:, : logits_BV.shape[1]]
+
+
+def fp8_rows(x_TI: Tensor, *, in_blocks: bool) -> Fp8Rows:
+    """Rows rounded to the nearest, the largest at 448, of each row or of each 128 of one. Zeros have scale 0."""
+    wide_TGI = x_TI.float().unflatten(-1, (-1, FP8_BLOCK if in_blocks else x_TI.shape[-1]))
+    scales_TG = wide_TGI.abs().amax(-1) / FP8_MAX
+    divisors_TG1 = scales_TG.masked_fill(scales_TG == 0, 1.0)[..., None]
+    values_TI = (wide_TGI / divisors_TG1).clamp(-FP8_MAX, FP8_MAX).flatten(-2).to(torch.float8_e4m3fn)
+    return Fp8Rows(values_TI, scales_TG if in_blocks else scales_TG[:, 0], x_TI.dtype)
+
+
+def scaled(values: Tensor, scales: Tensor, num_rows: int) -> Tensor:
+    """values * scales in float32; scales of rows, or of `num_rows` rows and 128 columns."""
+    if scales.dim() == 1:
+        return values.float() * scales[:, None]
+    return values.float() * scales.repeat_interleave(num_rows, 0).repeat_interleave(FP8_BLOCK, 1)
 
 
 def int8_rows(x_TI: Tensor) -> Int8Rows:

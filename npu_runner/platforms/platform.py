@@ -75,8 +75,10 @@ class Platform(ABC):
     vision_head_dims: tuple[int, ...] | None = None
     """The head dims that towers are laid out for, rising; None: any."""
     weight_forms: tuple[str, ...] = ()
-    """Forms of quantised weights that it has products for, with inputs of 16 bits, by the names of the setting
-    `quantization`; weights of another form are dequantised while loading."""
+    """Forms of quantised weights that it has products for, with inputs of 16 bits: names of the setting
+    `quantization`, and fp8 and fp8_blocks; weights of another form are dequantised while loading."""
+    modes_without_forms: tuple[str, ...] = ()
+    """The graph modes in which it has none of these."""
     rounds_weights: bool = False
     """`quantization` int8 is taken without such products: what was rounded is dequantised."""
     copies_rows_to_experts: bool = True

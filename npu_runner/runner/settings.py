@@ -73,7 +73,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         raise ConfigError(f"attention_backend {config.attention_backend!r}: {platform.name} has "
                           f"{', '.join(platform.attention_backends)}")
     dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model_config.dtype)
-    forms = platform.forms_with(dtype)
+    forms = () if graph_mode in platform.modes_without_forms else platform.forms_with(dtype)
     if config.quantization not in ("auto", *forms) and not platform.rounds_weights:
         has = ", ".join(forms) or "none of quantised ones"
         raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no products of such "

@@ -6,7 +6,6 @@ in the platform's 16 bits.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.formats.rounding import RoundingReader
 from npu_runner.checkpoint.quantization import read_quantization
-from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.ops import Int8Weight
 from scripts.quantised.writing import quantise
@@ -28,6 +26,7 @@ from tests.npu.programs.generate import Case
 from tests.npu.programs.int8 import DTYPES, EPS, SHAPES, inputs_of
 from tests.npu.running import SMALL, on_cpu, on_npu
 from tests.oracle.int8_reference import rounded_product
+from tests.oracle.rounded_models import rounded_models
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
@@ -67,35 +66,6 @@ def static_product(given: dict[str, Tensor], dtype: torch.dtype = torch.float64)
     return (sums.to(dtype) * given["scales"].to(dtype)).to(given["x"].dtype if dtype != torch.float64 else dtype)
 
 
-class Rounded(nn.Module):
-    """A linear of int8 rows: in float64 by the reference, else by the formula in plain torch."""
-
-    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.values, self.scales, self.bias = values, scales, None if bias is None else bias.float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        if x.dtype == torch.float64:
-            out = rounded_product(rows, self.values, self.scales, self.bias)
-        else:
-            out = CpuOps().int8_linear(rows, Int8Weight(self.values, self.scales), self.bias)
-        return out.unflatten(0, x.shape[:-1])
-
-
-def models(checkpoint: Path, reader: WeightsReader) -> tuple[nn.Module, nn.Module]:
-    """transformers' model with such linears where `reader` has int8: in float64, and in bfloat16."""
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
-    for name, linear in list(plain.named_modules()):
-        if isinstance(linear, nn.Linear) and reader.int8_inputs(f"{name}.weight") == BY_ROW:
-            pieces = list(reader.int8_pieces(f"{name}.weight"))
-            values, scales = (torch.cat([piece[index] for piece in pieces]) for index in (1, 2))
-            plain.set_submodule(name, Rounded(values, scales, linear.bias))
-    return copy.deepcopy(plain).double(), plain
-
-
 @torch.inference_mode()
 def logits(model: nn.Module, tokens: list[int]) -> Tensor:
     """(count, V), of each token that was chosen."""
@@ -116,7 +86,7 @@ def assert_logits(checkpoint: Path, quantised: Path, modes: list[dict[str, Any]]
     with open_weights(quantised, read_quantization(quantised)) as stored:
         names = {name for name in stored.names if "_proj" in name}
         reader = RoundingReader(stored, names) if settings.get("quantization") == "int8" else stored
-        exact, plain = models(checkpoint, reader)
+        exact, plain = rounded_models(checkpoint, reader)
     for tokens, ours in found["logits"]:
         assert_near(ours, logits(exact, tokens), logits(plain, tokens))
     return found

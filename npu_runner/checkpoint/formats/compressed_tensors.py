@@ -16,7 +16,7 @@ from typing import Any
 from npu_runner.checkpoint.formats.contents import FLOATS, FP8, Contents
 from npu_runner.checkpoint.formats.stored import Grid, Matrix, PackedMatrix, QuantisedMatrix, StoredMatrix
 from npu_runner.checkpoint.quantization import refusal
-from npu_runner.checkpoint.weights_reader import BY_ROW
+from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs
 from npu_runner.errors import ModelError
 
 _PACKED, _MIXED = "pack-quantized", "mixed-precision"
@@ -33,6 +33,9 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "W4A8": _INT4, "W4A8_INT8": _INT4, "W4AFP8": _INT4, "FP8": {**_FLOAT8, "strategy": "tensor"},
     "FP8_DYNAMIC": _FLOAT8, "FP8_BLOCK": {**_FLOAT8, "strategy": "block", "block_structure": [128, 128]},
 }  # fmt: skip
+_FLOAT8_INPUTS = {"num_bits": 8, "type": "float"}
+_INPUTS_OF = {"W8A8": _BY_TOKEN, "INT8": _BY_TOKEN, "FP8": _FLOAT8_INPUTS, "FP8_DYNAMIC": _FLOAT8_INPUTS,
+              "FP8_BLOCK": _FLOAT8_INPUTS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,8 @@ class _Scheme:
     has_order: bool
     """The columns of a group may be scattered (actorder group)."""
     packed: bool
-    rounds_inputs: bool
-    """Products take inputs that are rounded to int8, each row by its own largest value."""
+    inputs: Int8Inputs | str | None
+    """As of QuantisedMatrix."""
 
     @property
     def form(self) -> str:
@@ -93,8 +96,7 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
     if isinstance(group, list):  # the name of a scheme, and what it is for
         if name not in _PRESETS:
             raise refusal(f"compressed-tensors, scheme {name!r}")
-        group = {"targets": group, "weights": _PRESETS[name],
-                 "input_activations": _BY_TOKEN if name in ("W8A8", "INT8") else None}
+        group = {"targets": group, "weights": _PRESETS[name], "input_activations": _INPUTS_OF.get(name)}
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise refusal(f"compressed-tensors, group {name!r} without weights")
@@ -106,14 +108,27 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
     strategy = weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise refusal(f"compressed-tensors, strategy {strategy!r}")
+    block = _block(weights.get("block_structure")) if strategy == "block" else (0, 0)
     return _Scheme(
         targets=tuple(group.get("targets") or ()), bits=bits, is_float=is_float, strategy=strategy,
         is_symmetric=bool(weights.get("symmetric", True)), group_size=int(size or -1),
-        block=_block(weights.get("block_structure")) if strategy == "block" else (0, 0),
+        block=block, inputs=_inputs(group.get("input_activations"), strategy, block, bits=bits, is_float=is_float),
         has_order=weights.get("actorder") == "group", packed=named == _PACKED,
-        rounds_inputs=strategy in ("tensor", "channel") and (bits, is_float) == (8, False)
-        and _is_by_row(group.get("input_activations")),
     )
+
+
+def _inputs(given: Any, strategy: str, block: tuple[int, int], *, bits: int, is_float: bool) -> Int8Inputs | str | None:
+    """How inputs are rounded for products, as of QuantisedMatrix."""
+    by_row = strategy in ("tensor", "channel")
+    if is_float and _is_fp8(given):
+        return "fp8" if by_row else "fp8_blocks" if block == (128, 128) else None
+    return BY_ROW if by_row and (bits, is_float) == (8, False) and _is_by_row(given) else None
+
+
+def _is_fp8(inputs: Any) -> bool:
+    """Whether inputs are FP8. Scales of a static scheme are left: rows get scales of their own."""
+    return (isinstance(inputs, dict) and (inputs.get("num_bits", 8), inputs.get("type")) == (8, "float")
+            and bool(inputs.get("symmetric", True)))
 
 
 def _is_by_row(inputs: Any) -> bool:
@@ -179,7 +194,7 @@ def _take(contents: Contents, module: str, scheme: _Scheme) -> None:
         zeros = Grid(zero_matrix, block, groups, reader)
     scales = Grid(StoredMatrix(reader, scale, shape), block, groups, reader)
     contents.made[f"{module}.weight"] = QuantisedMatrix(scheme.form, values, (scales,), zeros,
-                                                        inputs=BY_ROW if scheme.rounds_inputs and not zeros else None)
+                                                        inputs=scheme.inputs if zeros is None else None)
 
 
 def _plain_values(contents: Contents, module: str, scheme: _Scheme) -> Matrix | None:

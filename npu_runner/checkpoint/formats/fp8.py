@@ -61,6 +61,7 @@ def _take_weight(contents: Contents, name: str, block: tuple[int, int] | None) -
     contents.leave("scales of inputs", f"{module}.input_scale", f"{module}.activation_scale")
     matrices = tuple(
         QuantisedMatrix(form, StoredMatrix(contents.reader, name, index=index),
-                        (Grid(StoredMatrix(contents.reader, scale, index=index), block),))
+                        (Grid(StoredMatrix(contents.reader, scale, index=index), block),),
+                        inputs="fp8" if block == (rows, columns) else "fp8_blocks" if block == (128, 128) else None)
         for index in (range(shape[0]) if len(shape) == 3 else [None]))
     contents.made[name] = matrices[0] if len(shape) == 2 else QuantisedStack(matrices)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from importlib import import_module
@@ -42,6 +43,11 @@ def open_weights(path: Path, quantization: Quantization | None,
         reader = DequantisingReader(stored, quantization)
         stack.pop_all()
     return reader
+
+
+_MULTIPLIED = {None: "int8, with inputs that are rounded to int8",
+               "fp8": "FP8, with inputs that are rounded to FP8 by row",
+               "fp8_blocks": "FP8, with inputs that are rounded to FP8 in groups of 128"}
 
 
 class DequantisingReader(WeightsReader):
@@ -87,14 +93,36 @@ class DequantisingReader(WeightsReader):
 
     def int8_inputs(self, name: str) -> Int8Inputs | None:
         made = self._contents.made.get(name)
-        return made.inputs if isinstance(made, QuantisedMatrix) else None
+        inputs = made.inputs if isinstance(made, QuantisedMatrix) else None
+        return inputs if isinstance(inputs, Int8Inputs) else None
 
     def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
+        made, first, columns = self._matrix(name, dim, start, length)
+        for rows, span in some_rows(first, columns[1]):
+            yield rows, *made.read_int8(span, columns)
+
+    def fp8_form(self, name: str) -> str | None:
+        made = self._contents.made.get(name)
+        inputs = made.inputs if isinstance(made, QuantisedMatrix) else None
+        return inputs if isinstance(inputs, str) else None
+
+    def fp8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
+                   ) -> Iterator[tuple[slice, torch.Tensor]]:
+        made, first, columns = self._matrix(name, dim, start, length)
+        for rows, span in some_rows(first, columns[1]):
+            yield rows, made.read_fp8(span, columns)
+
+    def fp8_scales(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
+        made, first, columns = self._matrix(name, dim, start, length)
+        return made.read_fp8_scales(first, columns)
+
+    def _matrix(self, name: str, dim: int | None, start: int, length: int
+                ) -> tuple[QuantisedMatrix, tuple[int, int], tuple[int, int]]:
+        """A matrix, and the rows and columns that are wanted of it."""
         made = self._contents.made[name]
         assert isinstance(made, QuantisedMatrix), f"{name} is no matrix"
         first, columns = _spans(made.shape, dim, start, length)
-        for rows, span in some_rows(first, columns[1]):
-            yield rows, *made.read_int8(span, columns)
+        return made, first, columns
 
     def close(self) -> None:
         self._stored.close()
@@ -111,18 +139,20 @@ class DequantisingReader(WeightsReader):
 
     def describe(self, dtype: torch.dtype, multiplied: Collection[str] = ()) -> str:
         """For the log: what is dequantised, its bytes in the files and as `dtype`, and what nothing is computed from.
-        `multiplied`: those that are not dequantised, but multiplied as int8."""
+        `multiplied`: those that are not dequantised, but multiplied as they are stored."""
         contents = self._contents
         unused = "".join(f"; {count} {what} are not used" for what, count in sorted(contents.unused.items()))
         others = [tensor for name, tensor in contents.made.items() if name not in multiplied]
         num_others = sum(bool(tensor.form) for tensor in others)
-        parts = [f"{len(multiplied)} are multiplied as int8, with inputs that are rounded to int8"]
+        kinds = Counter(self.fp8_form(name) for name in multiplied)
+        parts = [f"{count} are multiplied as {_MULTIPLIED[form]}" for form, count in sorted(
+            kinds.items(), key=lambda kind: str(kind[0]))]
         if not multiplied or num_others:
             num_bytes = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in others)
             name = str(dtype).removeprefix("torch.")
             taken = f"the other {num_others}" if multiplied else f"{size(contents.stored_bytes)} of the files"
             parts += [f"{taken} become {size(num_bytes)} of {name} while loading, and inputs are not quantised"]
-        said = "; ".join(parts if multiplied else parts[1:])
+        said = "; ".join(parts)
         return f"quantised weights ({self._method}): {self.forms}; {said}{unused}"
 
 

@@ -75,6 +75,16 @@ class RoundingReader(WeightsReader):
             weight_RK.div_(scales_R.masked_fill(scales_R == 0, 1.0)[:, None]).round_()
             yield rows, weight_RK[:, columns].to(torch.int8), scales_R
 
+    def fp8_form(self, name: str) -> str | None:
+        return None if name in self._names else self._base.fp8_form(name)
+
+    def fp8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
+                   ) -> Iterator[tuple[slice, torch.Tensor]]:
+        return self._base.fp8_pieces(name, dim, start, length)
+
+    def fp8_scales(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
+        return self._base.fp8_scales(name, dim, start, length)
+
     def close(self) -> None:
         self._base.close()
 

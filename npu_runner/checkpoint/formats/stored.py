@@ -138,14 +138,15 @@ class Grid:
 class QuantisedMatrix(FloatTensor):
     """(N, K): (values - zeros) * scales, scales of several grids multiplied first.
 
-    `inputs`: values are int8 with a scale for each row, and this is how inputs of its products are rounded.
+    `inputs`: values are int8 with a scale for each row, and this is how inputs of its products are rounded; or they are
+    FP8, and this is their form as `WeightsReader.fp8_form` has it.
     """
 
     form: str
     values: Matrix
     scales: tuple[Grid, ...]
     zeros: Grid | None = None
-    inputs: Int8Inputs | None = None
+    inputs: Int8Inputs | str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -163,9 +164,24 @@ class QuantisedMatrix(FloatTensor):
 
     def read_int8(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
         """int8 (R, C) and float32 (R,), of one that has `inputs`."""
-        assert self.inputs is not None, f"{self.form} is not int8 by row"
+        assert isinstance(self.inputs, Int8Inputs), f"{self.form} is not int8 by row"
         (grid,) = self.scales
         return self.values.read(rows, columns).to(torch.int8), grid.at(rows, (0, 1)).flatten().expand(rows[1])
+
+
+    def read_fp8(self, rows: Span, columns: Span) -> Tensor:
+        """float8_e4m3fn (R, C), of one whose `inputs` are FP8."""
+        assert isinstance(self.inputs, str), f"{self.form} is not FP8 for products"
+        return self.values.read(rows, columns)
+
+    def read_fp8_scales(self, rows: Span, columns: Span) -> Tensor:
+        """float32: (R,), or a scale for each block, of which none is cut."""
+        (grid,) = self.scales
+        if self.inputs == "fp8":
+            return grid.at(rows, (0, 1)).flatten().expand(rows[1])
+        spans = [(start // size, -(-length // size)) for (start, length), size in zip((rows, columns), grid.block,
+                                                                                     strict=True)]
+        return grid.matrix.read(*spans).to(torch.float32)
 
 
 @dataclass(frozen=True)

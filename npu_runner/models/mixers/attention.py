@@ -17,7 +17,7 @@ from npu_runner.layers.attention import PagedAttention
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, qkv_parts
 from npu_runner.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.platforms.ops import HeadNorms, Int8Rows
+from npu_runner.platforms.ops import HeadNorms, RoundedRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
@@ -41,13 +41,13 @@ class DecoderAttention(nn.Module):
         """What this rank has of queries, keys and values."""
         return qkv_parts(config.num_heads, config.num_kv_heads, config.head_dim, context)
 
-    def forward(self, x_TD: Tensor | Int8Rows, cos_TR: Tensor, sin_TR: Tensor,
+    def forward(self, x_TD: Tensor | RoundedRows, cos_TR: Tensor, sin_TR: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.project(x_TD)
         q_TNH = q.unflatten(-1, (-1, self.head_dim))
         return self.o_proj(self.attend(q_TNH, k, v, cos_TR, sin_TR, metadata).flatten(-2))
 
-    def project(self, x_TD: Tensor | Int8Rows) -> Sequence[Tensor]:
+    def project(self, x_TD: Tensor | RoundedRows) -> Sequence[Tensor]:
         """Queries, keys and values, the heads of each side by side."""
         return self.qkv_proj(x_TD).split(self.sizes, dim=-1)
 
@@ -107,7 +107,7 @@ class GatedAttention(HeadNormAttention):
         query, *rest = DecoderAttention.parts(config, context)
         return [OutputPart(query.name, 2 * query.total, 2 * query.start, 2 * query.length), *rest]
 
-    def forward(self, x_TD: Tensor | Int8Rows, cos_TR: Tensor, sin_TR: Tensor,
+    def forward(self, x_TD: Tensor | RoundedRows, cos_TR: Tensor, sin_TR: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.project(x_TD)
         q_TNH, gate_TNH = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)

@@ -24,6 +24,8 @@ Capability = tuple[int, int]
 """A GPU's compute capability: (8, 0) is Ampere, (7, 5) Turing."""
 _BFLOAT16_SINCE: Capability = (8, 0)
 _FLASHINFER_SINCE: Capability = (7, 5)
+# Hopper: what products of quantised weights were made for and tried on.
+_QUANTISED_ON = 9
 # Before, it had no tensor descriptors and no dependent launch.
 _LEAST_TRITON = (3, 4)
 
@@ -49,6 +51,8 @@ class CudaPlatform(Platform):
     attention_backends = ("triton", "flashinfer")
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
+    weight_forms = ("int8", "fp8", "fp8_blocks")
+    modes_without_forms = ("max-autotune",)
     copies_rows_to_experts = False
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     ray_resource = "GPU"
@@ -71,6 +75,14 @@ class CudaPlatform(Platform):
         if tuple(int(number) for number in triton.__version__.split(".")[:2]) < _LEAST_TRITON:
             return f"triton {triton.__version__} is too old; {'.'.join(map(str, _LEAST_TRITON))} comes with torch 2.8"
         return None
+
+    def forms_with(self, dtype: str) -> tuple[str, ...]:
+        """On Hopper. The library's products with FP8 are bfloat16."""
+        import torch
+
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _QUANTISED_ON:
+            return ()
+        return tuple(form for form in super().forms_with(dtype) if form == "int8" or dtype == "bfloat16")
 
     def share(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
         # Each process would start a thread for every core of the host.

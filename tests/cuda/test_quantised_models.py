@@ -1,0 +1,83 @@
+"""Checkpoints whose weights are multiplied as they are stored, on a GPU: eager and captured logits are no further from
+float64 than twice what transformers' model with the same formula in plain bfloat16 is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from npu_runner import LLM
+from npu_runner.checkpoint.formats.reader import open_weights
+from npu_runner.checkpoint.formats.rounding import RoundingReader
+from npu_runner.checkpoint.quantization import read_quantization
+from npu_runner.request.prompt_inputs import PromptInputs
+from scripts.quantised.writing import quantise
+from tests.oracle.rounded_models import rounded_models
+from tests.oracle.running import greedy, recorded_logits, runner_of
+
+LIMIT = 2.0
+PROMPT, COUNT = [3, 17, 5, 40, 11, 29, 8], 6
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 128, "num_hidden_layers": 2}
+FORMS = {"w8a8": "int8", "fp8-dynamic": "fp8", "fp8-tensor": "fp8", "fp8-block": "fp8_blocks", "int8": "int8"}
+MODES: list[dict[str, Any]] = [{"graph_mode": "eager"}, {"graph_mode": "reduce-overhead"}]
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(device: torch.device) -> None:
+    if device.type != "cuda" or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("quantised products are for Hopper")
+
+
+@torch.inference_mode()
+def logits(model: nn.Module, tokens: list[int]) -> Tensor:
+    """(count, V), of each token that was chosen."""
+    return model(torch.tensor([PROMPT + tokens[:-1]])).logits[0, len(PROMPT) - 1:]
+
+
+def forms_of(llm: LLM) -> set[str | None]:
+    layers = runner_of(llm).model.decoder.layers
+    return {linear.form for layer in layers for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj,
+                                                          layer.mlp.gate_up_proj, layer.mlp.down_proj)}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_logits_are_as_near_as_plain_torch(name: str, checkpoint: Any, tmp_path: Path) -> None:
+    path, settings = checkpoint("qwen3", **SIZES), {}
+    if name == "int8":
+        quantised, settings = path, {"quantization": "int8"}
+    else:
+        quantised = tmp_path / name
+        quantise(path, quantised, name)
+    found = []
+    for mode in MODES:
+        with LLM(quantised, platform="cuda", dtype="bfloat16", max_num_seqs=4, max_model_len=256,
+                 kv_cache_bytes=1 << 26, **mode, **settings) as llm, recorded_logits(llm) as steps:
+            assert forms_of(llm) == {FORMS[name]}
+            (output,) = llm.generate([PromptInputs(PROMPT)], greedy(COUNT))
+            found.append((output.token_ids, torch.cat([step[:1] for step in steps if len(step)][:COUNT])))
+            assert "multiplied as" in llm.engine.describe()["quantization"]
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(open_weights(quantised, read_quantization(quantised)))
+        if name == "int8":
+            reader = RoundingReader(reader, {each for each in reader.names if "_proj" in each})
+        exact, plain = rounded_models(path, reader)
+    for tokens, ours in found:
+        expected = logits(exact, tokens)
+        distances = [float((each.double() - expected).abs().max()) for each in (ours, logits(plain, tokens))]
+        assert distances[0] <= LIMIT * distances[1], f"{distances[0]:.3e} from float64, plain torch {distances[1]:.3e}"
+
+
+def test_which_forms_a_dtype_has() -> None:
+    from npu_runner.platforms import find_platform
+
+    forms_with = find_platform("cuda").forms_with
+    assert forms_with("bfloat16") == ("int8", "fp8", "fp8_blocks")
+    assert forms_with("float16") == ("int8",)
+    assert forms_with("float32") == ()

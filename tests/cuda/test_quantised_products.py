@@ -1,0 +1,242 @@
+"""Products of quantised weights on a GPU: no further from float64 than twice what the same formula in plain torch is.
+
+The inputs of a reference are those that the kernels rounded: two roundings of a value that lies in the middle between
+two numbers may both be right. The rounding itself is compared with the definition by itself.
+
+M rows, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.ops import (
+    FP8,
+    FP8_BLOCKS,
+    INT8,
+    Fp8Rows,
+    Fp8Weight,
+    Int8Rows,
+    Int8Weight,
+    TorchOps,
+    fp8_rows,
+    int8_rows,
+)
+
+LIMIT = 2.0
+FORMS = (INT8, FP8, FP8_BLOCKS)
+ROWS = (1, 2, 7, 16, 17, 33, 64, 65, 200, 1000)
+SHAPES = ((128, 512), (384, 1024), (1280, 512), (4096, 1536), (12_288, 1024), (1024, 12_288))
+ROUNDING_STEP = {INT8: 1.0, FP8: 32.0, FP8_BLOCKS: 32.0}  # the widest of the type
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("quantised products are tried on a GPU: triton's interpreter has no FP8 and takes minutes")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("quantised products are for Hopper")
+
+
+def weight_of(form: str, num_outputs: int, num_inputs: int, generator: torch.Generator) -> Any:
+    """A weight as if it had been rounded: values over the type's whole range, scales of several sizes."""
+    values = torch.randn(num_outputs, num_inputs, generator=generator, device="cuda")
+    scales = torch.rand(num_outputs, generator=generator, device="cuda") * 1e-3 + 1e-5
+    if form == INT8:
+        return Int8Weight((values * 40).round().clamp(-127, 127).to(torch.int8), scales)
+    if form == FP8_BLOCKS:
+        scales = torch.rand(num_outputs // 128, num_inputs // 128, generator=generator, device="cuda") * 1e-3 + 1e-5
+    return Fp8Weight((values * 100).clamp(-448, 448).to(torch.float8_e4m3fn), scales)
+
+
+def rows_of(num_rows: int, num_inputs: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Rows of a wider tensor; of several sizes, and one of zeros."""
+    x_MI = torch.randn(num_rows, num_inputs + 64, generator=generator, device="cuda")
+    x_MI *= torch.logspace(-4, 2, num_rows, device="cuda")[:, None]
+    if num_rows > 2:
+        x_MI[1] = 0
+    return x_MI.to(dtype)[:, :num_inputs]
+
+
+def rounded(form: str, x_MI: Tensor) -> Any:
+    from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
+
+    kind, dtype = (Int8Rows, torch.int8) if form == INT8 else (Fp8Rows, torch.float8_e4m3fn)
+    return kind(*quantise_rows(x_MI, dtype, in_groups=form == FP8_BLOCKS), x_MI.dtype)
+
+
+def exact(rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
+    """float64 (M, O)."""
+    out_MO = wide(*rows[:2]) @ wide(*weight).T
+    return out_MO if bias_O is None else out_MO + bias_O.double()
+
+
+def wide(values: Tensor, scales: Tensor) -> Tensor:
+    """values * scales in float64; scales of rows, or of groups of 128 columns, or of blocks."""
+    if scales.dim() == 1:
+        return values.double() * scales.double()[:, None]
+    return values.double() * scales.double().repeat_interleave(len(values) // len(scales), 0).repeat_interleave(128, 1)
+
+
+def multiply(ops: Any, form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
+    return (ops.int8_linear if form == INT8 else ops.fp8_linear)(rows, weight, bias_O)
+
+
+def plain_product(form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
+    """The definition; a product of int8 in the library wants more than 16 rows."""
+    if form != INT8 or len(rows[0]) > 16:
+        return multiply(TorchOps(), form, rows, weight, bias_O)
+    sums = (rows[0].double() @ weight[0].double().T).float()  # exact: whole numbers below 2^53
+    out_MO = sums * rows[1][:, None] * weight[1]
+    return (out_MO if bias_O is None else out_MO + bias_O).to(rows.dtype)
+
+
+def assert_near(found: Tensor, plain: Tensor, expected: Tensor) -> None:
+    """Each row by itself: rows are of several sizes."""
+    assert found.dtype == plain.dtype
+    assert found.shape == expected.shape
+    ours, theirs = ((x.double() - expected).abs().amax(1) for x in (found, plain))
+    # A row whose plain product is exact by luck may be one rounding of its largest value off.
+    room = torch.finfo(found.dtype).eps / 2 * expected.abs().amax(1)
+    assert bool((ours <= LIMIT * torch.maximum(theirs, room)).all()), (
+        f"{float((ours / torch.maximum(theirs, room)).max()):.2f} times what plain torch is from float64")
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_any_number_of_rows(form: str, shape: tuple[int, int], has_bias: bool) -> None:
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    generator, ops = torch.Generator("cuda").manual_seed(0), TritonOps()
+    weight = weight_of(form, *shape, generator)
+    bias = torch.randn(shape[0], generator=generator, device="cuda") if has_bias else None
+    bias = bias if form == INT8 or bias is None else bias.bfloat16()
+    for num_rows in ROWS:
+        x_MI = rows_of(num_rows, shape[1], generator, torch.bfloat16)
+        rows = rounded(form, x_MI)
+        expected, plain = exact(rows, weight, bias), plain_product(form, rows, weight, bias)
+        for given in (rows, x_MI):  # rounded before, or by the product
+            for _ in range(2):  # what a product of parts leaves behind serves the next
+                assert_near(multiply(ops, form, given, weight, bias), plain, expected)
+
+
+def test_int8_of_float16() -> None:
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    weight = weight_of(INT8, 1280, 512, generator)
+    for num_rows in (1, 5, 40):
+        x_MI = rows_of(num_rows, 512, generator, torch.float16)
+        rows = rounded(INT8, x_MI)
+        assert_near(TritonOps().int8_linear(x_MI, weight, None), plain_product(INT8, rows, weight, None),
+                    exact(rows, weight, None))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16])
+@pytest.mark.parametrize("form", FORMS)
+def test_each_kernel_of_few_rows(form: str, num_rows: int) -> None:
+    """Also the tiles of more outputs, split or not, which the sizes above may not take."""
+    from npu_runner.platforms.cuda.quantised_products import Tile, few_rows
+
+    generator = torch.Generator("cuda").manual_seed(2)
+    weight = weight_of(form, 640, 1536, generator)
+    rows = rounded(form, rows_of(num_rows, 1536, generator, torch.bfloat16))
+    expected, plain = exact(rows, weight, None), plain_product(form, rows, weight, None)
+    for tile in (Tile(64, 128, 4, 4, 4), Tile(128, 128, 8, 4), Tile(64, 128, 4, 6, 2)):
+        assert_near(few_rows(rows[0], rows[1], *weight, None, torch.bfloat16, tile), plain, expected)
+
+
+def test_int8_of_sizes_that_no_8_divides() -> None:
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    generator = torch.Generator("cuda").manual_seed(7)
+    for shape in ((100, 512), (60, 500)):
+        weight = weight_of(INT8, *shape, generator)
+        for num_rows in (1, 3, 40):
+            x_MI = rows_of(num_rows, shape[1], generator, torch.bfloat16)
+            rows = rounded(INT8, x_MI)
+            plain = (wide(*rows[:2]).float() @ wide(*weight).float().T).bfloat16()
+            assert_near(TritonOps().int8_linear(x_MI, weight, None), plain, exact(rows, weight, None))
+
+
+def test_no_rows() -> None:
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    generator = torch.Generator("cuda").manual_seed(3)
+    for form in FORMS:
+        weight = weight_of(form, 256, 512, generator)
+        found = multiply(TritonOps(), form, torch.empty(0, 512, device="cuda", dtype=torch.bfloat16), weight, None)
+        assert found.shape == (0, 256)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 33])
+@pytest.mark.parametrize("form", FORMS)
+def test_rounded_inputs_are_the_definitions(form: str, num_rows: int) -> None:
+    """Alone, behind a norm, and behind silu(gate) * up; to within a step where a value lies between two numbers."""
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    generator, ops = torch.Generator("cuda").manual_seed(4), TritonOps()
+    x_MI, residual = (rows_of(num_rows, 1536, generator, torch.bfloat16) for _ in range(2))
+    gain = torch.randn(1536, generator=generator, device="cuda").bfloat16()
+    normed, total = ops.add_rms_norm(x_MI, residual, gain, 1e-6)
+    if form == INT8:
+        behind, summed = ops.add_rms_norm_int8(x_MI, residual, gain, 1e-6)
+    else:
+        behind, summed = ops.add_rms_norm_fp8(x_MI, residual, gain, 1e-6, in_blocks=form == FP8_BLOCKS)
+    assert torch.equal(summed, total)
+    activated = ops.silu_and_mul_for(torch.cat((x_MI, residual), dim=1), form)
+    for found, values in ((rounded(form, x_MI), x_MI), (behind, normed),
+                          (activated, ops.silu_and_mul(torch.cat((x_MI, residual), dim=1)))):
+        defined = int8_rows(values) if form == INT8 else fp8_rows(values, in_blocks=form == FP8_BLOCKS)
+        torch.testing.assert_close(found[1], defined[1], rtol=3e-7, atol=0)
+        difference = (found[0].double() - defined[0].double()).abs()
+        assert float(difference.max()) <= ROUNDING_STEP[form]
+        assert float((difference > 0).double().mean()) < 0.01
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_captured_product_gives_what_it_gave(form: str) -> None:
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    generator, ops = torch.Generator("cuda").manual_seed(5), TritonOps()
+    weight = weight_of(form, 1280, 1536, generator)
+    for num_rows in (1, 8, 64):
+        x_MI = rows_of(num_rows, 1536, generator, torch.bfloat16).contiguous()
+        before = multiply(ops, form, x_MI, weight, None)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            multiply(ops, form, x_MI, weight, None)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            out = multiply(ops, form, x_MI, weight, None)
+        for _ in range(2):
+            out.zero_()
+            graph.replay()
+            assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_streams_at_once(form: str) -> None:
+    """Each has counters of its own for the parts of a product."""
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    generator, ops = torch.Generator("cuda").manual_seed(6), TritonOps()
+    weight = weight_of(form, 4096, 4096, generator)
+    inputs = [rows_of(8, 4096, generator, torch.bfloat16) for _ in range(2)]
+    expected = [multiply(ops, form, x_MI, weight, None) for x_MI in inputs]
+    torch.cuda.synchronize()
+    found: list[list[Tensor]] = [[], []]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for _ in range(50):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[index].append(multiply(ops, form, inputs[index], weight, None))
+    torch.cuda.synchronize()
+    for index in range(2):
+        assert all(torch.equal(each, expected[index]) for each in found[index])

@@ -1,0 +1,58 @@
+"""transformers' models with linears that round their inputs as ours do: in float64 by the references of int8 and FP8,
+else by the formula in plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader
+from npu_runner.platforms.cpu.ops import CpuOps
+from npu_runner.platforms.ops import Fp8Weight, Int8Weight
+from tests.oracle.fp8_reference import fp8_product
+from tests.oracle.int8_reference import rounded_product
+
+
+class Rounded(nn.Module):
+    """A linear of int8 rows, or of FP8 rows or blocks."""
+
+    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.values, self.scales, self.bias = values, scales, None if bias is None else bias.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, is_int8 = x.flatten(0, -2), self.values.dtype == torch.int8
+        if x.dtype == torch.float64:
+            out = (rounded_product if is_int8 else fp8_product)(rows, self.values, self.scales, self.bias)
+        elif is_int8:
+            out = CpuOps().int8_linear(rows, Int8Weight(self.values, self.scales), self.bias)
+        else:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            out = CpuOps().fp8_linear(rows, Fp8Weight(self.values, self.scales), bias)
+        return out.unflatten(0, x.shape[:-1])
+
+
+def rounded_models(checkpoint: Path, reader: WeightsReader) -> tuple[nn.Module, nn.Module]:
+    """The model with such linears where `reader` has int8 or FP8: in float64, and in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    for name, linear in list(plain.named_modules()):
+        held = _held(reader, f"{name}.weight") if isinstance(linear, nn.Linear) else None
+        if held is not None:
+            plain.set_submodule(name, Rounded(*held, linear.bias))
+    return copy.deepcopy(plain).double(), plain
+
+
+def _held(reader: WeightsReader, name: str) -> tuple[Tensor, Tensor] | None:
+    """Values and scales."""
+    if name in reader.names and reader.int8_inputs(name) == BY_ROW:
+        pieces = list(reader.int8_pieces(name))
+        return torch.cat([values for _, values, _ in pieces]), torch.cat([scales for _, _, scales in pieces])
+    if name in reader.names and reader.fp8_form(name) is not None:
+        return torch.cat([values for _, values in reader.fp8_pieces(name)]), reader.fp8_scales(name)
+    return None
