@@ -26,6 +26,7 @@ class CpuPlatform(Platform):
         block_size=16, max_num_seqs=256, max_num_batched_tokens=4096, graph_mode="eager", dtype="float32",
         async_scheduling=False,  # there is no other device: a step launched early only ends later
     )
+    verifies_drafts = True
     ray_resource = "CPU"
 
     def why_unavailable(self) -> str | None:
