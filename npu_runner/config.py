@@ -17,6 +17,7 @@ from typing import Any
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import check_name
 from npu_runner.request.limits import LIMITS, MIB
+from npu_runner.request.speculative import SpeculativeConfig
 
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
 # Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
@@ -62,11 +63,27 @@ class SchedulerConfig:
     async_scheduling: bool | None = None
     """Plan and launch a step while the one before runs, so that the device does not wait for the host. None: the
     platform's (npu, cuda: yes; cpu: no)."""
+    speculative_config: Mapping[str, Any] | None = None
+    """Several tokens a step: tokens are proposed and verified together, as a JSON object like {"method": "ngram",
+    "num_speculative_tokens": 4}; vLLM's name. See [several tokens a step](speculative.md). None: one token a step."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "max_num_seqs", "max_num_batched_tokens")
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(f"async_scheduling: {self.async_scheduling!r} is neither true nor false")
+        if self.speculative is not None and self.async_scheduling:
+            raise ConfigError("async_scheduling: with speculative_config a step needs the tokens of the one before; "
+                              "leave one of them out")
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """`speculative_config`, checked; None: it is not set."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+
+    def schedules_ahead(self, by_default: bool) -> bool:
+        """Whether a step is submitted while the one before runs. `by_default`: the platform's async_scheduling."""
+        ahead = by_default if self.async_scheduling is None else self.async_scheduling
+        return ahead and self.speculative_config is None
 
 
 @dataclass(frozen=True, kw_only=True)

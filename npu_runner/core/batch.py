@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -82,9 +82,10 @@ class ScheduledBatch:
     `context_lens_B` counts each sequence's tokens including this step's. `positions` is int32 (T,), or (3, T) for a
     prefill of an M-RoPE model. Rows with `samples_B` want a next token; the others are chunks of longer prompts.
     `token_ids_T` is empty in a decode step: its tokens are on the device, where the step before may still be choosing
-    them. `new_blocks_N3` has the block table entries that no earlier step has sent: (slot, column, block), each place
-    once, block 0 where a block was freed. Tables are kept by slot wherever steps run; a sequence's first step in its
-    slot sends its whole table.
+    them. If it has drafts it has tokens too: each row's last token and its drafts. Their successors are wanted as well.
+    `new_blocks_N3` has the block table entries that no earlier step has sent: (slot, column, block), each place once,
+    block 0 where a block was freed. Tables are kept by slot wherever steps run; a sequence's first step in its slot
+    sends its whole table.
     """
 
     is_prefill: bool
@@ -109,6 +110,11 @@ class ScheduledBatch:
     """(row, tokens, snapshot slot): the state after that many tokens of the row is to be kept in that slot as well."""
     new_rules: list[tuple[int, str]] = field(default_factory=list)
     """(number, grammar) of what is to be built from now on, for sequences that are in no step before it is."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """A decode step of several tokens a row."""
+        return not self.is_prefill and len(self.token_ids_T) > 0
 
     @property
     def batch_size(self) -> int:
@@ -180,6 +186,15 @@ class RunningTable:
                 _per_sequence(seq.num_tokens for seq in running))
         return self._decoding
 
+    def forget_decoding(self) -> None:
+        """Sequences may get more than one token each."""
+        self._decoding = None
+
+    def note_shorter(self, seq: Sequence) -> None:
+        """`seq` has given back blocks at its end: others may be told in their places."""
+        assert seq.slot is not None, f"sequence {seq.seq_id} holds no slot"
+        self._num_blocks[seq.slot] = min(int(self._num_blocks[seq.slot]), len(seq.block_table))
+
     def without_room(self, running: list[Sequence]) -> list[Sequence]:
         """Those of `running` whose blocks do not hold their next token yet."""
         return [seq for _, seq in self._unknown(running) if seq.num_tokens > len(seq.block_table) * self.block_size]
@@ -247,6 +262,30 @@ def decode_batch(running: list[Sequence], table: RunningTable) -> ScheduledBatch
         query_lens_B=np.ones(len(running), dtype=np.int32),
         context_lens_B=context_lens_B,
         new_blocks_N3=new_blocks_N3,
+        samples_B=np.ones(len(running), dtype=np.bool_),
+        freed_slots=table.take_freed_slots(),
+    )
+
+
+def drafted_batch(running: list[Sequence], drafts: list[list[int]], table: RunningTable) -> ScheduledBatch:
+    """The last token of each of `running` and its drafts, blocks already allocated; nothing else is under way."""
+    counts_B = _per_sequence(1 + len(tokens) for tokens in drafts)
+    ends_B = _per_sequence(seq.num_tokens for seq in running) + counts_B - 1
+    slots_B = _per_sequence(seq.slot for seq in running)
+    lasts = (seq.tokens(seq.num_tokens - 1, seq.num_tokens) for seq in running)
+    tokens = [[*last, *tokens] for last, tokens in zip(lasts, drafts, strict=True)]
+    places_T = np.concatenate([np.arange(end - num, end, dtype=np.int32)
+                               for end, num in zip(ends_B.tolist(), counts_B.tolist(), strict=True)])
+    table.forget_decoding()
+    return ScheduledBatch(
+        is_prefill=False,
+        request_ids=[seq.request_id for seq in running],
+        slots_B=slots_B,
+        token_ids_T=np.fromiter(chain(*tokens), dtype=np.int32),
+        positions=places_T + np.repeat(table.position_deltas[slots_B], counts_B),
+        query_lens_B=counts_B,
+        context_lens_B=ends_B,
+        new_blocks_N3=table.tell(running),
         samples_B=np.ones(len(running), dtype=np.bool_),
         freed_slots=table.take_freed_slots(),
     )

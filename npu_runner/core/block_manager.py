@@ -315,6 +315,12 @@ class BlockManager:
         for seq in sequences:
             self._give_back(take_those_behind(seq, self.sliding_window, self.block_size))
 
+    def free_behind_end(self, seq: Sequence) -> None:
+        """Give back the blocks that its tokens do not reach: drafts that were not kept have left them."""
+        end = self.num_blocks_for(seq.num_tokens)
+        self._give_back(reversed(seq.block_table[end:]))
+        del seq.block_table[end:]
+
     def free(self, seq: Sequence) -> None:
         """Give back all blocks of `seq`; the tail becomes reusable before the head, which more prompts share."""
         self._give_back(reversed(seq.block_table[seq.num_null_blocks:]))

@@ -1,8 +1,8 @@
 """Chooses which tokens run next. Knows nothing of tensors or devices.
 
-A step is either a prefill of one or more prompts (or a chunk of one), or one token for every running sequence. First
-come, first served: only the head of the queue may be cut into chunks, and the latest arrival is preempted first, by
-recompute. Prefills are gathered (joining.py).
+A step is either a prefill of one or more prompts (or a chunk of one), or one token for every running sequence, with
+drafts of the next ones where there is a drafter (drafts.py). First come, first served: only the head of the queue may
+be cut into chunks, and the latest arrival is preempted first, by recompute. Prefills are gathered (joining.py).
 
 Rows of one prefill step share what that step computes: each row's full blocks are offered before the next row is
 chosen. A step writes the keys and values of all its rows, layer by layer, before any row reads them.
@@ -22,10 +22,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, prefill_batch
+from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, drafted_batch, prefill_batch
 from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.drafts import Drafter
 from npu_runner.core.joining import Joining, chunk_length
 from npu_runner.core.sequence import Sequence, SequenceStatus
+from npu_runner.core.steps_under_way import StepsUnderWay
 from npu_runner.request.outputs import FinishReason
 
 
@@ -55,19 +57,18 @@ class Scheduler:
     """Continuous batching over one BlockManager. `complete()` books the oldest of the steps that `schedule()` has put
     under way, `rollback()` gives up all of them."""
 
-    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager):
+    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager, drafter: Drafter | None = None):
         self.limits = limits
         self.block_manager = block_manager
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.drafter = drafter
         self._block_size = block_manager.block_size
         self._table = RunningTable(limits.max_num_seqs, self._block_size,
                                    loses_blocks=block_manager.sliding_window is not None)
         self._joining = Joining(block_manager)
         self.under_way = StepsUnderWay()
-        self._behind: list[Sequence] = []
-        """Sequences that a step gave several tokens."""
         self._ending: list[Sequence] = []
         """Sequences of which no more steps are made, and whose last tokens have not arrived."""
         self._unoffered: list[Sequence] = []
@@ -144,6 +145,8 @@ class Scheduler:
             assert can_go_on, "unfinished sequences, and none can run"
             return batch
         self._joining.note_step(is_prefill=False)
+        if self.drafter is not None and (drafts := self._drafts(self.drafter, running)):
+            return self._decode_drafts(self.drafter, running, drafts)
         batch = decode_batch(running, self._table)
         self._launch_decode(running, batch.rows_with_full_blocks(self._block_size))
         return batch
@@ -206,10 +209,18 @@ class Scheduler:
         self.block_manager.complete_step()
         return self.under_way.complete()
 
-    def outrun(self, seq: Sequence) -> None:
-        """The step that was completed last brings `seq` more tokens than were expected."""
-        seq.outrun()
-        self._behind.append(seq)
+    def settle_drafts(self) -> int:
+        """Call it once the tokens of a completed step are booked. Returns how many of its drafts were kept."""
+        if self.drafter is None:
+            return 0
+        settled, num_kept = self.drafter.settle()
+        running = [seq for seq in settled if seq.status is SequenceStatus.RUNNING]
+        for seq in running:
+            self.block_manager.free_behind_end(seq)
+            self._offer(seq)
+            self._table.note_shorter(seq)
+        self.block_manager.free_behind_window(running)
+        return num_kept
 
     def _offer_what_has_arrived(self) -> None:
         """Full blocks whose last tokens were on their way when they were computed."""
@@ -229,21 +240,10 @@ class Scheduler:
     def _must_wait(self) -> bool:
         """Whether steps under way must be completed before the next one can be planned.
 
-        Two cases. After a step that gave a sequence several tokens, all but the first must be computed by a prefill,
-        once nothing is under way. A sequence at its end keeps its resources until the last token of its last full block
-        has arrived: then the block can be offered.
+        A sequence at its end keeps its resources until the last token of its last full block has arrived: then the
+        block can be offered. What is drafted follows the tokens of the step before.
         """
-        if self._ending and self.waiting and self.under_way:
-            return True
-        behind = [seq for seq in self._behind if seq in self.running and seq.num_uncomputed_tokens > 1]
-        if behind and self.under_way:
-            return True
-        self._behind = []
-        if behind and self.waiting and self.waiting[0].block_table:
-            self._preempt(self.waiting[0])
-        for seq in behind:
-            self._preempt(seq)
-        return False
+        return bool(self.under_way) and (self.drafter is not None or bool(self._ending and self.waiting))
 
     # -- steps that do not end -------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class Scheduler:
             seq.forget_expected()
             seq.slot = None
             seq.status = SequenceStatus.WAITING
-        self.running, self._ending, self._unoffered, self._behind = [], [], [], []
+        self._forget_running()
         self.waiting = deque(sorted(everybody.values(), key=lambda seq: seq.arrival))
         self._deferred = []
         self._table.reset()
@@ -280,13 +280,18 @@ class Scheduler:
     def reset(self) -> None:
         """Forget every sequence and everything that the cache holds, whatever stood here."""
         self.waiting.clear()
-        self.running, self._ending, self._unoffered, self._behind = [], [], [], []
+        self._forget_running()
         self._held, self._alone = [], None
         self._deferred = []
         self.under_way.rollback()
         self._joining.reset()
         self._table.reset()
         self.block_manager.reset()
+
+    def _forget_running(self) -> None:
+        self.running, self._ending, self._unoffered = [], [], []
+        if self.drafter is not None:
+            self.drafter.reset()
 
     def lower_limits(self, *, is_prefill: bool, num_tokens: int, num_seqs: int) -> None:
         """From now on prefill steps have no more than `num_tokens` tokens, or decode steps `num_seqs` sequences."""
@@ -387,6 +392,25 @@ class Scheduler:
                 self._preempt(self._latest_arrival())
         return self.running[:]
 
+    def _drafts(self, drafter: Drafter, running: list[Sequence]) -> list[list[int]]:
+        """Of each of `running`, with blocks for them; empty where none has any. Drafts take no block that a running
+        sequence may need for its next token, so they preempt nothing."""
+        drafts = drafter.propose(running, self.limits.max_num_batched_tokens - len(running))
+        for row, (seq, tokens) in enumerate(zip(running, drafts, strict=True)):
+            missing = self.block_manager.num_missing_blocks(seq, seq.num_tokens + len(tokens))
+            if missing and self.block_manager.num_free - missing < len(running):
+                drafts[row] = tokens[: len(seq.block_table) * self._block_size - seq.num_tokens]
+            else:
+                self.block_manager.allocate(seq, seq.num_tokens + len(tokens))
+        return drafts if any(drafts) else []
+
+    def _decode_drafts(self, drafter: Drafter, running: list[Sequence], drafts: list[list[int]]) -> ScheduledBatch:
+        batch = drafted_batch(running, drafts, self._table)
+        drafter.launch(running, drafts)
+        # Which blocks become full is known once drafts are kept: `settle_drafts` offers them.
+        self._launch_decode(running, [])
+        return batch
+
     def _latest_arrival(self) -> Sequence:
         holders = [seq for seq in self.running if seq.block_table]
         if self.waiting and self.waiting[0].block_table:
@@ -415,27 +439,3 @@ class Scheduler:
         self.block_manager.free(seq)
         if seq.slot is not None:
             self._table.leave(seq)
-
-
-class StepsUnderWay:
-    """Oldest first. What a step brings to a sequence counts only in the epoch that the step was planned in."""
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[list[Sequence], list[int]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def launch(self, sequences: list[Sequence]) -> None:
-        self._steps.append((sequences, [seq.epoch for seq in sequences]))
-
-    def complete(self) -> list[Sequence | None]:
-        """The oldest step has run: its sequences in batch order, None for one that has ended or restarted."""
-        sequences, epochs = self._steps.popleft()
-        return [seq if seq.epoch == epoch else None for seq, epoch in zip(sequences, epochs, strict=True)]
-
-    def rollback(self) -> list[list[Sequence]]:
-        """No step has run: the sequences of each that have not ended."""
-        steps = [[seq for seq in sequences if not seq.is_finished] for sequences, _ in self._steps]
-        self._steps.clear()
-        return steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from npu_runner.core.draft_history import DraftHistory
 from npu_runner.request.outputs import FinishReason
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -70,6 +71,8 @@ class Sequence:
     epoch: int = 0
     """What a step brings counts only in the epoch that the step was planned in."""
     num_prompt_tokens: int = field(init=False)
+    drafting: DraftHistory | None = None
+    """None: it had no draft yet."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt_tokens = len(self.prompt.token_ids)
@@ -81,26 +84,23 @@ class Sequence:
         self.num_null_blocks = 0
         self.num_computed_tokens = self.num_committed_blocks = self.num_cached_tokens = 0
         self.state_source, self.snapshot_positions = None, ()
+        self.drafting = None
         self.forget_expected()
 
     def append(self, token: int) -> None:
-        """One more generated token: the next of those expected, if any is."""
+        """One more generated token: the next of those expected, if any is; else one that was drafted."""
         self.output_token_ids.append(token)
         if self.num_expected:
             self.num_expected -= 1
-        else:
+        else:  # a draft that was kept: its step has computed the token before it, too
             self.num_tokens += 1
+            self.num_computed_tokens += 1
 
     def forget_expected(self) -> None:
         """Steps under way bring nothing that counts: they were planned for what is no more."""
         self.num_expected = 0
         self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
         self.epoch += 1
-
-    def outrun(self) -> None:
-        """A step has brought more tokens than were expected: those under way went on behind the first of them."""
-        self.num_computed_tokens -= self.num_expected
-        self.forget_expected()
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Ids of tokens [start, end), prompt and output in a row."""

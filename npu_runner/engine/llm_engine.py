@@ -20,6 +20,7 @@ import numpy as np
 
 from npu_runner.checkpoint.model_config import ClassPooling
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.core.drafts import Drafter
 from npu_runner.core.scheduler import Scheduler
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import SnapshotCounters
@@ -63,7 +64,9 @@ class LLMEngine:
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         has_prefix_cache = self.config.cache.enable_prefix_caching
         self.block_manager = bounds.make_block_manager(info, enable_prefix_caching=has_prefix_cache)
-        self.scheduler = Scheduler(bounds.scheduler_limits(info), self.block_manager)
+        speculative = self.config.scheduler.speculative
+        self._drafter = None if speculative is None else Drafter(speculative)
+        self.scheduler = Scheduler(bounds.scheduler_limits(info), self.block_manager, self._drafter)
         self._under_way: deque[ScheduledBatch] = deque()
         self._last_end = 0.0
         """When the last step was collected, or the first of those under way was planned."""
@@ -215,8 +218,12 @@ class LLMEngine:
         self._rules.note(output.rules)
         sequences = self.scheduler.complete()
         self._book(batch, sequences, output)
+        num_tokens = batch.num_tokens if batch.is_prefill else len(sequences) - sequences.count(None)
+        if self._drafter is not None:
+            num_tokens += self.scheduler.settle_drafts()
+            self._drafter.note_forced(sequences, output.spec_token_ids)
         self._search.step_ended()
-        self._count(batch.is_prefill, batch.num_tokens if batch.is_prefill else len(sequences) - sequences.count(None))
+        self._count(batch.is_prefill, num_tokens)
 
     def _drain(self) -> None:
         """Nobody waits any more: what is under way brings what is dropped."""
@@ -241,20 +248,16 @@ class LLMEngine:
             if batch.is_prefill:
                 self._note_cached_tokens(sequence)
             generation = self._generation_of[sequence.seq_id]
-            end = generation.append(tokens[0], output.logprobs, row)
-            if end is None and len(tokens) > 1:
-                end = self._append_more(generation, tokens[1:], output, row)
+            end, place = generation.append(tokens[0], output.logprobs, row), 0
+            while end is None and (place := place + 1) < len(tokens):  # drafts that were kept, and one more
+                if tokens[place] == NO_TOKEN and self.scheduler.compute_apart(sequence):
+                    break
+                end = generation.append(tokens[place], output.logprobs_at(place), row)
             if end is None:
                 self._rows.note(int(slots[row]), generation)
             else:
-                self._finish(generation, not_followed(output.problems[row]) if row in output.problems else end)
-
-    def _append_more(self, generation: Generation, tokens: list[int], output: ModelRunnerOutput,
-                     row: int) -> End | None:
-        """Tokens that a step brings beyond its first; those behind an end are dropped."""
-        self.scheduler.outrun(generation.sequence)
-        ends = (generation.append(token, output.logprobs, row) for token in tokens)
-        return next((end for end in ends if end is not None), None)
+                has_reason = row in output.problems and tokens[place] < 0
+                self._finish(generation, not_followed(output.problems[row]) if has_reason else end)
 
     def _book_prompt_scores(self, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
         for row, place, records in output.prompt_scores:
@@ -374,6 +377,7 @@ class LLMEngine:
             state_snapshots_evicted=states.evicted,
             kv_blocks_used=self.block_manager.num_used,
             kv_blocks_peak=self.block_manager.peak_used,
+            **({} if self._drafter is None else asdict(self._drafter.counters)),
             **asdict(self._executor.counters()),
         )
 

@@ -41,6 +41,13 @@ class AttentionBackend(ABC):
         """Host-side preparation of an eager decode step, once for all layers; most kernels need none."""
         return None
 
+    def plan_drafts(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                    device: torch.device) -> Any:
+        """The same of a step of several tokens a sequence, the last ones of its context. `decode` takes each as a row
+        of its own, which sees what stands before it."""
+        rows_T = np.repeat(np.arange(len(query_lens_B)), query_lens_B)
+        return self.plan_decode(ends_of_tokens(query_lens_B, context_lens_B).tolist(), block_tables_BW[rows_T], device)
+
     @abstractmethod
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         """Store one step's keys and values."""
@@ -87,3 +94,9 @@ class AttentionBackend(ABC):
     @abstractmethod
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
         """Full attention within each image, (T, N, H). `scale` is that of the model's own head dim."""
+
+
+def ends_of_tokens(query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
+    """int32 (T,): tokens of its sequence up to each of the step's, itself included."""
+    spans = zip(query_lens_B, context_lens_B, strict=True)
+    return np.concatenate([np.arange(end - num + 1, end + 1, dtype=np.int32) for num, end in spans])

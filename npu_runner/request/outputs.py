@@ -277,7 +277,34 @@ class RunnerCounters(StepSeconds):
 
 
 @dataclass
-class EngineStats(RunnerCounters):
+class DraftCounters:
+    """Tokens that were proposed ahead of a step (`speculative_config`), and those of them that were drawn."""
+
+    num_drafts: int = 0
+    """Rows of steps that had any."""
+    num_forced_drafted: int = 0
+    """By what a grammar forces, ..."""
+    num_forced_accepted: int = 0
+    num_ngram_drafted: int = 0
+    """... and by what followed the same tokens before."""
+    num_ngram_accepted: int = 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.num_forced_drafted + self.num_ngram_drafted
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return self.num_forced_accepted + self.num_ngram_accepted
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a row with drafts got of a step; 0 where none had any."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
+
+
+@dataclass
+class EngineStats(DraftCounters, RunnerCounters):
     """Counters since start-up, and gauges of the moment. Copied out by `LLMEngine.stats()`."""
 
     num_prefill_tokens: int = 0

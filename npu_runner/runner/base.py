@@ -49,12 +49,14 @@ class ModelRunnerOutput:
     """One step's result, row by row of the batch that asked for it.
 
     `sampled_token_ids[i]` is the sampler's NO_TOKEN or ALL_BANNED for a row that has none. If a row is a chunk before
-    its prompt's end, or has several tokens, there is a list for each row, empty for such a chunk. `problems`: why a row
-    has no token, if known.
+    its prompt's end, or the step has drafts, there is a list for each row: empty for such a chunk, else the drafts that
+    were kept and one token more. `problems`: why a row's last token is none, if known.
     """
 
     sampled_token_ids: Sequence[int] | Sequence[list[int]]
     logprobs: StepLogprobs | None = None
+    later_logprobs: Sequence[StepLogprobs | None] = ()
+    """Of the second tokens of rows, of their third, ..."""
     problems: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """(row, place in its prompt of the first token, records) where log probabilities of prompts are wanted; records:
@@ -67,6 +69,12 @@ class ModelRunnerOutput:
     the model's output is no number."""
     rules: dict[int, RequestError | None] = field(default_factory=dict)
     """What has become of `ScheduledBatch.new_rules`, by number, once it is known: None where it is built."""
+    spec_token_ids: Sequence[list[int]] = ()
+    """Of each row the text that its grammar forces next, as far as drafts may go; empty where nothing is drafted."""
+
+    def logprobs_at(self, place: int) -> StepLogprobs | None:
+        """Of the tokens of that place among those that a row brings, from 0 on."""
+        return self.later_logprobs[place - 1] if place else self.logprobs
 
     def tokens_of(self, row: int) -> list[int]:
         """What a row brings."""

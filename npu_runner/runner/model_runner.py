@@ -37,6 +37,7 @@ from npu_runner.runner.kv_cache import KVCacheShape, cache_window, check_kv_cach
 from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import model_needs, resolve_settings
+from npu_runner.runner.speculative_step import SpeculativeStepRunner
 from npu_runner.runner.states import StatePool, StateShape
 from npu_runner.runner.step import StepRunner, StepUnderWay
 from npu_runner.runner.weights import load
@@ -331,8 +332,7 @@ class ModelRunner(ModelRunnerBase):
 
     @property
     def _schedules_ahead(self) -> bool:
-        given = self.config.scheduler.async_scheduling
-        return self.platform.defaults.async_scheduling if given is None else given
+        return self.config.scheduler.schedules_ahead(self.platform.defaults.async_scheduling)
 
     def submit(self, batch: ScheduledBatch) -> StepUnderWay:
         self._matchers.ask(batch.new_rules if self.tp.rank == 0 else ())
@@ -392,6 +392,9 @@ class ModelRunner(ModelRunnerBase):
         if self.model_config.pooling is not None:
             return PoolingStepRunner(*placed, pooling=self.model_config.pooling,
                                      hidden_size=self.model_config.hidden_size, **shared)
+        if self.settings.speculative is not None:
+            return SpeculativeStepRunner(*placed, sampler=self._make_sampler(), **shared,
+                                         speculative=self.settings.speculative)
         return StepRunner(*placed, sampler=self._make_sampler(), **shared)
 
     def _make_image_encoder(self, cache: VisionCache) -> ImageEncoder:

@@ -122,8 +122,7 @@ class NetworkOnMeta:
 
     @property
     def _schedules_ahead(self) -> bool:
-        given = self._config.scheduler.async_scheduling
-        ahead = self._platform.defaults.async_scheduling if given is None else given
+        ahead = self._config.scheduler.schedules_ahead(self._platform.defaults.async_scheduling)
         return ahead and self._strategy.is_multimodal
 
     def _images(self, num_tokens: int, batch_size: int) -> list[ImageInput]:

@@ -10,6 +10,7 @@ from npu_runner.config import DEFAULT_MAX_MODEL_LEN, GraphConfig, RunnerConfig, 
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.platform import ModelNeeds, Platform
+from npu_runner.request.speculative import SpeculativeConfig
 
 MAX_COUNTED_TOKENS = 2**31 - 1
 
@@ -29,10 +30,13 @@ class Settings:
     """None: compiled graphs are not kept."""
     weight_forms: tuple[str, ...]
     """Forms of quantised weights that are multiplied as they are."""
+    speculative: SpeculativeConfig | None = None
+    """None: one token a step."""
 
     def describe(self) -> dict[str, str]:
         """Of what shapes an answer, what is decided here."""
-        return {"dtype": self.dtype, "graph_mode": self.graph_mode}
+        drafts = {} if self.speculative is None else {"speculative_config": self.speculative.describe()}
+        return {"dtype": self.dtype, "graph_mode": self.graph_mode, **drafts}
 
 
 def check_expert_parallel(config: RunnerConfig, model_config: ModelConfig) -> None:
@@ -53,7 +57,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
 
     Raises ConfigError for combinations that this model or platform cannot do.
     """
-    defaults = platform.defaults
+    defaults, speculative = platform.defaults, _speculative(config.scheduler, model_config, platform)
     check_expert_parallel(config, model_config)
     snapshots = config.cache.max_state_snapshots
     if snapshots is not None and not model_config.state_layers:
@@ -65,6 +69,9 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     if allowed is not None and block_size not in allowed:
         raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
     graph_mode = _graph_mode(config.graphs, model_config, platform, max_num_seqs)
+    if speculative is not None and graph_mode != "eager":
+        raise ConfigError(f"speculative_config: steps of several tokens are eager, and graph_mode is {graph_mode}; set "
+                          "it to eager, or leave speculative_config out")
     max_num_batched_tokens = config.scheduler.max_num_batched_tokens or defaults.max_num_batched_tokens
     if model_config.state_layers and max_num_batched_tokens < state_alignment(block_size):
         raise ConfigError(f"max_num_batched_tokens {max_num_batched_tokens}: chunks of this model's prompts begin at "
@@ -88,6 +95,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
         weight_forms=forms,
+        speculative=speculative,
     )
 
 
@@ -131,6 +139,23 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
         raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes}: no step has more than max_num_seqs "
                           f"{max_num_seqs} sequences; raise that or leave the larger sizes out")
     return graph_mode
+
+
+def _speculative(config: SchedulerConfig, model_config: ModelConfig, platform: Platform) -> SpeculativeConfig | None:
+    """Refuses models and platforms that drafts are not verified on."""
+    speculative = config.speculative
+    if speculative is None:
+        return None
+    problem = None
+    if model_config.pooling is not None:
+        problem = "the model pools its prompts, no token is drawn"
+    elif not platform.verifies_drafts:
+        problem = f"platform {platform.name} verifies no drafts yet (cpu does)"
+    elif model_config.state_layers:
+        problem = f"{model_config.model_type} has layers with state, which go back to no earlier token yet"
+    if problem is not None:
+        raise ConfigError(f"speculative_config: {problem}; or leave it out")
+    return speculative
 
 
 def _graph_cache_dir(config: GraphConfig, platform: Platform, graph_mode: str) -> Path | None:

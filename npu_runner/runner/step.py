@@ -313,16 +313,8 @@ class StepRunner:
         if on_host.problems:
             rows = np.flatnonzero(batch.samples_B)
             problems = {int(rows[row]): problem for row, problem in on_host.problems.items()}
-        return ModelRunnerOutput(tokens, self._logprobs(batch, on_host), problems, scores)
-
-    @staticmethod
-    def _logprobs(batch: ScheduledBatch, on_host: HostSample) -> StepLogprobs | None:
-        if on_host.records_LC is None:
-            return None
-        rows = np.flatnonzero(batch.samples_B)
-        places_B = np.full(batch.batch_size, -1, dtype=np.int32)
-        places_B[rows[on_host.logprob_rows]] = np.arange(len(on_host.logprob_rows), dtype=np.int32)
-        return StepLogprobs(places_B.tolist(), on_host.records_LC)
+        logprobs = step_logprobs(batch.batch_size, np.flatnonzero(batch.samples_B), on_host)
+        return ModelRunnerOutput(tokens, logprobs, problems=problems, prompt_scores=scores)
 
     def _prefill(self, step: PreparedStep) -> Launched:
         inputs, batch = step.inputs, step.batch
@@ -358,3 +350,12 @@ class StepRunner:
             raise EngineDeadError(f"the device did not run the {step.batch.describe()}: it takes no work since an "
                                   f"operation before failed, and the error of that got lost; "
                                   f"{self.platform.lost_error_remedy}")
+
+
+def step_logprobs(num_rows: int, rows: np.ndarray, sample: HostSample) -> StepLogprobs | None:
+    """By the `num_rows` rows of a step, of those that `sample` has, `rows`; None where none wants any."""
+    if sample.records_LC is None:
+        return None
+    places_B = np.full(num_rows, -1, dtype=np.int32)
+    places_B[rows[sample.logprob_rows]] = np.arange(len(sample.logprob_rows), dtype=np.int32)
+    return StepLogprobs(places_B.tolist(), sample.records_LC)

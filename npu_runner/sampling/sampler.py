@@ -168,6 +168,11 @@ class Sampler:
         """float32 (B,): the uniform in [0, 1) that each row's next draw uses. Asking changes nothing."""
         return self._state.uniforms(slots)
 
+    def forced_tokens(self, host_slots: np.ndarray, most: int) -> list[list[int]]:
+        """Of each row the text that its grammar forces next, `most` tokens at most. All steps have run by now."""
+        self._tell_tokens()
+        return self._constrained.forced_tokens(host_slots, most)
+
     @torch.inference_mode()
     def record(self, logits_PV: Tensor, arrays: Mapping[str, Tensor], recorder: Recorder) -> None:
         """Have the plain draws of a decode graph recorded, see RecordedDraw; nothing where the platform's own draw does

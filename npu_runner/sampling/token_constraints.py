@@ -106,6 +106,17 @@ class TokenConstraint:
         self.note_failure()
         return None if self.problem else self._matcher
 
+    def forced_tokens(self) -> list[int]:
+        """The text that must come next, in the tokens that the tokenizer makes of it; empty where texts differ.
+
+        Masks allow other tokens for the same text, so the model may draw another one.
+        """
+        matcher = self.matcher() if self._phase is _Phase.ANSWER else None
+        if matcher is None or matcher.is_stopped() or not matcher.compute_ff_bytes():
+            return []
+        # These are what the line above has found: where nothing forces tokens, the library looks for no text itself.
+        return [int(token) for token in matcher.compute_ff_tokens()]
+
     def note_failure(self) -> None:
         """Take over what has gone wrong in the matcher, before its mask or with it."""
         if self._matcher is not None and self._matcher.is_error():
@@ -174,6 +185,17 @@ class ConstrainedRows:
         if not self._of_slot:
             return []
         return [(row, self._of_slot[slot]) for row, slot in enumerate(host_slots.tolist()) if slot in self._of_slot]
+
+    def forced_tokens(self, host_slots: np.ndarray, most: int) -> list[list[int]]:
+        """Of each of a step's rows, see above; `most` at most."""
+        forced: list[list[int]] = [[] for _ in host_slots]
+        rows = [(row, constraint) for row, constraint in self.rows(host_slots) if constraint.grammar is not None]
+        if rows:
+            assert self._matchers is not None, "this sampler follows no grammars"
+            with self._matchers.counting([each.grammar for _, each in rows if each.grammar is not None]):
+                for row, constraint in rows:
+                    forced[row] = constraint.forced_tokens()[:most]
+        return forced
 
     def write_masks(self, constraints: Sequence[TokenConstraint], masks_CW: np.ndarray) -> None:
         """A mask for each, as `Matchers.fill` has them; what failed has one without a bit, and a `problem`."""

@@ -1,4 +1,4 @@
-"""What the closing summary says of the prefix cache of models with state."""
+"""What the closing summary says of the prefix cache of models with state, and of drafts."""
 
 from __future__ import annotations
 
@@ -16,3 +16,15 @@ def test_snapshots_are_counted_where_there_are_some() -> None:
     assert summary.to_json()["state_snapshots"] == {"taken": 5, "used": 7, "evicted": 2}
     assert "states    5 snapshots taken for the prefix cache, used 7 times, 2 evicted" in summary.to_lines()
     assert not any(line.startswith("states") for line in summary_of(EngineStats()).to_lines())
+
+
+def test_drafts_are_counted_where_there_are_some() -> None:
+    summary = summary_of(EngineStats(num_drafts=4, num_forced_drafted=6, num_forced_accepted=5, num_ngram_drafted=4,
+                                     num_ngram_accepted=1))
+    assert summary.to_json()["drafts"] == {
+        "rows": 4, "proposed": 10, "accepted": 6, "mean_acceptance_length": 2.5,
+        "by_method": {"forced": {"proposed": 6, "accepted": 5}, "ngram": {"proposed": 4, "accepted": 1}}}
+    line = "drafts    6 of 10 tokens kept (forced 5 of 6, looked up 1 of 4); 2.50 tokens a row and step"
+    assert line in summary.to_lines()
+    assert "drafts" not in summary_of(EngineStats()).to_json()
+    assert not any(line.startswith("drafts") for line in summary_of(EngineStats()).to_lines())

@@ -15,18 +15,18 @@ from tests.core.traffic import MAX_LEN, World, next_token
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 4, 16]), spare=st.integers(0, 30),
        max_num_seqs=st.integers(1, 8), num_tokens=st.integers(1, 50), caching=st.booleans(),
-       failing=st.sampled_from([0.0, 0.2]), unusable=st.sampled_from([0.0, 0.2]), most_tokens=st.sampled_from([1, 3]),
+       failing=st.sampled_from([0.0, 0.2]), unusable=st.sampled_from([0.0, 0.2]), drafts=st.sampled_from([0, 1, 5]),
        depth=st.integers(1, 2))
 @example(seed=242, block_size=1, spare=0, max_num_seqs=2, num_tokens=1, caching=False, failing=0.0, unusable=0.0,
-         most_tokens=3, depth=1)
+         drafts=5, depth=1)
 def test_random_traffic_keeps_every_block_accounted_for(seed: int, block_size: int, spare: int, max_num_seqs: int,
                                                         num_tokens: int, caching: bool, failing: float,
-                                                        unusable: float, most_tokens: int, depth: int) -> None:
+                                                        unusable: float, drafts: int, depth: int) -> None:
     rng = random.Random(seed)
     limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens,
                              max_image_tokens=rng.randint(5, 12))
-    world = World(rng, block_size, -(-MAX_LEN // block_size) + 1 + spare, limits, caching, depth=depth)
-    world.failing, world.unusable, world.most_tokens = failing, unusable, most_tokens
+    world = World(rng, block_size, -(-MAX_LEN // block_size) + 1 + spare, limits, caching, depth=depth, drafts=drafts)
+    world.failing, world.unusable = failing, unusable
     world.run()
     assert world.scheduler._table.num_free_slots == max_num_seqs
     assert not world.scheduler.has_unfinished()

@@ -65,8 +65,8 @@ class StateWorld(World):
         assert set(targets) <= set(batch.slots_B.tolist())
         assert batch.is_prefill or not (loaded or saved)
 
-    def _write_and_read(self, batch: ScheduledBatch, row: int, sequence: Sequence) -> None:
-        super()._write_and_read(batch, row, sequence)
+    def _write_and_read(self, batch: ScheduledBatch, row: int, sequence: Sequence, drafts: list[int]) -> None:
+        super()._write_and_read(batch, row, sequence, drafts)
         slot, end = int(batch.slots_B[row]), int(batch.context_lens_B[row])
         start = end - int(batch.query_lens_B[row])
         if start == 0:
@@ -109,16 +109,15 @@ def serve(world: StateWorld, *prompts: PromptInputs, length: int | None = None) 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(1, 3), (2, 4), (4, 4), (3, 6), (4, 12), (8, 8)]),
        spare=st.integers(0, 30), num_tokens=st.integers(0, 40), num_snapshots=st.integers(1, 9),
-       failing=st.sampled_from([0.0, 0.2]), unusable=st.sampled_from([0.0, 0.2]), most_tokens=st.sampled_from([1, 3]),
-       depth=st.integers(1, 2))
+       failing=st.sampled_from([0.0, 0.2]), unusable=st.sampled_from([0.0, 0.2]), depth=st.integers(1, 2))
 def test_every_state_is_that_of_its_tokens(seed: int, sizes: tuple[int, int], spare: int, num_tokens: int,
-                                           num_snapshots: int, failing: float, unusable: float, most_tokens: int,
+                                           num_snapshots: int, failing: float, unusable: float,
                                            depth: int) -> None:
     block_size, alignment = sizes
     world = make_world(block_size=block_size, alignment=alignment, num_blocks=-(-MAX_LEN // block_size) + 1 + spare,
                        num_tokens=alignment + num_tokens, num_snapshots=num_snapshots, seed=seed,
                        max_image_tokens=seed % 8 + 5, depth=depth)
-    world.failing, world.unusable, world.most_tokens = failing, unusable, most_tokens
+    world.failing, world.unusable = failing, unusable
     world.run(restarts=True)
     assert world.scheduler._table.num_free_slots == MAX_SEQS
 

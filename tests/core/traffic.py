@@ -12,11 +12,13 @@ import numpy as np
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.block_manager import BlockManager, first_needed_block
+from npu_runner.core.drafts import Drafter
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import StateSnapshots
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.speculative import SpeculativeConfig
 
 MAX_LEN = 40
 
@@ -36,6 +38,20 @@ class Step:
     fails: bool
 
 
+class Guesses(Drafter):
+    """Drafts of a model that knows what follows and errs now and then."""
+
+    def __init__(self, rng: random.Random, most: int):
+        super().__init__(SpeculativeConfig(method="forced", num_speculative_tokens=most))
+        self._rng = rng
+
+    def _drafts(self, seq: Sequence, num: int) -> list[int]:
+        tokens, drafts = seq.tokens(0, seq.num_tokens), [0] * self._rng.randint(0, max(0, num))
+        for place in range(len(drafts)):
+            drafts[place] = next_token([*tokens, *drafts[:place]]) if self._rng.random() < 0.8 else 4
+        return drafts
+
+
 class World:
     """Drives a scheduler as an engine does, with `depth` steps under way at most. The device is tables: of what was
     written to each slot of the cache, of the blocks and of the last token of each running sequence. It runs a step as
@@ -43,14 +59,17 @@ class World:
     """
 
     def __init__(self, rng: random.Random, block_size: int, num_blocks: int, limits: SchedulerLimits, caching: bool,
-                 snapshots: StateSnapshots | None = None, window: int | None = None, depth: int = 1):
+                 snapshots: StateSnapshots | None = None, window: int | None = None, depth: int = 1,
+                 drafts: int = 0):
+        """drafts: a step may draft so many tokens of a row, right ones and wrong ones."""
         self.rng = rng
         self.depth = depth
         self.block_size = block_size
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=caching, snapshots=snapshots,
                                    sliding_window=window)
         self.window = window
-        self.scheduler = Scheduler(limits, self.blocks)
+        self.drafter = Guesses(rng, drafts) if drafts else None
+        self.scheduler = Scheduler(limits, self.blocks, self.drafter)
         self.limits = limits
         self.cache: dict[int, Any] = {}
         self.live: dict[int, Sequence] = {}
@@ -70,7 +89,6 @@ class World:
         self.failing = 0.0
         self.unusable = 0.0
         """How often a row brings what is no number, and is computed apart if it had anything of others."""
-        self.most_tokens = 1
 
     def add(self) -> None:
         length = self.rng.randint(1, MAX_LEN - 2)
@@ -165,6 +183,7 @@ class World:
     def _run(self, step: Step) -> None:
         """A step that fails gets nowhere, or some of the way."""
         batch, sequences = step.batch, step.sequences
+        drafts = self._drafts_of(batch)
         if not step.fails or self.rng.random() < 0.5:
             self._tell_sampler(batch, sequences)
         if step.fails and self.rng.random() < 0.5:
@@ -175,22 +194,36 @@ class World:
             sequences = sequences[: self.rng.randint(0, len(sequences))]
         for row, sequence in enumerate(sequences):
             if not batch.is_prefill:
-                last = self.tokens_of(sequence, int(batch.context_lens_B[row]))[-1]
+                last = self.tokens_of(sequence, int(batch.context_lens_B[row]) - len(drafts[row]))[-1]
                 assert self.last_tokens[batch.slots_B[row]] == last, "the token of somebody else, or of another step"
-            self._write_and_read(batch, row, sequence)
+            self._write_and_read(batch, row, sequence, drafts[row])
         if not step.fails:
-            step.tokens = [self._sample(batch, row, sequence) for row, sequence in enumerate(sequences)]
+            step.tokens = [self._sample(batch, row, sequence, drafts[row]) for row, sequence in enumerate(sequences)]
 
-    def _sample(self, batch: ScheduledBatch, row: int, sequence: Sequence) -> list[int]:
+    def _drafts_of(self, batch: ScheduledBatch) -> list[list[int]]:
+        """Of each row; before them stands its last token, which the step brings along."""
+        if not batch.has_drafts:
+            return [[]] * batch.batch_size
+        assert self.drafter is not None, "nobody has drafted anything"
+        rows = np.split(batch.token_ids_T, np.cumsum(batch.query_lens_B)[:-1])
+        lasts = [self.last_tokens[slot] for slot in batch.slots_B.tolist()]
+        assert [int(row[0]) for row in rows] == lasts, "not what the step before has chosen"
+        assert batch.positions.tolist() == [place for end, num in zip(batch.context_lens_B, batch.query_lens_B,
+                                                                      strict=True) for place in range(end - num, end)]
+        return [row[1:].tolist() for row in rows]
+
+    def _sample(self, batch: ScheduledBatch, row: int, sequence: Sequence, drafts: list[int]) -> list[int]:
         if not batch.samples_B[row]:
             return []
-        slot, end = batch.slots_B[row], int(batch.context_lens_B[row])
+        slot, end = batch.slots_B[row], int(batch.context_lens_B[row]) - len(drafts)
         assert self.sampler[slot] == sequence.seq_id, "its slot samples for another one"
         tokens = self.tokens_of(sequence, end)
-        for _ in range(self.rng.randint(1, self.most_tokens)):
+        for draft in [*drafts, None]:
             tokens.append(next_token(tokens))
-        self.last_tokens[slot] = tokens[end]
-        self.generated[sequence.seq_id, sequence.epoch].append(tokens[end])
+            if tokens[-1] != draft:
+                break
+        self.last_tokens[slot] = tokens[-1]
+        self.generated[sequence.seq_id, sequence.epoch] += tokens[end:]
         return tokens[end:]
 
     def tokens_of(self, sequence: Sequence, end: int) -> list[int]:
@@ -208,14 +241,13 @@ class World:
             if step.tokens[row] and self.rng.random() < self.unusable and self.scheduler.compute_apart(sequence):
                 assert (sequence.slot, sequence.block_table) == (None, [])
                 continue
-            for index, token in enumerate(step.tokens[row]):
-                if index == 1:
-                    self.scheduler.outrun(sequence)
+            for token in step.tokens[row]:
                 assert token == next_token(sequence.tokens(0, sequence.num_known_tokens))
                 sequence.append(token)
                 if sequence.num_known_tokens >= self.wanted_lens[sequence.seq_id]:
                     self._end(sequence)
                     break
+        self.scheduler.settle_drafts()
 
     def _rollback(self, step: Step) -> None:
         self.steps.clear()
@@ -259,16 +291,17 @@ class World:
         assert len(set(batch.slots_B.tolist())) == batch.batch_size
         assert int(batch.query_lens_B.sum()) == batch.num_tokens
 
-    def _write_and_read(self, batch: ScheduledBatch, row: int, sequence: Sequence) -> None:
+    def _write_and_read(self, batch: ScheduledBatch, row: int, sequence: Sequence, drafts: list[int]) -> None:
         """Each token's content is written to its slot; the whole context must then read back as this sequence's."""
         end = int(batch.context_lens_B[row])
+        tokens = [*self.tokens_of(sequence, end - len(drafts)), *drafts]
         places = range(end - int(batch.query_lens_B[row]), end)
         for slot, place in zip(self._slots(batch, row, places), places, strict=True):
             assert slot >= self.block_size, "the null block is nobody's"
-            self.cache[slot] = self._content(sequence, place)
+            self.cache[slot] = self._content(sequence, tokens[: place + 1])
         places = self._seen_places(end, int(batch.query_lens_B[row]))
         for slot, place in zip(self._slots(batch, row, places), places, strict=True):
-            assert self.cache.get(slot) == self._content(sequence, place), "somebody else's keys"
+            assert self.cache.get(slot) == self._content(sequence, tokens[: place + 1]), "somebody else's keys"
 
     def _slots(self, batch: ScheduledBatch, row: int, places: range) -> list[int]:
         table, size = int(batch.slots_B[row]), self.block_size
@@ -282,12 +315,11 @@ class World:
         """What the step's tokens read; before it the table names the null block alone, once blocks were given back."""
         return range(0 if self.window is None else max(0, end - query_len - self.window + 1), end)
 
-    def _content(self, sequence: Sequence, place: int) -> Any:
-        """Keys of a token depend on all tokens and images up to it."""
-        tokens = tuple(self.tokens_of(sequence, place + 1))
+    def _content(self, sequence: Sequence, tokens: list[int]) -> Any:
+        """Keys of the last of these tokens depend on all of them and on images up to it."""
         images = [(span.start, sequence.prompt.images[span.image_index].content_hash) for span in
-                  sequence.prompt.spans if span.start <= place]
-        return tokens, tuple(images)
+                  sequence.prompt.spans if span.start < len(tokens)]
+        return tuple(tokens), tuple(images)
 
     def _check_blocks(self) -> None:
         counts: dict[int, int] = {}

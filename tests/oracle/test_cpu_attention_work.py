@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.cpu import attention as cpu_attention
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.platform import CpuPlatform
@@ -66,7 +67,9 @@ class Step:
     def run(self, *, is_prefill: bool, window: int | None = None) -> tuple[Tensor, Work]:
         self.backend.windows = (window,)
         backend, cpu = self.backend, torch.device("cpu")
-        plan = (backend.plan_prefill(self.query_lens, self.context_lens, self.tables_BW, cpu) if is_prefill
+        lens = self.query_lens, self.context_lens
+        plan = (backend.plan_prefill(*lens, self.tables_BW, cpu) if is_prefill
+                else backend.plan_drafts(*lens, self.tables_BW, cpu) if max(self.query_lens) > 1
                 else backend.plan_decode(self.context_lens, self.tables_BW, cpu))
         metadata = AttentionMetadata(is_prefill, torch.empty(0), torch.tensor(self.context_lens, dtype=torch.int32),
                                      torch.from_numpy(self.tables_BW), plan)
@@ -127,6 +130,30 @@ def test_a_window_costs_what_it_sees_and_not_its_context(window: int) -> None:
     out_TNH, work = step.run(is_prefill=True, window=window)
     step.assert_equals_definition(out_TNH, window)
     assert work.tokens_read <= 2 * (200 + 7 + 30 + 1 + 4 * (window - 1))
+
+
+@pytest.mark.parametrize("piece_tokens", [100_000, 300, 40])
+@pytest.mark.parametrize("window", [None, 1, 40])
+def test_drafts_of_a_row_read_its_context_once(window: int | None, piece_tokens: int) -> None:
+    """Rows with several tokens and with one; a piece holds all of them, some, or not even one context."""
+    query_lens, context_lens = [5, 1, 4, 2, 5], [400, 90, 97, 2, 33]
+    step = Step(query_lens, context_lens, piece_bytes=piece_tokens * BYTES_PER_TOKEN)
+    out_TNH, work = step.run(is_prefill=False, window=window)
+    step.assert_equals_definition(out_TNH, window)
+    seen = [length if window is None else min(length, window + num - 1)
+            for num, length in zip(query_lens, context_lens, strict=True)]
+    assert work.tokens_read <= 2 * len(seen) * max(seen)
+    if piece_tokens < 100_000 and window is None:
+        assert work.tokens_read <= 1.4 * 2 * sum(seen)
+
+
+def test_a_platform_that_plans_no_drafts_takes_each_token_for_a_row() -> None:
+    step = Step([3, 1, 2], [50, 20, 17])
+    plan = AttentionBackend.plan_drafts(step.backend, step.query_lens, step.context_lens, step.tables_BW,
+                                        torch.device("cpu"))
+    metadata = AttentionMetadata(False, torch.empty(0), torch.empty(0), torch.empty(0), plan)
+    step.assert_equals_definition(step.backend.decode(step.q_TNH, step.k_cache, step.v_cache, metadata,
+                                                      HEAD_DIM**-0.5))
 
 
 def test_a_long_prompt_over_a_window_makes_no_mask_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,6 @@ def assert_steps_read_what_the_scheduler_has(
     world = Device(rng, block_size, num_blocks, limits, rng.random() < 0.5, window=window, depth=depth, padded=padded,
                    repeats_a_row=repeats_a_row)
     world.failing = failing
-    world.most_tokens = rng.choice((1, 1, 3))
     world.run(restarts=True)
 
 

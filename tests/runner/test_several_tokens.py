@@ -1,83 +1,180 @@
-"""A step may give a row several tokens: the answers are those of one token a step."""
+"""Steps with drafts: the answers are those of one token a step, whatever was drafted. The oracle is the plain run.
+
+Here drafts are those of a drafter that knows the answers and errs now and then, so that rows with every kind of
+parameters keep many and refuse some. Our own proposers are in tests/oracle/test_speculative.py.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import replace
+import itertools
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.core.scheduler import StepsUnderWay
+from npu_runner.core.drafts import Drafter
 from npu_runner.core.sequence import Sequence
-from npu_runner.engine.executors.executor import Executor
-from npu_runner.runner.base import ModelRunnerOutput
+from npu_runner.request.outputs import EngineStats, RequestOutput
+from npu_runner.request.repetition_detection import RepetitionDetectionParams
+from npu_runner.request.speculative import SpeculativeConfig
+from tests.oracle.running import runner_of
+from tests.oracle.test_async_scheduling import (
+    PARAMS,
+    SETTINGS,
+    assert_logprobs_equal,
+    failing_once,
+    few_blocks,
+    prompts_of,
+    without_logprobs,
+)
 
-PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]
-SETTINGS: dict[str, Any] = {"platform": "cpu", "max_model_len": 256, "max_num_seqs": 3, "kv_cache_bytes": 1 << 20,
-                            "max_num_batched_tokens": 64}
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Any) -> Path:
-    folder: Path = checkpoint("qwen3")
-    return folder
-
-
-class WatchedSteps(StepsUnderWay):
-    """`sequences` of each, the oldest first, whether they still wait for it or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sequences: deque[list[Sequence]] = deque()
-
-    def launch(self, sequences: list[Sequence]) -> None:
-        self.sequences.append(sequences)
-        super().launch(sequences)
-
-    def complete(self) -> list[Sequence | None]:
-        self.sequences.popleft()
-        return super().complete()
+DRAWN = SamplingParams(temperature=1.0, seed=4, max_tokens=18)
+MORE = [
+    DRAWN.replace(no_repeat_ngram_size=2, ignore_eos=True),
+    DRAWN.replace(temperature=0.0, repetition_detection=RepetitionDetectionParams(
+        max_pattern_size=4, min_pattern_size=1, min_count=3)),
+    DRAWN.replace(allowed_token_ids=list(range(60, 90)), n=2),
+    DRAWN.replace(presence_penalty=1.5, frequency_penalty=0.7, bad_words=("a b", "of the"), logprobs=2, min_tokens=9),
+    DRAWN.replace(structured_outputs={"regex": "[a-z]{30,40}"}, repetition_penalty=1.2, logprobs=1),
+    DRAWN.replace(stop=["b"], include_stop_str_in_output=True, min_tokens=4),
+    DRAWN.replace(prompt_logprobs=1, logprobs=0),
+]
+FORCED = {"method": "forced", "num_speculative_tokens": 4}
 
 
-class KnowsWhatFollows:
-    """Adds to each row's token the next `surplus` ones of the answer that one token a step has given."""
+class KnowsWhatFollows(Drafter):
+    """Drafts the answers of plain steps, with another token in some places, also behind their ends."""
 
-    def __init__(self, llm: LLM, answers: dict[tuple[str, int], list[int]], surplus: int):
-        self._answers, self._surplus = answers, surplus
-        self._real: Executor = llm.engine._executor
-        self._steps = llm.engine.scheduler.under_way = WatchedSteps()
-        self.collect = self._real.collect
+    def __init__(self, outputs: list[RequestOutput], most: int, error_share: float):
+        super().__init__(SpeculativeConfig(method="forced", num_speculative_tokens=most))
+        self._answers = {(index, each.index): each.token_ids
+                         for index, output in enumerate(outputs) for each in output.completions}
+        self._random, self._error_share = Random(0), error_share
 
-    def __call__(self) -> ModelRunnerOutput:
-        output = self.collect()
-        tokens = []
-        for row, sequence in enumerate(self._steps.sequences[0]):
-            given = output.tokens_of(row)
-            start = len(sequence.output_token_ids)
-            answer = self._answers[sequence.request_id.rpartition("-")[2], sequence.index]
-            tokens.append([*given, *[*answer, 5, 5, 5][start + 1 : start + 1 + self._surplus]] if given else given)
-        return replace(output, sampled_token_ids=tokens)
+    def propose(self, running: SequenceOf[Sequence], room: int) -> list[list[int]]:
+        self.note_forced(running, [self._guess(seq) for seq in running])
+        return super().propose(running, room)
+
+    def _guess(self, seq: Sequence) -> list[int]:
+        answer = self._answers.get((int(seq.request_id.rpartition("-")[2]), seq.index), [])
+        follows = [*answer[len(seq.output_token_ids) :], 7, 7, 7, 7]
+        return [token if self._random.random() >= self._error_share else 9 for token in follows]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("surplus", [1, 2])
-def test_several_tokens_a_step_give_the_same_answers(surplus: int, ahead: bool, path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    greedy = SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=13, ignore_eos=True)
-    with LLM(path, async_scheduling=ahead, **SETTINGS) as llm:
-        free = llm.generate(PROMPTS, greedy)
-        ends_early = free[1].token_ids[4]
-        early, short = greedy.replace(stop_token_ids=[ends_early]), greedy.replace(max_tokens=4)
-        params = [greedy, early, greedy.replace(n=2), short]
-        one_by_one = llm.generate(PROMPTS, params)
-        answers = {(str(8 + index), completion.index): completion.token_ids
-                   for index, output in enumerate(one_by_one) for completion in output.completions}
-        steps_before = llm.stats()
-        monkeypatch.setattr(llm.engine._executor, "collect", KnowsWhatFollows(llm, answers, surplus))
-        several = llm.generate(PROMPTS, params)
-        assert [output.completions for output in several] == [output.completions for output in one_by_one]
-        assert llm.stats().kv_blocks_used == 0
-        assert llm.stats().num_decode_steps - steps_before.num_decode_steps < steps_before.num_decode_steps
+def knows(llm: LLM, outputs: list[RequestOutput], most: int, error_share: float = 0.1) -> None:
+    llm.engine._drafter = llm.engine.scheduler.drafter = KnowsWhatFollows(outputs, most, error_share)
+
+
+def requests(llm: LLM, model_type: str) -> list[tuple[Any, SamplingParams]]:
+    return list(itertools.islice(itertools.product([*PARAMS, *MORE], prompts_of(llm, model_type)), 0, None, 2))
+
+
+def both(path: Path, model_type: str, most: int, **settings: Any) -> tuple[list[RequestOutput], list[RequestOutput],
+                                                                         EngineStats]:
+    """The answers of plain steps, those of steps with drafts, and the counters of these."""
+    with LLM(path, platform="cpu", **SETTINGS, **settings) as llm:
+        pairs = requests(llm, model_type)
+        params, prompts = [each for each, _ in pairs], [prompt for _, prompt in pairs]
+        plain = llm.generate(prompts, params)
+    with LLM(path, platform="cpu", speculative_config=FORCED, **SETTINGS, **settings) as llm:
+        knows(llm, plain, most)
+        drafted = llm.generate(prompts, params)
+        return plain, drafted, llm.stats()
+
+
+def assert_same(drafted: list[RequestOutput], plain: list[RequestOutput]) -> None:
+    for ours, theirs in zip(drafted, plain, strict=True):
+        assert without_logprobs(ours) == without_logprobs(theirs)
+        assert_logprobs_equal(ours, theirs)
+        assert (ours.prompt_logprobs is None) == (theirs.prompt_logprobs is None)
+
+
+def test_every_feature_with_drafts_answers_as_without(checkpoint: Any) -> None:
+    assert_every_feature_is_as_without(checkpoint("qwen3"), "qwen3")
+
+
+@pytest.mark.full("the same with images in prompts; images with drafts stay with the embedded model")
+def test_every_feature_with_images_and_drafts_answers_as_without(checkpoint: Any) -> None:
+    assert_every_feature_is_as_without(checkpoint("qwen3_vl"), "qwen3_vl")
+
+
+def assert_every_feature_is_as_without(path: Path, model_type: str) -> None:
+    """In few blocks, over prompts that are cut; with a prefix cache, in which blocks of drafts would be found."""
+    plain, drafted, stats = both(path, model_type, 3, **few_blocks(path, "cpu"))
+    assert_same(drafted, plain)
+    reasons = {completion.finish_reason for output in drafted for completion in output.completions}
+    assert reasons == {"stop", "length"}
+    assert stats.kv_blocks_used == 0
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens
+
+
+def test_sequences_that_are_preempted_between_drafts_answer_as_without(checkpoint: Any) -> None:
+    """Six rows grow to five blocks each, and there are seventeen."""
+    path: Path = checkpoint("qwen3")
+    settings, prompts = SETTINGS | few_blocks(path, "cpu"), [f"{word} b c" * 3 for word in "adefgh"]
+    params = DRAWN.replace(max_tokens=64, ignore_eos=True, repetition_penalty=1.1)
+    with LLM(path, platform="cpu", **settings) as llm:
+        plain = llm.generate(prompts, params)
+    with LLM(path, platform="cpu", speculative_config=FORCED, **settings) as llm:
+        knows(llm, plain, 3)
+        assert_same(llm.generate(prompts, params), plain)
+        stats = llm.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_accepted_tokens > 0
+    assert stats.kv_blocks_used == 0
+
+
+def test_an_answer_takes_as_few_steps_as_its_drafts_allow(checkpoint: Any) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True)
+    path: Path = checkpoint("qwen3")
+    with LLM(path, platform="cpu", speculative_config=FORCED, **SETTINGS) as llm:
+        knows(llm, [], 0)  # no draft at all
+        plain = llm.generate(["a b c"], greedy)
+        before = llm.stats()
+        assert (before.num_decode_steps, before.num_drafts) == (20, 0)
+        llm.engine._drafter = llm.engine.scheduler.drafter = drafter = KnowsWhatFollows(plain, 4, 0.0)
+        drafter._answers[1, 0] = plain[0].token_ids
+        assert llm.generate(["a b c"], greedy)[0].token_ids == plain[0].token_ids
+        after = llm.stats()
+        assert after.num_decode_steps - before.num_decode_steps == 4
+        assert after.num_decode_tokens - before.num_decode_tokens == 20
+        assert (after.num_accepted_tokens, after.mean_acceptance_length) == (16, 5.0)
+
+
+def test_memory_that_runs_out_between_two_draws_changes_no_answer(checkpoint: Any) -> None:
+    assert_memory_that_runs_out_changes_nothing(checkpoint("qwen3"), "_draw", (3, 6))
+
+
+@pytest.mark.full("two more phases of a step; the one in which drafts are drawn stays")
+@pytest.mark.parametrize("name", ["launch", "_output"])
+def test_memory_that_runs_out_elsewhere_in_a_step_with_drafts_changes_no_answer(name: str, checkpoint: Any) -> None:
+    assert_memory_that_runs_out_changes_nothing(checkpoint("qwen3"), name, (2, 3, 6))
+
+
+def assert_memory_that_runs_out_changes_nothing(path: Path, name: str, at_calls: tuple[int, ...]) -> None:
+    """Some places of the step are drawn by then, and must not be drawn and counted again."""
+    params = [DRAWN.replace(ignore_eos=True, repetition_penalty=1.3), DRAWN.replace(no_repeat_ngram_size=3)]
+    with LLM(path, platform="cpu", **SETTINGS) as llm:
+        plain = llm.generate(["a b", "which of"], params)
+    for at_call in at_calls:
+        with LLM(path, platform="cpu", speculative_config=FORCED, **SETTINGS) as llm:
+            knows(llm, plain, 3)
+            num_calls = failing_once(runner_of(llm).steps, name, at_call)
+            assert_same(llm.generate(["a b", "which of"], params), plain)
+            assert num_calls[0] > at_call
+
+
+@pytest.mark.full("two ranks start; one rank stays, and what differs is a broadcast")
+@pytest.mark.slow
+def test_two_ranks_with_drafts_answer_as_one_without(checkpoint: Any) -> None:
+    path: Path = checkpoint("qwen3")
+    with LLM(path, platform="cpu", **SETTINGS) as llm:
+        pairs = requests(llm, "qwen3")
+        plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
+    with LLM(path, platform="cpu", speculative_config=FORCED, tensor_parallel_size=2, **SETTINGS) as llm:
+        knows(llm, plain, 3)
+        assert_same(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]), plain)
+        assert llm.stats().num_accepted_tokens > 0

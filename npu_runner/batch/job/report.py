@@ -46,4 +46,6 @@ def about_job(manifest: Manifest | None, runs: Sequence[Line]) -> About | None:
         version=last["npu_runner"], num_runs=len(runs),
         start_seconds=sum(run["seconds"]["start"] for run in runs),
         serve_seconds=sum(run["seconds"]["serve"] for run in runs),
+        num_drafted=sum(run["computed"].get("draft_proposed", 0) for run in runs),
+        num_accepted=sum(run["computed"].get("draft_accepted", 0) for run in runs),
     )  # fmt: skip

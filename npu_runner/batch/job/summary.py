@@ -294,6 +294,7 @@ class JobSummary:
             "preprocessing": {"workers": self.num_workers, "workers_replaced": self.num_workers_replaced},
             "replicas": [replica.to_json() for replica in self.replicas],
             **_memory(self.stats),
+            **({"drafts": _drafts(self.stats)} if self.stats.num_drafts else {}),
             "expected_answers": {
                 "rows": self.tally.num_expected,
                 "as_expected": self.tally.num_as_expected,
@@ -363,6 +364,11 @@ class JobSummary:
         if stats.state_snapshots_taken:
             lines.append(f"states    {stats.state_snapshots_taken} snapshots taken for the prefix cache, used "
                          f"{stats.state_snapshots_used} times, {stats.state_snapshots_evicted} evicted")
+        if stats.num_drafts:
+            lines.append(f"drafts    {stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens kept (forced "
+                         f"{stats.num_forced_accepted} of {stats.num_forced_drafted}, looked up "
+                         f"{stats.num_ngram_accepted} of {stats.num_ngram_drafted}); "
+                         f"{stats.mean_acceptance_length:.2f} tokens a row and step")
         lines += [replica.to_line() for replica in self.replicas]
         if tally.num_expected:
             share = _share(tally.num_as_expected, tally.num_expected)
@@ -398,6 +404,20 @@ def _memory(stats: EngineStats) -> dict[str, Any]:
             "blocks": stats.kv_blocks_total,
             "peak_blocks": stats.kv_blocks_peak,
             "peak_use": _share(stats.kv_blocks_peak, stats.kv_blocks_total),
+        },
+    }
+
+
+def _drafts(stats: EngineStats) -> dict[str, Any]:
+    """Tokens that were proposed ahead of a step, and those of them that were drawn."""
+    return {
+        "rows": stats.num_drafts,
+        "proposed": stats.num_draft_tokens,
+        "accepted": stats.num_accepted_tokens,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "by_method": {
+            "forced": {"proposed": stats.num_forced_drafted, "accepted": stats.num_forced_accepted},
+            "ngram": {"proposed": stats.num_ngram_drafted, "accepted": stats.num_ngram_accepted},
         },
     }
 

@@ -14,6 +14,7 @@ from npu_runner import __version__
 from npu_runner.batch.files.output_file import RowCounts
 from npu_runner.batch.files.run_record import Line
 from npu_runner.batch.job.summary import JobRecord, Tally
+from npu_runner.request.outputs import EngineStats
 
 FINISHED, INTERRUPTED = "finished", "interrupted"
 
@@ -39,9 +40,16 @@ def line_of(record: JobRecord, end: str | None) -> Line:
         # Errors name files, whose names may be no UTF-8.
         "end": None if end is None else end.encode(errors="backslashreplace").decode(),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        "computed": {"prefill": engine.num_prefill_tokens, "decode": engine.num_decode_tokens},
+        "computed": {"prefill": engine.num_prefill_tokens, "decode": engine.num_decode_tokens, **_drafts(engine)},
         "tally": dict(vars(record.tally)),
     }
+
+
+def _drafts(stats: EngineStats) -> dict[str, int]:
+    """Empty where nothing was drafted."""
+    if not stats.num_drafts:
+        return {}
+    return {"draft_proposed": stats.num_draft_tokens, "draft_accepted": stats.num_accepted_tokens}
 
 
 def has_served(run: Line) -> bool:
@@ -111,7 +119,8 @@ class Totals:
             "state": self.state,
             "rows": {"total": self.num_rows, **counts, "unfinished": self.num_unfinished,
                      "unrecorded": self.num_unrecorded, "failures_by_code": dict(sorted(codes.items()))},
-            "tokens": {**tokens, **{f"{name}_computed": count for name, count in computed.items()}},
+            "tokens": {**tokens, **{name if name.startswith("draft_") else f"{name}_computed": count
+                                    for name, count in computed.items()}},
             "seconds": {name: round(value, 3) for name, value in self._seconds.items()},
             "runs": list(self.runs),
         }  # fmt: skip

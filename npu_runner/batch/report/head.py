@@ -46,6 +46,9 @@ class About:
     """With none there are no seconds either."""
     start_seconds: float = 0.0
     serve_seconds: float = 0.0
+    num_drafted: int = 0
+    """Tokens proposed ahead of their step, and those of them that were drawn."""
+    num_accepted: int = 0
 
     def facts(self) -> list[str]:
         where = [] if self.platform is None else [f"{self.platform} × {self.num_devices}"]
@@ -85,6 +88,9 @@ def figures(num_rows: int, found: Survey, about: About | None) -> list[Figure]:
               if found.tokens[name]]
     if found.tokens["reasoning"]:
         shown.append(Figure("reasoning tokens", f"{found.tokens['reasoning']:,}"))
+    if about is not None and about.num_drafted:
+        shown.append(Figure("drafted tokens kept", share(about.num_accepted, about.num_drafted),
+                            more=f"of {about.num_drafted:,}"))
     if about is not None and about.num_runs:
         start = f"{duration(about.start_seconds)} to start"
         shown.append(Figure("to serve", duration(about.serve_seconds), more=start))

@@ -90,6 +90,14 @@ class CpuAttention(AttentionBackend):
                                     bytes_per_token=self.bytes_per_token, piece_bytes=self.piece_bytes, window=window)
                 for window in self.windows}
 
+    def plan_drafts(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                    device: torch.device) -> dict[int | None, DraftPlan]:
+        """A sequence's tokens read its context once, together."""
+        return {window: plan_draft_pieces(
+            np.asarray(query_lens_B), np.asarray(context_lens_B), block_tables_BW, block_size=self.block_size,
+            bytes_per_token=self.bytes_per_token, piece_bytes=self.piece_bytes, window=window)
+            for window in self.windows}
+
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         slots = slot_mapping_T.long()
         k_cache.flatten(0, 1).index_copy_(0, slots, k_TKH)
@@ -111,7 +119,9 @@ class CpuAttention(AttentionBackend):
         if metadata.plan is None:  # a graph's step, of which only the tensors change
             return planned_decode(q_BNH, k_cache, v_cache, metadata.context_lens_B, metadata.block_tables_BW,
                                   self.bytes_per_token, self.piece_bytes, scale, window)
-        return _decode(q_BNH, k_cache, v_cache, metadata.plan[window], scale)
+        plan = metadata.plan[window]
+        attend = _decode_drafts if isinstance(plan, DraftPlan) else _decode
+        return attend(q_BNH, k_cache, v_cache, plan, scale)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
         """Neighbours of one length run as one batch."""
@@ -146,28 +156,45 @@ def _decode(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, s
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     outputs = []
     for piece in plan.pieces:
-        is_long = piece.slots_RL.shape[1] > plan.span
-        q_RKGH = q_BKGH[piece.start : piece.stop]
-        outputs.append(_attend_in_spans(q_RKGH, keys, values, piece, plan.span, scale) if is_long
-                       else _attend(q_RKGH, keys, values, piece, scale))
+        outputs.append(_attend(q_BKGH[piece.start : piece.stop], keys, values, piece.slots_RL, piece.mask_R11L,
+                               plan.span, scale))
     out_BKGH = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return out_BKGH.flatten(1, 2).index_select(0, plan.places_B)
 
 
-def _attend(q_RKGH: Tensor, keys: Tensor, values: Tensor, piece: DecodePiece, scale: float) -> Tensor:
-    slots_RL = piece.slots_RL
+def _decode_drafts(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DraftPlan, scale: float) -> Tensor:
+    q_TKGH = q_TNH.unflatten(1, (k_cache.shape[2], -1))
+    keys, values, num_groups = k_cache.flatten(0, 1), v_cache.flatten(0, 1), q_TKGH.shape[2]
+    out_TKGH = torch.empty_like(q_TKGH)
+    for piece in plan.pieces:
+        tokens, sizes = piece.tokens_RQ.flatten(), piece.tokens_RQ.shape
+        # Tokens and query heads that share a kv head are its queries, each with what it sees.
+        q_RKMH = q_TKGH.index_select(0, tokens).unflatten(0, sizes).transpose(1, 2).flatten(2, 3)
+        mask_R1ML = piece.mask_RQL[:, None, :, None].expand(-1, -1, -1, num_groups, -1).flatten(2, 3)
+        out_RKMH = _attend(q_RKMH, keys, values, piece.slots_RL, mask_R1ML, plan.span, scale)
+        out_RQKGH = out_RKMH.unflatten(2, (sizes[1], num_groups)).transpose(1, 2)
+        out_TKGH.index_copy_(0, tokens, out_RQKGH.flatten(0, 1))
+    return out_TKGH.flatten(1, 2)
+
+
+def _attend(q_RKGH: Tensor, keys: Tensor, values: Tensor, slots_RL: Tensor, mask: Tensor | None, span: int,
+            scale: float) -> Tensor:
+    """`mask`: float32, added to the scores (R, K, G, L)."""
+    if slots_RL.shape[1] > span:
+        return _attend_in_spans(q_RKGH, keys, values, slots_RL, mask, span, scale)
     k_RKLH, v_RKLH = (cache.index_select(0, slots_RL.flatten()).unflatten(0, slots_RL.shape).transpose(1, 2)
                       for cache in (keys, values))
-    return F.scaled_dot_product_attention(q_RKGH, k_RKLH, v_RKLH, attn_mask=piece.mask_R11L, scale=scale)
+    return F.scaled_dot_product_attention(q_RKGH, k_RKLH, v_RKLH, attn_mask=mask, scale=scale)
 
 
-def _attend_in_spans(q_1KGH: Tensor, keys: Tensor, values: Tensor, piece: DecodePiece, span: int,
+def _attend_in_spans(q_1KGH: Tensor, keys: Tensor, values: Tensor, slots_1L: Tensor, mask: Tensor | None, span: int,
                      scale: float) -> Tensor:
     """One row over a context that is never gathered whole: all scores first, then the values."""
-    spans = piece.slots_RL[0].split(span)
+    spans = slots_1L[0].split(span)
     q_KGH = q_1KGH[0]
     scores_KGL = torch.cat([torch.bmm(q_KGH, keys.index_select(0, slots).permute(1, 2, 0)) for slots in spans], dim=-1)
-    weights_KGL = (scores_KGL.float() * scale).softmax(-1).to(q_KGH.dtype)
+    scores_KGL = scores_KGL.float() * scale
+    weights_KGL = (scores_KGL if mask is None else scores_KGL + mask[0]).softmax(-1).to(q_KGH.dtype)
     parts = zip(weights_KGL.split(span, dim=-1), spans, strict=True)
     out_KGH = torch.zeros_like(q_KGH, dtype=torch.float32)
     for weights_KGM, slots in parts:
@@ -256,6 +283,50 @@ def plan_pieces(context_lens_B: np.ndarray, block_tables_BW: np.ndarray, *, bloc
     places_B = np.empty_like(order_B)
     places_B[order_B] = np.arange(len(order_B))
     return DecodePlan(order_B=torch.from_numpy(order_B), places_B=torch.from_numpy(places_B), pieces=pieces, span=span)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPiece:
+    """Rows with several tokens each, as a DecodePiece has rows with one.
+
+    tokens_RQ: int64, which of the step's tokens are theirs; a row that has fewer repeats its last one. mask_RQL: 0
+    where a token sees another one, -inf elsewhere.
+    """
+
+    tokens_RQ: Tensor
+    slots_RL: Tensor
+    mask_RQL: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    """span: the most tokens that are read at once."""
+
+    pieces: list[DraftPiece]
+    span: int
+
+
+def plan_draft_pieces(query_lens_B: np.ndarray, context_lens_B: np.ndarray, block_tables_BW: np.ndarray, *,
+                      block_size: int, bytes_per_token: int, piece_bytes: int, window: int | None) -> DraftPlan:
+    """As `plan_pieces`, of the last `query_lens_B` tokens of each context."""
+    seen_B = context_lens_B if window is None else np.minimum(context_lens_B, window + query_lens_B - 1)
+    firsts_B = np.cumsum(query_lens_B) - query_lens_B
+    order_B = np.argsort(-seen_B, kind="stable")
+    span = max(1, piece_bytes // bytes_per_token)
+    pieces = []
+    for start, stop in _cut_decode(seen_B[order_B].tolist(), span, min(piece_bytes, SLACK_BYTES) // bytes_per_token):
+        rows_R = order_B[start:stop]
+        lens_R, begins_R = seen_B[rows_R], (context_lens_B - seen_B)[rows_R]
+        slots_RL, mask_RL = _piece_slots(lens_R, begins_R, block_tables_BW[rows_R], block_size)
+        queries_RQ = np.minimum(np.arange(query_lens_B[rows_R].max()), query_lens_B[rows_R][:, None] - 1)
+        # Of keys and of queries, counted from where the row is read.
+        keys_L = np.arange(slots_RL.shape[1])
+        places_RQ1 = ((lens_R - query_lens_B[rows_R])[:, None] + queries_RQ)[..., None]
+        is_seen_RQL = (keys_L <= places_RQ1) & (keys_L > places_RQ1 - (window or slots_RL.shape[1]))
+        mask_RQL = np.where(is_seen_RQL, mask_RL[:, None], np.float32(-np.inf))
+        pieces.append(DraftPiece(tokens_RQ=torch.from_numpy(firsts_B[rows_R][:, None] + queries_RQ),
+                                 slots_RL=torch.from_numpy(slots_RL), mask_RQL=torch.from_numpy(mask_RQL)))
+    return DraftPlan(pieces=pieces, span=span)
 
 
 def _cut_decode(lens: list[int], most_tokens: int, slack: int) -> list[tuple[int, int]]:

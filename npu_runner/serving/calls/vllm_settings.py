@@ -47,7 +47,6 @@ _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "override_generation_config": (({},), "give SamplingParams"),
     "model_impl": (("auto",), "docs/generic.md says when transformers' code is taken"),
     "enable_lora": ((False,), "lora=PATH merges one adapter for all requests"),
-    "speculative_config": ((), "there is no speculative decoding; leave it out"),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size, and data_parallel_size"),
     "distributed_executor_backend": (("mp", "uni"), "ranks are processes of this host; batch --ray uses many hosts"),
     "compilation_config": (({}, 0), "graph_mode and graph_batch_sizes say what is captured"),

@@ -1,0 +1,95 @@
+"""What is remembered of one sequence's drafts: its tokens as an array, what a grammar forces, and how few were kept.
+
+Knows no sequence, no scheduling.
+
+L tokens of a sequence, C earlier places that end as the sequence does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_JUDGED_TOKENS = 24
+_LEAST_KEPT = 0.25
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
+_LEAST_ROOM = 256
+
+
+@dataclass(eq=False)
+class DraftHistory:
+    """Of one sequence, from its first draft on.
+
+    Looked-up drafts are judged by count: once 24 of them were drafted, a quarter must have been kept. Otherwise nothing
+    is looked up for the next 16 tokens. Each such judgement doubles that, up to 256, and a good one ends it.
+    """
+
+    forced: list[int] = field(default_factory=list)
+    """The text that its grammar forces next."""
+    num_forced: int = 0
+    """Of its drafts in the step under way."""
+    _tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    _num_read: int = 0
+    _num_judged: int = 0
+    _num_kept: int = 0
+    _pause: int = _FIRST_PAUSE
+    _paused_until: int = 0
+
+    def look_up(self, num_tokens: int, tokens: Callable[[int, int], list[int]], *, behind: list[int], shortest: int,
+                longest: int, most: int) -> list[int]:
+        """`most` tokens at most that followed, earlier, what stands at the end: the sequence's `num_tokens` tokens and
+        `behind` them. `tokens(start, end)` reads the sequence."""
+        if num_tokens < self._paused_until:
+            return []
+        self._read(num_tokens, tokens)
+        end = num_tokens + len(behind)
+        self._make_room(end)
+        self._tokens[num_tokens:end] = behind  # written anew by the next reading
+        return followers(self._tokens[:end], shortest, longest, most)
+
+    def judge(self, num_drafts: int, num_kept: int, num_tokens: int) -> None:
+        """A step has kept so many of these looked-up drafts; the sequence has `num_tokens` tokens now."""
+        self._num_judged += num_drafts
+        self._num_kept += num_kept
+        if self._num_judged < _JUDGED_TOKENS:
+            return
+        if self._num_kept >= _LEAST_KEPT * self._num_judged:
+            self._pause = _FIRST_PAUSE
+        else:
+            self._paused_until = num_tokens + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._num_judged = self._num_kept = 0
+
+    def _read(self, num_tokens: int, tokens: Callable[[int, int], list[int]]) -> None:
+        """Tokens only ever come: what was read stays. A sequence that loses some begins a history anew."""
+        self._make_room(num_tokens)
+        self._tokens[self._num_read : num_tokens] = tokens(self._num_read, num_tokens)
+        self._num_read = num_tokens
+
+    def _make_room(self, num_tokens: int) -> None:
+        if num_tokens > len(self._tokens):
+            grown = np.empty(max(_LEAST_ROOM, 2 * num_tokens), dtype=np.int32)
+            grown[: self._num_read] = self._tokens[: self._num_read]
+            self._tokens = grown
+
+
+def followers(tokens_L: np.ndarray, shortest: int, longest: int, most: int) -> list[int]:
+    """Prompt lookup (A. Saxena 2023), as vLLM has it: the longest end of `shortest` to `longest` tokens that stands
+    earlier, too; of several places the first; the `most` tokens behind it, as far as there are any."""
+    last = len(tokens_L) - 1
+    places_C = np.flatnonzero(tokens_L[:-1] == tokens_L[last])
+    found = places_C[:0]
+    for size in range(1, min(longest, last) + 1):
+        if size > 1:
+            places_C = places_C[places_C >= size - 1]
+            places_C = places_C[tokens_L[places_C - (size - 1)] == tokens_L[last - (size - 1)]]
+        if not len(places_C):
+            break
+        if size >= shortest:
+            found = places_C
+    if not len(found):
+        return []
+    start = int(found[0]) + 1
+    return tokens_L[start : start + most].tolist()

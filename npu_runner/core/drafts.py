@@ -1,0 +1,101 @@
+"""Proposes the tokens that sequences may go on with, ahead of the step that draws them. Knows no model and no grammar.
+
+Two kinds. Forced tokens spell the only text that a grammar leaves; the step before reports them. Looked-up tokens
+followed, earlier in prompt and answer, the tokens that the sequence ends with now.
+
+What is proposed changes no answer: a step draws the token at each place as it would have without drafts, and keeps a
+draft that is equal. How many are proposed depends on counts alone, never on a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from npu_runner.core.draft_history import DraftHistory
+from npu_runner.core.sequence import Sequence
+from npu_runner.request.outputs import DraftCounters
+from npu_runner.request.speculative import SpeculativeConfig
+
+
+class _Drafted(NamedTuple):
+    """A sequence in the step under way, with the tokens that it had."""
+
+    seq: Sequence
+    history: DraftHistory | None
+    num_tokens: int
+    num_drafts: int
+
+
+class Drafter:
+    """Of one engine. Steps with drafts are made with nothing else under way."""
+
+    def __init__(self, config: SpeculativeConfig):
+        self._config = config
+        self.counters = DraftCounters()
+        self._under_way: list[_Drafted] = []
+
+    def reset(self) -> None:
+        """No step is under way, whatever stood here."""
+        self._under_way = []
+
+    def note_forced(self, sequences: SequenceOf[Sequence | None], spec_token_ids: SequenceOf[list[int]]) -> None:
+        """What grammars force behind the tokens that a step has brought to its sequences."""
+        for seq, tokens in zip(sequences, spec_token_ids, strict=False):
+            if seq is not None and (tokens or seq.drafting is not None):
+                _history(seq).forced = tokens
+
+    def propose(self, running: SequenceOf[Sequence], room: int) -> list[list[int]]:
+        """Drafts of each, maybe none; `room` of them in all. The last token that a sequence may have is no draft:
+        nothing is drawn behind it."""
+        most = self._config.most_drafts(len(running))
+        found: list[list[int]] = []
+        for seq in running:
+            num_left = most if seq.max_num_tokens is None else seq.max_num_tokens - seq.num_tokens - 1
+            drafts = self._drafts(seq, min(most, room, num_left))
+            room -= len(drafts)
+            found.append(drafts)
+        return found
+
+    def _drafts(self, seq: Sequence, num: int) -> list[int]:
+        if num <= 0:
+            return []
+        history = _history(seq)
+        drafts, history.forced = history.forced[:num], []
+        history.num_forced = len(drafts)
+        if self._config.looks_up and len(drafts) < num:
+            drafts += history.look_up(
+                seq.num_tokens, seq.tokens, behind=drafts, shortest=self._config.prompt_lookup_min,
+                longest=self._config.prompt_lookup_max, most=num - len(drafts))
+        return drafts
+
+    def launch(self, running: SequenceOf[Sequence], drafts: SequenceOf[list[int]]) -> None:
+        """A step with these drafts, maybe fewer than were proposed, is under way."""
+        self._under_way = [_Drafted(seq, seq.drafting, seq.num_tokens, len(tokens))
+                           for seq, tokens in zip(running, drafts, strict=True)]
+
+    def settle(self) -> tuple[list[Sequence], int]:
+        """The tokens of the step under way are booked: its sequences, if it had drafts, and how many were kept."""
+        settled, self._under_way = self._under_way, []
+        total, counters = 0, self.counters
+        for seq, history, num_before, num_drafts in settled:
+            if history is None or not num_drafts:
+                continue
+            num_kept = max(0, seq.num_known_tokens - num_before - 1)
+            num_forced = min(history.num_forced, num_drafts)
+            forced_kept = min(num_forced, num_kept)
+            counters.num_drafts += 1
+            counters.num_forced_drafted += num_forced
+            counters.num_forced_accepted += forced_kept
+            counters.num_ngram_drafted += num_drafts - num_forced
+            counters.num_ngram_accepted += num_kept - forced_kept
+            if num_kept >= num_forced < num_drafts:  # else what was looked up was not reached
+                history.judge(num_drafts - num_forced, num_kept - num_forced, seq.num_known_tokens)
+            total += num_kept
+        return [each.seq for each in settled], total
+
+
+def _history(seq: Sequence) -> DraftHistory:
+    if seq.drafting is None:
+        seq.drafting = DraftHistory()
+    return seq.drafting

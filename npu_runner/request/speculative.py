@@ -1,0 +1,130 @@
+"""How tokens are proposed ahead of a step: `speculative_config`, under vLLM's names. Knows no model, no step.
+
+A step draws the token of each proposed place as it would have without the proposal. A proposal that is another token
+ends there, so no value here changes an answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from npu_runner.errors import ConfigError
+from npu_runner.request.limits import shown
+
+NAME = "speculative_config"
+FORCED, NGRAM = "forced", "ngram"
+_NOT_BUILT = ("mtp", "suffix")
+_NOT_SERVED = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu")
+_FIELDS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
+           "num_speculative_tokens_per_batch_size")
+MOST_TOKENS = 32
+"""Of one row's drafts, as in vLLM."""
+_MOST_LOOKED_UP = 64
+_DEFAULT_LOOKED_UP, _DEFAULT_FORCED = 5, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """The settings, checked. `prompt_lookup_*` are 0 where nothing is looked up."""
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int = 0
+    prompt_lookup_min: int = 0
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
+    """(from, to, tokens): so many drafts a row in steps of from to to rows. Other steps have num_speculative_tokens."""
+
+    @classmethod
+    def of(cls, given: Any) -> SpeculativeConfig:
+        """Raises ConfigError that names the field for what is not served."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f'{NAME}: {shown(given)} is no object like {{"method": "ngram", '
+                              '"num_speculative_tokens": 4}')
+        method = _method(given.get("method"))
+        known = _FIELDS if method == NGRAM else tuple(name for name in _FIELDS if not name.startswith("prompt_"))
+        for name in given:
+            if name not in known and given[name] is not None:
+                raise ConfigError(f"{NAME}.{shown(name)}: not served with method {method}, which has "
+                                  f"{', '.join(known)}; leave it out")
+        default = _DEFAULT_FORCED if method == FORCED else None
+        most = _count(given, "num_speculative_tokens", MOST_TOKENS, default)
+        longest, shortest = _lookup(given) if method == NGRAM else (0, 0)
+        return cls(method=method, num_speculative_tokens=most, prompt_lookup_max=longest, prompt_lookup_min=shortest,
+                   num_speculative_tokens_per_batch_size=_by_batch_size(given, most))
+
+    @property
+    def looks_up(self) -> bool:
+        """Drafts are also the tokens that followed the same ones before."""
+        return self.method == NGRAM
+
+    def most_drafts(self, num_rows: int) -> int:
+        """Drafts that each row of a step may have."""
+        for first, last, count in self.num_speculative_tokens_per_batch_size:
+            if first <= num_rows <= last:
+                return count
+        return self.num_speculative_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """What `of` makes the same of, without what is not there."""
+        values = {name: getattr(self, name) for name in _FIELDS}
+        values[_FIELDS[-1]] = [list(entry) for entry in self.num_speculative_tokens_per_batch_size]
+        return {name: value for name, value in values.items() if value}
+
+    def describe(self) -> str:
+        """For manifests."""
+        return json.dumps(self.to_json(), sort_keys=True)
+
+
+def _method(method: Any) -> str:
+    if method in (NGRAM, FORCED):
+        return str(method)
+    served = f"{NGRAM} and {FORCED} are served"
+    if method in _NOT_BUILT:
+        raise ConfigError(f"{NAME}.method {method}: not built yet; {served}")
+    if method in _NOT_SERVED:
+        raise ConfigError(f"{NAME}.method {method}: there is no draft model here; {served}")
+    raise ConfigError(f"{NAME}.method: {shown(method)} is none; {served}")
+
+
+def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
+    """prompt_lookup_max and _min; one that is not given is the other."""
+    longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
+    either = _DEFAULT_LOOKED_UP if longest is None and shortest is None else None
+    longest = _count(given, "prompt_lookup_max", _MOST_LOOKED_UP, either or shortest)
+    shortest = _count(given, "prompt_lookup_min", _MOST_LOOKED_UP, longest)
+    if shortest > longest:
+        raise ConfigError(f"{NAME}.prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}; lower it")
+    return longest, shortest
+
+
+def _by_batch_size(given: Mapping[str, Any], most: int) -> tuple[tuple[int, int, int], ...]:
+    name = "num_speculative_tokens_per_batch_size"
+    entries = given.get(name)
+    if entries is None:
+        return ()
+    problem = ConfigError(f"{NAME}.{name}: {shown(entries)} is no list like [[1, 8, 4], [9, 64, 0]]: from so many rows "
+                          f"to so many, drafts a row, 0 to num_speculative_tokens {most}; sizes rise")
+    if not isinstance(entries, (list, tuple)):
+        raise problem
+    found, before = [], 0
+    for entry in entries:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or any(type(value) is not int for value in entry):
+            raise problem
+        first, last, count = entry
+        if not before < first <= last or not 0 <= count <= most:
+            raise problem
+        found.append((first, last, count))
+        before = last
+    return tuple(found)
+
+
+def _count(given: Mapping[str, Any], name: str, most: int, default: Any) -> int:
+    value = default if given.get(name) is None else given[name]
+    if value is None:
+        raise ConfigError(f"{NAME}.{name}: say how many, 1 to {most}")
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{NAME}.{name}: {shown(value)} is no whole number from 1 to {most}")
+    return value

@@ -1,0 +1,159 @@
+"""Decode steps with drafts: several tokens a row in one forward, whose successors are then drawn one place after the
+other.
+
+The sampler draws the first place of all rows, then the second of those whose first draft was drawn, and so on. So each
+place has the history that plain steps would have left: counts, penalties, bans, masks, bad words, uniform numbers. A
+draft that is not drawn never reaches the sampler, and what is drawn in its place is the row's last token of the step.
+The host compares, so it waits for each place. That costs nothing where there is no other device.
+
+To the network a token is a row of its own: it attends to its slot's blocks up to itself, as in a step of one token.
+
+B sequences in the step, T tokens in the step, R rows that still draw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_runner.core.batch import ScheduledBatch
+from npu_runner.platforms.attention import ends_of_tokens
+from npu_runner.platforms.step_inputs import StepInputs
+from npu_runner.request.speculative import SpeculativeConfig
+from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
+from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay, step_logprobs
+from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
+from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
+
+
+@dataclass
+class VerifiedStep:
+    """What the rows of a step with drafts bring. It is filled place by place; a step that is made again, for want of
+    memory, goes on where it stood."""
+
+    batch: ScheduledBatch
+    tokens: list[list[int]] = field(init=False)
+    logprobs: list[StepLogprobs | None] = field(default_factory=list)
+    """Of each place."""
+    problems: dict[int, str] = field(default_factory=dict)
+    drawn: SamplerOutput | None = None
+    """What the sampler has drawn for `rows_R`, until it is taken."""
+    rows_R: np.ndarray = field(init=False)
+    next_input_ids_B: np.ndarray = field(init=False)
+    """int32: the last token of each row, a valid one where it has none."""
+
+    def __post_init__(self) -> None:
+        batch = self.batch
+        self.tokens = [[] for _ in range(batch.batch_size)]
+        self.rows_R = np.arange(batch.batch_size)
+        self.next_input_ids_B = np.zeros(batch.batch_size, dtype=np.int32)
+        self._firsts_B = np.cumsum(batch.query_lens_B) - batch.query_lens_B
+
+    @property
+    def place(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def places_R(self) -> np.ndarray:
+        """Which of the step's tokens the rows draw behind."""
+        return self._firsts_B[self.rows_R] + self.place
+
+    def take(self, sample: HostSample) -> None:
+        """What was drawn for `rows_R`: those whose next draft it is go on."""
+        rows_R, drawn_R = self.rows_R, sample.token_ids_B
+        for row, token in zip(rows_R.tolist(), drawn_R.tolist(), strict=True):
+            self.tokens[row].append(token)
+        self.next_input_ids_B[rows_R] = np.maximum(drawn_R, 0)
+        self.problems.update((int(rows_R[place]), problem) for place, problem in sample.problems.items())
+        has_more_R = self.batch.query_lens_B[rows_R] > self.place + 1
+        # Behind a row's last token the next row's first one stands, and the last row's at the end has none.
+        next_R = np.minimum(self.places_R + 1, len(self.batch.token_ids_T) - 1)
+        self.rows_R = rows_R[has_more_R & (self.batch.token_ids_T[next_R] == drawn_R)]
+        self.logprobs.append(step_logprobs(self.batch.batch_size, rows_R, sample))
+        self.drawn = None
+
+    def is_done(self) -> bool:
+        return True
+
+    def to_host(self) -> VerifiedStep:
+        return self
+
+
+class SpeculativeStepRunner(StepRunner):
+    """A StepRunner whose decode steps may have drafts; steps that have none are as ever. One step is under way."""
+
+    def __init__(self, *arguments: Any, speculative: SpeculativeConfig, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.speculative = speculative
+        self._verified: VerifiedStep | None = None
+
+    def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        self._verified = VerifiedStep(batch) if batch.has_drafts else None
+        return super().admit(batch)
+
+    def prepare(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> PreparedStep:
+        """A step with drafts is an eager decode step whose rows are the batch's tokens."""
+        if not batch.has_drafts:
+            return super().prepare(batch, number, of_rows)
+        self.tables.learn(batch.new_blocks_N3)
+        rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
+        query_lens, context_lens = batch.query_lens_B.tolist(), batch.context_lens_B.tolist()
+        arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW) | {
+            "tokens": batch.token_ids_T, "context_lens": ends_of_tokens(query_lens, context_lens),
+            "rows": rows_T.astype(np.int32),
+            # Tokens are looked up by these, and none of them has a state.
+            "state_slots": np.arange(len(rows_T), dtype=np.int32)}
+        news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
+        tensors = to_device(self.platform.memory, {**arrays, "table_news": news.flat}, self.device)
+        tables_BW = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)
+        tensors["block_tables"] = tables_BW.index_select(0, tensors["rows"])
+        on_host_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
+        plan = self.attention.plan_drafts(query_lens, context_lens, on_host_BW, self.device)
+        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan)
+
+    def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> Any:
+        """Of a step with drafts all tokens are on the host by then; None on ranks that do not sample."""
+        verified = self._verified
+        if verified is None:
+            return super().make_result(step, logits_BV, of_rows)
+        if self.sampler is not None:
+            while len(verified.rows_R):
+                # The sampler has counted what it drew: a step that is made again takes that, and draws it no more.
+                verified.drawn = verified.drawn or self._draw(self.sampler, step, verified, logits_BV)
+                sample = verified.drawn.to_host()
+                self.check_receipts(step, sample.receipts_B)
+                verified.take(sample)
+        last_B = torch.from_numpy(verified.next_input_ids_B).to(self.device)
+        self.last_tokens_S.index_copy_(0, step.tensors["slots"], self.tp.broadcast(last_B))
+        return None if self.sampler is None else verified
+
+    def _draw(self, sampler: Sampler, step: PreparedStep, verified: VerifiedStep, logits_TV: Tensor) -> SamplerOutput:
+        """The next token of each row that still draws, by the same call as in a step of one token."""
+        slots_R = step.batch.slots_B[verified.rows_R]
+        arrays = to_device(self.platform.memory, {
+            "slots": slots_R.astype(np.int64), "uniforms": sampler.host_inputs(slots_R),
+            "receipts": np.full(len(slots_R), step.number, dtype=np.int32),
+            "places": verified.places_R.astype(np.int64),
+        }, self.device)
+        logits_RV = logits_TV.index_select(0, arrays["places"])
+        return sampler(logits_RV, *(arrays[name] for name in SAMPLER_ARRAYS), slots_R)
+
+    def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
+        verified = under_way.sampled
+        if isinstance(verified, VerifiedStep):
+            output: ModelRunnerOutput | None = ModelRunnerOutput(
+                verified.tokens, verified.logprobs[0], verified.logprobs[1:], verified.problems)
+        else:
+            output = super()._output(under_way)
+        batch = under_way.step.batch
+        # The next step is about as large; what would not be drafted then is not looked for.
+        most = self.speculative.num_speculative_tokens
+        if not batch.is_prefill:
+            most = self.speculative.most_drafts(batch.batch_size)
+        if output is not None and self.sampler is not None and most:
+            output.spec_token_ids = self.sampler.forced_tokens(batch.slots_B, most)
+        return output
