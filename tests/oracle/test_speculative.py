@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {"platform": "cpu", **SMALL, "kv_cache_bytes": 64 << 
 
 def answers(path: Path | str, prompts: list[Any], params: list[SamplingParams], speculative: dict[str, Any] | None,
             **settings: Any) -> tuple[list[RequestOutput], EngineStats]:
-    with LLM(path, speculative_config=speculative, **(SETTINGS | settings)) as llm:
+    with LLM(path, speculative_config=speculative, async_scheduling=False, **(SETTINGS | settings)) as llm:
         outputs = llm.generate(prompts, params)
         stats = llm.stats()
     assert stats.kv_blocks_used == 0
@@ -38,7 +38,7 @@ def answers(path: Path | str, prompts: list[Any], params: list[SamplingParams], 
 def test_tokens_with_looked_up_drafts_are_those_of_transformers(model_type: str, changes: dict[str, Any],
                                                                 checkpoint: Any) -> None:
     path: Path = checkpoint(model_type, **changes)
-    with LLM(path, speculative_config=NGRAM, **SETTINGS) as llm:
+    with LLM(path, speculative_config=NGRAM, async_scheduling=False, **SETTINGS) as llm:
         prompts = [llm.engine.processor.from_text(text) for text in ("a b a b a", "which " * 20, "a circle")]
         for prompt, output in zip(prompts, llm.generate(prompts, greedy()), strict=True):
             expected, _ = reference.generate(path, prompt.token_ids, [], max_new_tokens=MAX_NEW_TOKENS)
@@ -75,7 +75,7 @@ def test_images_with_a_schema_and_drafts_are_answered_alike() -> None:
         conversations.append([{"role": "user", "content": [*parts, {"type": "text", "text": example.question}]}])
     found = []
     for speculative in (None, NGRAM):
-        with LLM("shapes-vl", speculative_config=speculative, **SETTINGS) as llm:
+        with LLM("shapes-vl", speculative_config=speculative, async_scheduling=False, **SETTINGS) as llm:
             found.append([output.token_ids for output in llm.chat(conversations, params)])
             stats = llm.stats()
     assert found[0] == found[1]
@@ -110,7 +110,7 @@ def test_reasoning_and_its_budget_with_drafts_are_as_without(checkpoint: Any, tm
               SamplingParams(temperature=0.0, **rule), SamplingParams(temperature=1.0, seed=2, n=2, **rule)]
     found = []
     for speculative in (None, NGRAM):
-        with LLM(path, speculative_config=speculative, **SETTINGS) as llm:
+        with LLM(path, speculative_config=speculative, async_scheduling=False, **SETTINGS) as llm:
             outputs = llm.chat([[{"role": "user", "content": "which of the two?"}]] * len(params), params)
             found.append([(c.token_ids, c.text, c.reasoning_content) for each in outputs for c in each.completions])
             stats = llm.stats()
@@ -129,7 +129,7 @@ def test_reasoning_and_its_budget_with_drafts_are_as_without(checkpoint: Any, tm
 def test_what_takes_no_drafts_is_refused_by_name(model_type: str, settings: dict[str, Any], words: str,
                                                  checkpoint: Any) -> None:
     def start() -> None:
-        given = {"platform": "cpu", "speculative_config": NGRAM, **settings}
+        given = {"platform": "cpu", "speculative_config": NGRAM, "async_scheduling": False, **settings}
         known_limits(open_checkpoint(RunnerConfig.from_keywords(checkpoint(model_type), **given)))
 
     with pytest.raises(ConfigError, match=words):

@@ -79,7 +79,7 @@ def both(path: Path, model_type: str, most: int, **settings: Any) -> tuple[list[
         pairs = requests(llm, model_type)
         params, prompts = [each for each, _ in pairs], [prompt for _, prompt in pairs]
         plain = llm.generate(prompts, params)
-    with LLM(path, platform="cpu", speculative_config=FORCED, **SETTINGS, **settings) as llm:
+    with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, **SETTINGS, **settings) as llm:
         knows(llm, plain, most)
         drafted = llm.generate(prompts, params)
         return plain, drafted, llm.stats()
@@ -118,7 +118,7 @@ def test_sequences_that_are_preempted_between_drafts_answer_as_without(checkpoin
     params = DRAWN.replace(max_tokens=64, ignore_eos=True, repetition_penalty=1.1)
     with LLM(path, platform="cpu", **settings) as llm:
         plain = llm.generate(prompts, params)
-    with LLM(path, platform="cpu", speculative_config=FORCED, **settings) as llm:
+    with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, **settings) as llm:
         knows(llm, plain, 3)
         assert_same(llm.generate(prompts, params), plain)
         stats = llm.stats()
@@ -130,7 +130,7 @@ def test_sequences_that_are_preempted_between_drafts_answer_as_without(checkpoin
 def test_an_answer_takes_as_few_steps_as_its_drafts_allow(checkpoint: Any) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True)
     path: Path = checkpoint("qwen3")
-    with LLM(path, platform="cpu", speculative_config=FORCED, **SETTINGS) as llm:
+    with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
         knows(llm, [], 0)  # no draft at all
         plain = llm.generate(["a b c"], greedy)
         before = llm.stats()
@@ -160,7 +160,7 @@ def assert_memory_that_runs_out_changes_nothing(path: Path, name: str, at_calls:
     with LLM(path, platform="cpu", **SETTINGS) as llm:
         plain = llm.generate(["a b", "which of"], params)
     for at_call in at_calls:
-        with LLM(path, platform="cpu", speculative_config=FORCED, **SETTINGS) as llm:
+        with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
             knows(llm, plain, 3)
             num_calls = failing_once(runner_of(llm).steps, name, at_call)
             assert_same(llm.generate(["a b", "which of"], params), plain)
@@ -174,7 +174,8 @@ def test_two_ranks_with_drafts_answer_as_one_without(checkpoint: Any) -> None:
     with LLM(path, platform="cpu", **SETTINGS) as llm:
         pairs = requests(llm, "qwen3")
         plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
-    with LLM(path, platform="cpu", speculative_config=FORCED, tensor_parallel_size=2, **SETTINGS) as llm:
+    with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, tensor_parallel_size=2,
+             **SETTINGS) as llm:
         knows(llm, plain, 3)
         assert_same(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]), plain)
         assert llm.stats().num_accepted_tokens > 0
