@@ -70,8 +70,8 @@ class WeightsReader(ABC):
         raise AssertionError(f"{name} is not int8 by row")
 
     def fp8_form(self, name: str) -> str | None:
-        """fp8 or fp8_blocks where it is a matrix of FP8 (e4m3) with a scale for each row or for each block of 128 x
-        128, for products with inputs that are rounded to FP8, too."""
+        """fp8: a matrix of FP8 (e4m3) with a scale for each row. fp8_blocks: one for each block of 128 x 128. Both are
+        for products whose inputs are rounded to FP8, too. None: it is neither."""
         return None
 
     def fp8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,

@@ -1,8 +1,8 @@
 """Chooses which tokens run next. Knows nothing of tensors or devices.
 
-A step is either a prefill of one or more prompts (or a chunk of one), or one token for every running sequence, with
-drafts of the next ones where there is a drafter (drafts.py). First come, first served: only the head of the queue may
-be cut into chunks, and the latest arrival is preempted first, by recompute. Prefills are gathered (joining.py).
+A step is either a prefill of one or more prompts (or a chunk of one), or one token for every running sequence. With a
+drafter (drafts.py) the latter also has drafts of the next tokens. First come, first served: only the head of the queue
+may be cut into chunks, and the latest arrival is preempted first, by recompute. Prefills are gathered (joining.py).
 
 Rows of one prefill step share what that step computes: each row's full blocks are offered before the next row is
 chosen. A step writes the keys and values of all its rows, layer by layer, before any row reads them.

@@ -78,9 +78,10 @@ def form_of(inputs: Int8Inputs | str) -> str:
 
 
 class HeldLinear(nn.Module):
-    """A weight (O, I) and a bias in the form that `hold` is told: of the model's dtype, int8 with scales by row, for
-    inputs that are rounded by row or by one scale, FP8 with scales by row or by block, or rows of the first and
-    another.
+    """A weight (O, I) and a bias in the form that `hold` is told.
+
+    It may be of the model's dtype, int8 with scales by row, or FP8 with scales by row or by block. Some rows may be of
+    the model's dtype and the others in one more form. Inputs of int8 are rounded by row or by one scale.
 
     `weight_parts` are what the checkpoint calls the float tensors, whatever the form.
     """

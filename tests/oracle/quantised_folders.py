@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_runner.checkpoint.formats import reader as formats_reader
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
+from npu_runner.layers.weights_loader import load_weights
 
 MODULE = "model.layers.0.mlp.up_proj"
 WEIGHT = f"{MODULE}.weight"
@@ -38,6 +39,19 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], *, config: Mapping[s
     own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     save_file(own, path / file, metadata={"format": "pt"})
     return path
+
+
+def loaded(path: Path, make: Callable[[], nn.Module]) -> Any:
+    """The linear that `make` makes, as it is loaded where the checkpoint calls it `linear`."""
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = make()
+
+    block = Block()
+    with torch.inference_mode(), open_weights(path, read_quantization(path)) as reader:
+        load_weights(block, reader)
+    return block.linear
 
 
 def of_module(parts: Mapping[str, Tensor], module: str = MODULE) -> dict[str, Tensor]:

@@ -18,13 +18,12 @@ from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import arithmetic, read_quantization
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.ops import FP8, FP8_BLOCKS, INT8, Fp8Weight, fp8_rows
 from scripts.quantised.formats import compressed_int, fp8_block
 from scripts.quantised.formats import fp8_rows as stored_rows
 from tests.oracle.fp8_reference import fp8_product, multiplied_out, nearest_fp8, rounded_fp8
-from tests.oracle.quantised_folders import in_small_pieces, write_folder
+from tests.oracle.quantised_folders import in_small_pieces, loaded, write_folder
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 NUM_INPUTS = 1024
@@ -60,18 +59,6 @@ def weights(size: int, num_inputs: int = NUM_INPUTS) -> Tensor:
 def folder(path: Path, config: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> Path:
     named = {f"{name}.{suffix}": tensor for name, parts in tensors.items() for suffix, tensor in parts.items()}
     return write_folder(path, named, config=config)
-
-
-def loaded(path: Path, make: Callable[[], nn.Module]) -> Any:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = make()
-
-    block = Block()
-    with torch.inference_mode(), open_weights(path, read_quantization(path)) as reader:
-        load_weights(block, reader)
-    return block.linear
 
 
 def parts(*sizes: int) -> list[OutputPart]:

@@ -24,14 +24,13 @@ from npu_runner.errors import ConfigError, WeightsError
 from npu_runner.layers.linear import ColumnParallelLinear, HeldLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weight_forms import hold_as_stored
-from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.ops import INT8, INT8_STATIC
 from scripts.quantised.formats import compressed_int, fp8_block, modelslim_int8, modelslim_static
 from scripts.quantised.writing import quantise
 from tests.oracle.int8_reference import rounded_product
-from tests.oracle.quantised_folders import in_small_pieces, weights, write_folder
+from tests.oracle.quantised_folders import in_small_pieces, loaded, weights, write_folder
 from tests.oracle.running import SMALL, greedy, runner_of
 from tests.oracle.test_families import prompts_of
 
@@ -62,18 +61,6 @@ def compressed(inputs: dict[str, Any] | None, **of_weights: Any) -> dict[str, An
 def folder(path: Path, tensors: dict[str, dict[str, Tensor]], inputs: dict[str, Any] | None = DYNAMIC) -> Path:
     named = {f"{name}.{suffix}": tensor for name, parts in tensors.items() for suffix, tensor in parts.items()}
     return write_folder(path, named, config=compressed(inputs))
-
-
-def loaded(path: Path, make: Any) -> nn.Module:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = make()
-
-    block = Block()
-    with torch.inference_mode(), open_weights(path, read_quantization(path)) as reader:
-        load_weights(block, reader)
-    return block.linear
 
 
 def parts(sizes: Sequence[int]) -> list[OutputPart]:

@@ -1,7 +1,7 @@
 """Tells how a job gets on while it runs: the status beside its output, and --metrics-file. Both every other second.
 
-The driver's thread does it between its looks at the replicas, so nothing else is read at the same time, and a file that
-is old says that the driver has been in one step since then. Knows nothing of how rows are served.
+The driver's thread writes them between its looks at the replicas, so no figure changes meanwhile. An old file says that
+the driver has been in one step since then. Knows nothing of how rows are served.
 """
 
 from __future__ import annotations
