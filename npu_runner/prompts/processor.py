@@ -78,8 +78,7 @@ class ChatProcessor:
 
     def __init__(self, model_path: str, settings: ProcessorSettings = _DEFAULTS):
         self.model_path = str(model_path)
-        self.settings = settings
-        self.pooling = settings.pooling
+        self.settings, self.pooling = settings, settings.pooling
         self.max_logprobs = settings.max_logprobs_per_request
         folder = model_folder(model_path)
         scores = settings.pooling if isinstance(settings.pooling, ScorePooling) else None
@@ -97,21 +96,13 @@ class ChatProcessor:
         self._text_length = TextLength(self.tokenizer, self.max_model_len)
         self.has_vision = isinstance(config.get("vision_config"), dict)
         self.uses_mrope = asks_for_mrope(config) if settings.uses_mrope is None else settings.uses_mrope
-        self.image_settings: ImageSettings | None = None
-        if self.has_vision:
-            self.image_settings = read_image_settings(
-                folder, config, default=settings.image_defaults, min_pixels=settings.image_min_pixels,
-                max_pixels=settings.image_max_pixels)
+        self.image_settings: ImageSettings | None = read_image_settings(
+            folder, config, default=settings.image_defaults, min_pixels=settings.image_min_pixels,
+            max_pixels=settings.image_max_pixels) if self.has_vision else None
         self._vision = self._vision_prompts(folder, config)
         self._package_versions = package_versions(["pillow", "tokenizers", *self._decoders()])
-        self._template: ChatTemplate | None = None
-        if scores is None:
-            self._template = read_chat_template(folder, has_vision=self.has_vision, given=settings.chat_template)
-        else:
-            self._template = read_pair_template(folder, scores.pairs, config, self.tokenizer,
-                                                given=settings.chat_template)
-        finds_reasoning = settings.reasoning_parser == "auto"
-        self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if finds_reasoning else None
+        self._template = self._read_template(folder, config, scores)
+        self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if settings.reasoning_parser == "auto" else None
         """Answers to conversations are split at them; None: they stay as they are."""
         self._tool_call_parser = find_tool_parser(settings.tool_call_parser,
                                                   self._template.source if self._template else None)
@@ -120,17 +111,27 @@ class ChatProcessor:
         self._chat_of = lru_cache(maxsize=_KEPT_TEMPLATES)(self._chat_of_source)
         """Of a template that requests bring."""
         self._template_kwargs = self._kwargs_of_settings()
-        self.pairs: PairPrompts | TextPairs | None = None
+        self._why_no_scores = why_no_scores(
+            self.pooling.classes, config, has_template=self._template is not None
+        ) if isinstance(self.pooling, ClassPooling) else None
+        self.pairs = self._pair_prompts(scores)
         """Makes prompts of a query and a document, where the model gives scores."""
-        self._why_no_scores: str | None = None
+
+    def _read_template(self, folder: Path, config: Mapping[str, Any],
+                       scores: ScorePooling | None) -> ChatTemplate | None:
+        if scores is None:
+            return read_chat_template(folder, has_vision=self.has_vision, given=self.settings.chat_template)
+        return read_pair_template(folder, scores.pairs, config, self.tokenizer, given=self.settings.chat_template)
+
+    def _pair_prompts(self, scores: ScorePooling | None) -> PairPrompts | TextPairs | None:
         if isinstance(self.pooling, ClassPooling):
-            self._why_no_scores = why_no_scores(self.pooling.classes, config, has_template=self._template is not None)
-            self.pairs = TextPairs(tokenizer=self.tokenizer, vision=self._vision, text_length=self._text_length)
-        if scores is not None:
-            self.pairs = PairPrompts(chat=self._chat, vision=self._vision, text_length=self._text_length,
-                                     settings=scores.pairs, template_kwargs=self._template_kwargs,
-                                     max_images=settings.max_images_per_prompt,
-                                     limits=settings.limit_mm_per_prompt)
+            return TextPairs(tokenizer=self.tokenizer, vision=self._vision, text_length=self._text_length)
+        if scores is None:
+            return None
+        settings = self.settings
+        return PairPrompts(chat=self._chat, vision=self._vision, text_length=self._text_length,
+                           settings=scores.pairs, template_kwargs=self._template_kwargs,
+                           max_images=settings.max_images_per_prompt, limits=settings.limit_mm_per_prompt)
 
     def _chat_with(self, template: ChatTemplate | None) -> ChatPrompts:
         control = ControlTokens(self.tokenizer, template.literals() if template else (), self._vision_tokens,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from npu_runner.checkpoint.model_config import ModelConfig, MoEConfig
-from npu_runner.config import DEFAULT_MAX_MODEL_LEN, GraphConfig, RunnerConfig, SchedulerConfig
+from npu_runner.config import DEFAULT_MAX_MODEL_LEN, CacheConfig, GraphConfig, RunnerConfig, SchedulerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.platform import ModelNeeds, Platform
@@ -57,34 +57,20 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
 
     Raises ConfigError for combinations that this model or platform cannot do.
     """
-    defaults, speculative = platform.defaults, _speculative(config.scheduler, model_config, platform)
+    scheduler, speculative = config.scheduler, _speculative(config.scheduler, model_config, platform)
     check_expert_parallel(config, model_config)
-    snapshots = config.cache.max_state_snapshots
-    if snapshots is not None and not model_config.state_layers:
-        raise ConfigError(f"max_state_snapshots {snapshots}: {model_config.model_type} has no layers "
-                          "with state; leave it out")
-    max_num_seqs = _max_num_seqs(config.scheduler, model_config, platform)
-    block_size = config.cache.block_size or defaults.block_size
-    allowed = platform.supported_block_sizes
-    if allowed is not None and block_size not in allowed:
-        raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
+    max_num_seqs = _max_num_seqs(scheduler, model_config, platform)
+    block_size = _block_size(config.cache, platform)
     graph_mode = _graph_mode(config.graphs, model_config, platform, max_num_seqs)
     if speculative is not None and graph_mode != "eager":
         raise ConfigError(f"speculative_config: steps of several tokens are eager, and graph_mode is {graph_mode}; set "
                           "it to eager, or leave speculative_config out")
-    max_num_batched_tokens = config.scheduler.max_num_batched_tokens or defaults.max_num_batched_tokens
-    if model_config.state_layers and max_num_batched_tokens < state_alignment(block_size):
-        raise ConfigError(f"max_num_batched_tokens {max_num_batched_tokens}: chunks of this model's prompts begin at "
-                          f"multiples of {state_alignment(block_size)} tokens (64 and block_size); raise it to that")
+    max_num_batched_tokens = scheduler.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
+    _check_states(config.cache, model_config, max_num_batched_tokens, block_size)
     if config.attention_backend not in ("auto", *platform.attention_backends):
         raise ConfigError(f"attention_backend {config.attention_backend!r}: {platform.name} has "
                           f"{', '.join(platform.attention_backends)}")
-    dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model_config.dtype)
-    forms = () if graph_mode in platform.modes_without_forms else platform.forms_with(dtype)
-    if config.quantization not in ("auto", *forms) and not platform.rounds_weights:
-        has = ", ".join(forms) or "none of quantised ones"
-        raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no products of such "
-                          f"weights with inputs of {dtype} (it has {has}); leave it at auto")
+    dtype = config.dtype if config.dtype != "auto" else (platform.defaults.dtype or model_config.dtype)
     return Settings(
         dtype=dtype,
         max_model_len=_max_model_len(config, model_config),
@@ -94,7 +80,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         block_size=block_size,
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
-        weight_forms=forms,
+        weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
     )
 
@@ -110,6 +96,34 @@ def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_
         has_windows=any(window is not None and window < settings.max_model_len for window in windows),
         tower=None if vision is None else (vision.num_heads, vision.hidden_size // vision.num_heads),
     )  # fmt: skip
+
+
+def _block_size(config: CacheConfig, platform: Platform) -> int:
+    block_size = config.block_size or platform.defaults.block_size
+    allowed = platform.supported_block_sizes
+    if allowed is not None and block_size not in allowed:
+        raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
+    return block_size
+
+
+def _check_states(config: CacheConfig, model_config: ModelConfig, max_num_batched_tokens: int, block_size: int) -> None:
+    """Raises ConfigError for snapshots of a model without states, and for chunks too short for one with them."""
+    snapshots = config.max_state_snapshots
+    if snapshots is not None and not model_config.state_layers:
+        raise ConfigError(f"max_state_snapshots {snapshots}: {model_config.model_type} has no layers "
+                          "with state; leave it out")
+    if model_config.state_layers and max_num_batched_tokens < state_alignment(block_size):
+        raise ConfigError(f"max_num_batched_tokens {max_num_batched_tokens}: chunks of this model's prompts begin at "
+                          f"multiples of {state_alignment(block_size)} tokens (64 and block_size); raise it to that")
+
+
+def _weight_forms(config: RunnerConfig, platform: Platform, dtype: str, graph_mode: str) -> tuple[str, ...]:
+    forms = () if graph_mode in platform.modes_without_forms else platform.forms_with(dtype)
+    if config.quantization not in ("auto", *forms) and not platform.rounds_weights:
+        has = ", ".join(forms) or "none of quantised ones"
+        raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no products of such "
+                          f"weights with inputs of {dtype} (it has {has}); leave it at auto")
+    return forms
 
 
 def _max_num_seqs(config: SchedulerConfig, model_config: ModelConfig, platform: Platform) -> int:
