@@ -1,11 +1,16 @@
-"""What drafts save on the cpu platform: the embedded models, plain steps against steps with drafts, in turns.
+"""What drafts save: plain steps against steps with drafts, in turns.
 
 Two engines in one process answer the same rows one after the other, and their answers are compared. A figure is the
-median over the repeats; a ratio is that of each pair. CPU seconds are of this process, with one thread; on a busy
-machine they say more than seconds of a clock. Prints a line for each case, then one JSON line.
+median over the repeats; a ratio is that of each pair. On the cpu platform it is of CPU seconds of this process, with
+one thread: on a busy machine they say more than seconds of a clock. Elsewhere it is of the clock's. Prints a line for
+each case, then one JSON line.
 
-    python scripts/bench_speculative.py                                      # every case, some minutes
+    python scripts/bench_speculative.py                                      # the embedded model on cpu, some minutes
     python scripts/bench_speculative.py --rows 1 --method forced --repeats 9
+    python scripts/bench_speculative.py --platform cuda --model qwen3-8b --method forced     # random weights
+
+A model of random weights has a vocabulary in which a text has one spelling, and a schema whose fields are four free
+characters each. So most tokens are forced, and each of them is kept.
 """
 
 from __future__ import annotations
@@ -14,11 +19,15 @@ import argparse
 import itertools
 import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from bench_common import commit, versions
+from bench_device_shapes import TEXT, make_text_model
+from bench_structured import write_vocabulary
 from shapes.drawing import TEST_SEEDS, draw_json_example
 
 from npu_runner import LLM, SamplingParams
@@ -32,6 +41,7 @@ _METHODS: dict[str, dict[str, Any]] = {
 # the model chooses where they are, and only names are forced.
 _TASKS: dict[str, dict[str, Any] | None] = {"compact": {"disable_any_whitespace": True},
                                             "blanks": {"whitespace_pattern": " ?"}, "text": None}
+_EMBEDDED = "shapes-vl"
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
 
 
@@ -41,26 +51,56 @@ def main() -> None:
     parser.add_argument("--method", nargs="+", choices=_METHODS, default=list(_METHODS))
     parser.add_argument("--task", nargs="+", choices=_TASKS, default=list(_TASKS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--platform", default="cpu")
+    parser.add_argument("--model", default=_EMBEDDED, choices=[_EMBEDDED, *sorted(TEXT)])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        results = compare(arguments, folder)
+    print(json.dumps({"bench": "bench_speculative", "commit": commit(), "model": arguments.model,
+                      "platform": arguments.platform, "repeats": arguments.repeats,
+                      "versions": versions("torch", "triton", "llguidance"), "cases": results}))
+
+
+def compare(arguments: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+    settings: dict[str, Any] = {"platform": arguments.platform, "max_num_seqs": max(arguments.rows)}
+    model, tasks = arguments.model, arguments.task
+    if model == _EMBEDDED:
+        settings |= {"preprocessing_workers": 0, "max_model_len": 1024}
+    else:
+        path = make_text_model(Path(folder), model)
+        write_vocabulary(path, TEXT[model], spells_once=True)
+        model, tasks = str(path), ["schema"]
+        settings |= {"load_format": "dummy", "max_model_len": 4096}
     results = []
-    with _engine(None) as plain:
+    # Of a device's memory each of both engines takes a part.
+    with LLM(model, **settings, memory_utilization=0.45) as plain:
         for method in arguments.method:
-            with _engine(_METHODS[method]) as drafted:
-                for task, num_rows in itertools.product(arguments.task, arguments.rows):
+            with LLM(model, **settings, memory_utilization=0.9, speculative_config=_METHODS[method]) as drafted:
+                for task, num_rows in itertools.product(tasks, arguments.rows):
                     found = measure(plain, drafted, task, num_rows, arguments.repeats)
                     results.append({"method": method, "task": task, "rows": num_rows, **found})
                     print(describe(results[-1]), flush=True)
-    print(json.dumps({"bench": "bench_speculative", "commit": commit(), "model": "shapes-vl", "platform": "cpu",
-                      "repeats": arguments.repeats, "versions": versions("torch", "llguidance"), "cases": results}))
-
-
-def _engine(speculative: dict[str, Any] | None) -> LLM:
-    return LLM("shapes-vl", platform="cpu", max_model_len=1024, max_num_seqs=64, preprocessing_workers=0,
-               speculative_config=speculative)
+    return results
 
 
 def requests(task: str, num_rows: int) -> tuple[list[Any], list[SamplingParams]]:
+    return table_requests(num_rows) if task == "schema" else questions(task, num_rows)
+
+
+def table_requests(num_rows: int) -> tuple[list[Any], list[SamplingParams]]:
+    """Tables of a schema of their own, cut after 256 tokens."""
+    params = []
+    for number in range(num_rows):
+        value = {"type": "string", "pattern": "^[a-z]{4}$"}
+        columns = {f"{word}_{number}": value for word in ("name", "kind", "town", "day")}
+        row = {"type": "object", "properties": columns, "required": list(columns), "additionalProperties": False}
+        rule = {"json": {"type": "array", "items": row, "minItems": 1000}, "disable_any_whitespace": True}
+        params.append(SamplingParams(temperature=0.6, seed=number, max_tokens=256, structured_outputs=rule))
+    return [[{"role": "user", "content": f"Table {number}, please."}] for number in range(num_rows)], params
+
+
+def questions(task: str, num_rows: int) -> tuple[list[Any], list[SamplingParams]]:
     """Questions that the model was trained to answer in JSON, each with the schema of its answer or without."""
     rows, params = [], []
     for number in range(num_rows):
@@ -85,9 +125,10 @@ def measure(plain: LLM, drafted: LLM, task: str, num_rows: int, repeats: int) ->
             llm.chat(rows, params)
             seconds[name].append(time.process_time() - cpu)
             wall[name].append(time.perf_counter() - clock)
-    ratios = [one / two for one, two in zip(seconds["plain"], seconds["drafted"], strict=True)]
+    shown = seconds if plain.engine.info.description.get("platform") == "cpu" else wall
+    ratios = [one / two for one, two in zip(shown["plain"], shown["drafted"], strict=True)]
     num_equal = sum(one == two for one, two in zip(*answers.values(), strict=True))
-    return {"cpu_seconds": seconds, "wall_seconds": wall, "speed_up": statistics.median(ratios),
+    return {"seconds": shown, "cpu_seconds": seconds, "wall_seconds": wall, "speed_up": statistics.median(ratios),
             "speed_ups": ratios, "equal_answers": num_equal, **_counts(before, drafted.stats(), repeats)}
 
 
@@ -100,7 +141,7 @@ def _counts(before: EngineStats, after: EngineStats, repeats: int) -> dict[str, 
 
 
 def describe(found: dict[str, Any]) -> str:
-    plain, drafted = (statistics.median(found["cpu_seconds"][name]) for name in ("plain", "drafted"))
+    plain, drafted = (statistics.median(found["seconds"][name]) for name in ("plain", "drafted"))
     share = found["num_accepted_tokens"] / found["num_draft_tokens"] if found["num_draft_tokens"] else 0.0
     of_all = found["num_accepted_tokens"] / max(1, found["num_decode_tokens"])
     return (f"{found['method']:<7} {found['task']:<7} {found['rows']:>3} rows: {plain:.3f} s plain, {drafted:.3f} s "

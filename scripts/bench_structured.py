@@ -149,13 +149,15 @@ def reach(folder: Path, length: int) -> None:
     file.write_text(json.dumps(config | {"max_position_embeddings": max(length, config["max_position_embeddings"])}))
 
 
-def write_vocabulary(folder: Path, config: dict[str, Any]) -> None:
+def write_vocabulary(folder: Path, config: dict[str, Any], *, spells_once: bool = False) -> None:
     """A tokenizer of all the config's tokens: all bytes, then pairs of bytes, then pairs with one byte more. Its
-    special tokens are where the config has them."""
+    special tokens are where the config has them. With `spells_once` only bytes outside of ASCII are in such pairs, so
+    a text in ASCII has one spelling."""
     special = {config["bos_token_id"]: "<|endoftext|>", config["eos_token_id"]: "<|im_end|>"}
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(first, second) for first in letters for second in letters]
-    merges = [*pairs, *((first + second, third) for third in letters for first, second in pairs)]
+    joined = [letter for letter in letters if not (spells_once and letter.isascii())]
+    pairs = [(first, second) for first in joined for second in joined]
+    merges = [*pairs, *((first + second, third) for third in joined for first, second in pairs)]
     merges = merges[: config["vocab_size"] - len(letters) - len(special)]
     tokens = iter([*letters, *(first + second for first, second in merges)])
     vocabulary = {special[index] if index in special else next(tokens): index for index in range(config["vocab_size"])}

@@ -83,8 +83,6 @@ class Platform(ABC):
     """`quantization` int8 is taken without such products: what was rounded is dequantised."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
-    verifies_drafts: bool = False
-    """Steps of several tokens a row are served (`speculative_config`). They are eager."""
     lost_error_remedy = "run again with each operation waited for"
     """What shows the error of an operation that runs behind the host's back."""
     ray_resource: str

@@ -8,8 +8,8 @@ same, one launch writes new entries to both places, and nothing is gathered. A s
 nothing. All of it is queued before the step's forward. The device works in order, so a step under way has read its rows
 before the next step's are written.
 
-S slots, the null one included, R rows of a step at most, B rows of a step, W blocks of the longest sequence, N entries
-that are new.
+S slots, the null one included, R rows of a step at most (with drafts its tokens), B rows of a step, W blocks of the
+longest sequence, N entries that are new.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class TableNews(NamedTuple):
 class BlockTables:
     """`on_host_SW` and `rows_RW`: int32, zeros at first, which is the null block."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device):
-        self.null_slot = max_num_seqs
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device, most_rows: int = 0):
+        """`most_rows`: R, where that is more than `max_num_seqs`."""
+        self.null_slot, most_rows = max_num_seqs, max(max_num_seqs, most_rows)
         self.on_host_SW = np.zeros((max_num_seqs + 1, max_blocks), dtype=np.int32)
         # Rows first: what a graph reads begins where its memory begins, which torchair leaves in its place.
-        both = torch.zeros((2 * max_num_seqs + 1, max_blocks), dtype=torch.int32, device=device)
-        self.rows_RW, self._slots_SW = both[:max_num_seqs], both[max_num_seqs:]
+        both = torch.zeros((most_rows + max_num_seqs + 1, max_blocks), dtype=torch.int32, device=device)
+        self.rows_RW, self._slots_SW = both[:most_rows], both[most_rows:]
         self._flat = both.view(-1)
-        self._first_slot = max_num_seqs
+        self._first_slot = most_rows
         self._gathered_B: np.ndarray | None = None
         self._row_of_S = np.full(max_num_seqs + 1, -1, dtype=np.int64)
         self._has_one_row_each = True

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 # Elements of a bucket's buffer for what is new in block tables, a row. An entry is three; a row may get a block and
 # give one up, for two places each.
 _NEWS_A_ROW = 16
+_MOST_DRAFTED_ROWS = 512
 
 
 def most_padding(sizes: Sequence[int]) -> int:
@@ -35,13 +36,19 @@ def most_padding(sizes: Sequence[int]) -> int:
     return max((size - below - 1 for below, size in pairwise((0, *sorted(sizes)))), default=0)
 
 
-def bucket_sizes(max_num_seqs: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Those of `given` up to `max_num_seqs`; None: 1, 2, 4, 8, multiples of 16, and `max_num_seqs` at the end."""
+def bucket_sizes(max_num_seqs: int, given: Sequence[int] | None = None, most_tokens: int = 0) -> tuple[int, ...]:
+    """Those of `given` up to `max_num_seqs`; None: 1, 2, 4, 8, multiples of 16, and `max_num_seqs` at the end.
+
+    `most_tokens`: of a step with drafts, where a token is a row. It raises the end of `given`; of None there follow
+    multiples of 16 up to 128, and of 64 up to 512. Larger steps run eagerly: they have work enough to hide launches.
+    """
     if given is not None:
-        return tuple(size for size in given if size <= max_num_seqs)
+        return tuple(size for size in given if size <= max(max_num_seqs, most_tokens))
     sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
-    sizes += range(16, max_num_seqs, 16)
-    return (*sizes, max_num_seqs)
+    sizes += [*range(16, max_num_seqs, 16), max_num_seqs]
+    last = min(most_tokens, _MOST_DRAFTED_ROWS)
+    more = [*(size for size in (2, 4, 8) if size < last), *range(16, min(last, 128), 16), *range(128, last, 64), last]
+    return (*sizes, *(size for size in more if size > max_num_seqs))
 
 
 @dataclass
@@ -142,8 +149,9 @@ class DecodeBuckets:
         return f"{text} (stopped at {self._refused[0]}: {self._refused[1]})" if self._refused else text
 
     def _make(self, size: int, forward: DecodeForward) -> Bucket:
-        draws = {"uniforms": np.zeros(size, dtype=np.float32)}
-        arrays = step_arrays(dummy_decode(size, 1), draws, 0, self.block_size, self.tables.on_host_SW)
+        draws, step = {"uniforms": np.zeros(size, dtype=np.float32)}, dummy_decode(size, 1)
+        step.slots_B %= self.tables.null_slot  # more rows than that are tokens of fewer sequences
+        arrays = step_arrays(step, draws, 0, self.block_size, self.tables.on_host_SW)
         arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
         layout, num_elements = plan_layout(arrays)
         staging = torch.zeros(num_elements, dtype=torch.int32)
@@ -154,9 +162,10 @@ class DecodeBuckets:
         return Bucket(size, num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors), forward)
 
 
-def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], block_size: int, *, max_num_seqs: int,
+def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], slots: np.ndarray, block_size: int, *, max_num_seqs: int,
              repeats_a_row: bool = False) -> dict[str, np.ndarray]:
-    """Fill the bucket's host arrays with a smaller batch, and return them, until the next call.
+    """Fill the bucket's host arrays with a smaller batch, whose rows have the block tables of `slots`, and return them,
+    until the next call.
 
     `table_slots` with them: whose block table each row is to have, the null slot's (`max_num_seqs`) for padded ones.
     With `repeats_a_row` these read what the shortest real one reads (`AttentionBackend.pads_with_real_rows`).
@@ -168,7 +177,7 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], block_size: int, *, 
         target[:count] = source
         target[count:] = padding(name, padded_rows, block_size, max_num_seqs)
     table_slots_B = np.full(bucket.batch_size, max_num_seqs, dtype=np.int32)
-    table_slots_B[:count] = arrays["state_slots"]
+    table_slots_B[:count] = slots
     if repeats_a_row:
         shortest = int(arrays["context_lens"].argmin())
         bucket.host["context_lens"][count:] = bucket.host["context_lens"][shortest]

@@ -71,7 +71,8 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     """
     steps, settings = parts.steps, parts.settings
     compiler = steps.platform.make_graph_compiler(_graph_settings(parts))
-    buckets = DecodeBuckets(bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes), compiler,
+    sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, settings.most_drafted_rows)
+    buckets = DecodeBuckets(sizes, compiler,
                             block_size=settings.block_size, last_tokens=steps.last_tokens_S, tables=steps.tables,
                             max_padding=steps.states.plan.num_padding if steps.states else None)
     steps.buckets = buckets
@@ -106,7 +107,7 @@ def _record_draws(steps: StepRunner, buckets: DecodeBuckets) -> None:
     sampler = steps.sampler
     for bucket in buckets.compiled() if buckets.compiler.records else []:
         logits_PV = bucket.forward(bucket.inputs)  # with all ranks
-        if sampler is None:
+        if sampler is None or bucket.batch_size > steps.max_num_seqs:  # drafts are drawn place by place
             continue
         try:
             sampler.record(logits_PV, {name: bucket.tensors[name] for name in SAMPLER_ARRAYS}, buckets.compiler.record)
@@ -136,7 +137,7 @@ def _fill(steps: StepRunner, bucket: Bucket, batch: ScheduledBatch) -> dict[str,
     draws = {"uniforms": np.zeros(batch.batch_size, dtype=np.float32)}
     steps.tables.learn(batch.new_blocks_N3)
     arrays = step_arrays(batch, draws, 0, steps.block_size, steps.tables.on_host_SW)
-    return steps.fill(bucket, batch, arrays)
+    return steps.fill(bucket, batch, arrays, batch.slots_B)
 
 
 def _graph_settings(parts: DecodeParts) -> GraphSettings:
@@ -173,7 +174,7 @@ def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
     The last tokens and the block tables are written, too.
     """
     steps = parts.steps
-    num_rows = min(bucket.batch_size, parts.num_blocks - 1)
+    num_rows = min(bucket.batch_size, steps.max_num_seqs, parts.num_blocks - 1)
     made_up = [dummy_decode(num_rows, place + 1) for place in range(_NUM_TOKENS)]
     rng = np.random.default_rng(0)
     vocab_size = parts.model_config.vocab_size

@@ -78,6 +78,19 @@ def dummy_decode(batch_size: int, context_len: int) -> ScheduledBatch:
     )
 
 
+def dummy_rows(num_rows: int, context_len: int, max_num_seqs: int) -> ScheduledBatch:
+    """`dummy_decode`, for more rows than sequences, too: then they have drafts, and all of their tokens are rows."""
+    if num_rows <= max_num_seqs:
+        return dummy_decode(num_rows, context_len)
+    query_lens = np.full(max_num_seqs, num_rows // max_num_seqs, dtype=np.int32)
+    query_lens[: num_rows % max_num_seqs] += 1
+    return replace(
+        dummy_decode(max_num_seqs, 1), token_ids_T=np.zeros(num_rows, dtype=np.int32), query_lens_B=query_lens,
+        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens]),
+        context_lens_B=query_lens,
+    )
+
+
 def _slices(images: Sequence[ImageInput], num_tokens: int) -> list[ImageSlice]:
     slices = []
     row = 0

@@ -31,7 +31,7 @@ from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOu
 from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
-from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
+from npu_runner.runner.dummy import dummy_images, dummy_prefill, dummy_rows
 from npu_runner.runner.images import ImageEncoder, VisionCache
 from npu_runner.runner.kv_cache import KVCacheShape, cache_window, check_kv_cache_bytes, fit_states, plan_kv_cache
 from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
@@ -261,10 +261,11 @@ class ModelRunner(ModelRunnerBase):
             images=self._images_of_dummy_run(num_tokens, batch_size),
         )]
         first_len = 1 if in_capturing else max(1, num_tokens // batch_size)
-        if self.model_config.pooling is not None:
-            expected_decode_len = 0  # vectors are pooled from prefills
-        for context_len in range(first_len, first_len + expected_decode_len):
-            steps.append(dummy_decode(batch_size, min(context_len, self.max_model_len)))
+        num_decodes = 0 if self.model_config.pooling is not None else expected_decode_len  # those pool their prefills
+        steps += [dummy_rows(batch_size, min(context_len, self.max_model_len), self.settings.max_num_seqs)
+                  for context_len in range(first_len, first_len + num_decodes)]
+        if self.settings.most_drafted_rows and not in_capturing and self.platform.memory.info() is not None:
+            steps.append(dummy_rows(self.settings.most_drafted_rows, 1, self.settings.max_num_seqs))
         with torch.inference_mode(), self._serving_state_aside(batch_size):
             for step in steps:
                 self.execute_model(step)
@@ -388,6 +389,7 @@ class ModelRunner(ModelRunnerBase):
             "tp": self.tp, "block_size": self.settings.block_size, "max_num_seqs": self.settings.max_num_seqs,
             "max_model_len": self.max_model_len, "guard": self.guard, "gated_delta": self.gated_delta,
             "images": self._make_image_encoder(self.vision_cache), "states": self.states,
+            "most_rows": self.settings.most_drafted_rows,
         }
         if self.model_config.pooling is not None:
             return PoolingStepRunner(*placed, pooling=self.model_config.pooling,

@@ -33,6 +33,13 @@ class Settings:
     speculative: SpeculativeConfig | None = None
     """None: one token a step."""
 
+    @property
+    def most_drafted_rows(self) -> int:
+        """Tokens of the largest step with drafts; 0: there are none."""
+        if self.speculative is None:
+            return 0
+        return min(self.max_num_batched_tokens, self.speculative.most_tokens(self.max_num_seqs))
+
     def describe(self) -> dict[str, str]:
         """Of what shapes an answer, what is decided here."""
         drafts = {} if self.speculative is None else {"speculative_config": self.speculative.describe()}
@@ -57,14 +64,12 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
 
     Raises ConfigError for combinations that this model or platform cannot do.
     """
-    scheduler, speculative = config.scheduler, _speculative(config.scheduler, model_config, platform)
+    scheduler, speculative = config.scheduler, _speculative(config.scheduler, model_config)
     check_expert_parallel(config, model_config)
     max_num_seqs = _max_num_seqs(scheduler, model_config, platform)
     block_size = _block_size(config.cache, platform)
-    graph_mode = _graph_mode(config.graphs, model_config, platform, max_num_seqs)
-    if speculative is not None and graph_mode != "eager":
-        raise ConfigError(f"speculative_config: steps of several tokens are eager, and graph_mode is {graph_mode}; set "
-                          "it to eager, or leave speculative_config out")
+    most_rows = max_num_seqs if speculative is None else speculative.most_tokens(max_num_seqs)
+    graph_mode = _graph_mode(config.graphs, model_config, platform, most_rows)
     max_num_batched_tokens = scheduler.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
     _check_states(config.cache, model_config, max_num_batched_tokens, block_size)
     if config.attention_backend not in ("auto", *platform.attention_backends):
@@ -136,7 +141,7 @@ def _max_num_seqs(config: SchedulerConfig, model_config: ModelConfig, platform: 
     return max_num_seqs
 
 
-def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platform, max_num_seqs: int) -> str:
+def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platform, most_rows: int) -> str:
     graph_mode = "eager" if config.enforce_eager else config.graph_mode
     if model_config.pooling is not None:
         if graph_mode not in ("auto", "eager"):
@@ -149,22 +154,20 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
     platform.check_graph_mode(graph_mode)
     if graph_mode == "eager" and config.graph_batch_sizes is not None:
         raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes} has no use in eager mode; set graph_mode")
-    if config.graph_batch_sizes is not None and config.graph_batch_sizes[-1] > max_num_seqs:
-        raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes}: no step has more than max_num_seqs "
-                          f"{max_num_seqs} sequences; raise that or leave the larger sizes out")
+    if config.graph_batch_sizes is not None and config.graph_batch_sizes[-1] > most_rows:
+        raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes}: no step has more than {most_rows} rows, by "
+                          "max_num_seqs (with drafts, by them, too); raise that or leave the larger sizes out")
     return graph_mode
 
 
-def _speculative(config: SchedulerConfig, model_config: ModelConfig, platform: Platform) -> SpeculativeConfig | None:
-    """Refuses models and platforms that drafts are not verified on."""
+def _speculative(config: SchedulerConfig, model_config: ModelConfig) -> SpeculativeConfig | None:
+    """Refuses models whose drafts are not verified."""
     speculative = config.speculative
     if speculative is None:
         return None
     problem = None
     if model_config.pooling is not None:
         problem = "the model pools its prompts, no token is drawn"
-    elif not platform.verifies_drafts:
-        problem = f"platform {platform.name} verifies no drafts yet (cpu does)"
     elif model_config.state_layers:
         problem = f"{model_config.model_type} has layers with state, which go back to no earlier token yet"
     if problem is not None:

@@ -25,9 +25,12 @@ from npu_runner.platforms.attention import ends_of_tokens
 from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
+from npu_runner.runner.buckets import Bucket
 from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay, step_logprobs
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
+
+_OF_TOKENS = ("positions", "slot_mapping", "context_lens", "state_slots")
 
 
 @dataclass
@@ -84,7 +87,10 @@ class VerifiedStep:
 
 
 class SpeculativeStepRunner(StepRunner):
-    """A StepRunner whose decode steps may have drafts; steps that have none are as ever. One step is under way."""
+    """A StepRunner whose decode steps may have drafts; steps that have none are as ever. One step is under way.
+
+    Graphs are those of plain steps: one of P rows runs P tokens, of as many sequences or fewer.
+    """
 
     def __init__(self, *arguments: Any, speculative: SpeculativeConfig, **settings: Any):
         super().__init__(*arguments, **settings)
@@ -96,17 +102,21 @@ class SpeculativeStepRunner(StepRunner):
         return super().admit(batch)
 
     def prepare(self, batch: ScheduledBatch, number: int, of_rows: dict[str, np.ndarray]) -> PreparedStep:
-        """A step with drafts is an eager decode step whose rows are the batch's tokens."""
+        """A step with drafts is a decode step whose rows are the batch's tokens."""
         if not batch.has_drafts:
             return super().prepare(batch, number, of_rows)
         self.tables.learn(batch.new_blocks_N3)
         rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
         query_lens, context_lens = batch.query_lens_B.tolist(), batch.context_lens_B.tolist()
         arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW) | {
-            "tokens": batch.token_ids_T, "context_lens": ends_of_tokens(query_lens, context_lens),
-            "rows": rows_T.astype(np.int32),
-            # Tokens are looked up by these, and none of them has a state.
-            "state_slots": np.arange(len(rows_T), dtype=np.int32)}
+            "context_lens": ends_of_tokens(query_lens, context_lens),
+            # Tokens are looked up by these, behind those of sequences, and none of them has a state.
+            "state_slots": np.arange(self.max_num_seqs, self.max_num_seqs + len(rows_T), dtype=np.int32)}
+        bucket = self.buckets.find(len(rows_T)) if self.buckets else None
+        if bucket is not None:
+            return self._prepare_graph(batch, number, bucket, arrays, batch.slots_B[rows_T])
+        arrays |= {"tokens": batch.token_ids_T, "rows": rows_T.astype(np.int32),
+                   "state_slots": np.arange(len(rows_T), dtype=np.int32)}
         news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
         tensors = to_device(self.platform.memory, {**arrays, "table_news": news.flat}, self.device)
         tables_BW = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)
@@ -114,6 +124,14 @@ class SpeculativeStepRunner(StepRunner):
         on_host_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
         plan = self.attention.plan_drafts(query_lens, context_lens, on_host_BW, self.device)
         return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan)
+
+    def _prepare_graph(self, batch: ScheduledBatch, number: int, bucket: Bucket, arrays: dict[str, np.ndarray],
+                       slots_T: np.ndarray) -> PreparedStep:
+        """The same, run by a graph of plain steps with as many rows. What the sampler takes is sent place by place."""
+        own = to_device(self.platform.memory, {"tokens": batch.token_ids_T, "slots": arrays["slots"]}, self.device)
+        self.fill(bucket, batch, {name: arrays[name] for name in _OF_TOKENS}, slots_T)
+        self.last_tokens_S[self.max_num_seqs :][: len(slots_T)].copy_(own["tokens"])
+        return PreparedStep(batch, number, {**bucket.tensors, "slots": own["slots"]}, bucket.inputs, bucket, None)
 
     def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> Any:
         """Of a step with drafts all tokens are on the host by then; None on ranks that do not sample."""

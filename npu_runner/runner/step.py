@@ -129,7 +129,8 @@ class StepRunner:
     def __init__(self, model: LanguageModel, attention: AttentionBackend, platform: Platform, device: torch.device, *,
                  tp: TensorParallel, block_size: int, max_num_seqs: int, max_model_len: int, images: ImageEncoder,
                  sampler: Sampler | None, guard: MemoryGuard, gated_delta: GatedDeltaBackend | None = None,
-                 states: StatePool | None = None):
+                 states: StatePool | None = None, most_rows: int = 0):
+        """`most_rows`: of a decode step, where that is more than `max_num_seqs`."""
         self.model = model
         self.decode_step = DecodeStep(model)
         self.attention = attention
@@ -145,8 +146,9 @@ class StepRunner:
         self.states = states
         self.buckets: DecodeBuckets | None = None
         self.clock = PhaseClock()
+        self.most_rows = max(max_num_seqs, most_rows)
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
-        self.last_tokens_S = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
+        self.last_tokens_S = torch.zeros(max_num_seqs + self.most_rows, dtype=torch.int32, device=device)
         self.size_tables(max_model_len)
         self._last_number = 0
         self._newest: StepUnderWay | None = None
@@ -154,7 +156,7 @@ class StepRunner:
     def size_tables(self, max_model_len: int) -> None:
         """Make the block tables, for sequences of so many tokens at most. Nothing runs, and no graph is compiled."""
         assert self.buckets is None, "graphs read the block tables where they are"
-        self.tables = BlockTables(self.max_num_seqs, -(-max_model_len // self.block_size), self.device)
+        self.tables = BlockTables(self.max_num_seqs, -(-max_model_len // self.block_size), self.device, self.most_rows)
 
     def submit(self, batch: ScheduledBatch) -> StepUnderWay:
         """Hand a step to the device, behind those that are under way."""
@@ -224,7 +226,7 @@ class StepRunner:
         if self._newest is not None and bucket is not None and self._waits_for_replay:
             self._newest.wait()
         if bucket is not None:
-            self.fill(bucket, batch, arrays)
+            self.fill(bucket, batch, arrays, batch.slots_B)
             return PreparedStep(batch, number, bucket.tensors, bucket.inputs, bucket, None)
         news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
         tensors = to_device(self.platform.memory, {**arrays, "table_news": news.flat}, self.device)
@@ -241,11 +243,12 @@ class StepRunner:
         state_plan = self.gated_delta and self.gated_delta.plan_prefill(query_lens, context_lens, saves, self.device)
         return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan, images)
 
-    def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Put a decode step's arrays into the bucket's static buffers, padded; returns what those hold, and the slots
-        that their block tables are of."""
+    def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray],
+             slots: np.ndarray) -> dict[str, np.ndarray]:
+        """Put a decode step's arrays, of rows with the block tables of `slots`, into the bucket's static buffers,
+        padded; returns what those hold, and the slots that their block tables are of."""
         assert self.buckets is not None, "a bucket is one of the buckets"
-        padded = pad_into(bucket, arrays, self.block_size, max_num_seqs=self.max_num_seqs,
+        padded = pad_into(bucket, arrays, slots, self.block_size, max_num_seqs=self.max_num_seqs,
                           repeats_a_row=self.attention.pads_with_real_rows)
         slots_B = padded["table_slots"]
         news = self.tables.news(batch.new_blocks_N3, slots_B)
@@ -257,7 +260,7 @@ class StepRunner:
     def launch(self, step: PreparedStep) -> Launched:
         """Hand out the forward."""
         if step.bucket is not None:
-            return Launched(step.bucket.forward(step.inputs)[: step.batch.batch_size])
+            return Launched(step.bucket.forward(step.inputs)[: step.batch.num_tokens])
         if not step.batch.is_prefill:
             return Launched(self.decode_step(step.inputs, step.plan))
         return self._prefill(step)

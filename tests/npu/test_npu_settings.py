@@ -38,7 +38,7 @@ def bucket(batch_size: int) -> Bucket:
 @pytest.mark.parametrize("repeats_a_row", [False, True])
 def test_padded_rows_read_the_shortest_real_row_and_write_each_to_its_own_null_slot(repeats_a_row: bool) -> None:
     arrays = {"slot_mapping": np.array([9, 13]), "context_lens": np.array([7, 3]), "state_slots": np.array([7, 4])}
-    padded = pad_into(bucket(4), arrays, BLOCK_SIZE, max_num_seqs=8, repeats_a_row=repeats_a_row)
+    padded = pad_into(bucket(4), arrays, arrays["state_slots"], BLOCK_SIZE, max_num_seqs=8, repeats_a_row=repeats_a_row)
     assert padded["state_slots"].tolist() == [7, 4, 8, 9]
     assert padded["slot_mapping"].tolist() == [9, 13, 2, 3]
     assert padded["context_lens"].tolist() == ([7, 3, 3, 3] if repeats_a_row else [7, 3, 1, 1])

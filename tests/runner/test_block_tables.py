@@ -66,7 +66,7 @@ class Device(World):
             news = self.tables.news(batch.new_blocks_N3, slots_B)
             tensors = to_device(CpuMemory(), {**arrays, "news": news.flat}, CPU)
             return self.tables.write(tensors["news"], news.num_entries, slots_B)
-        padded = pad_into(bucket, arrays, self.block_size, max_num_seqs=self.limits.max_num_seqs,
+        padded = pad_into(bucket, arrays, slots_B, self.block_size, max_num_seqs=self.limits.max_num_seqs,
                           repeats_a_row=self.repeats_a_row)
         slots_B = padded["table_slots"]
         news = self.tables.news(batch.new_blocks_N3, slots_B)

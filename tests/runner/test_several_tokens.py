@@ -20,10 +20,10 @@ from npu_runner.core.sequence import Sequence
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.speculative import SpeculativeConfig
+from tests.oracle import test_async_scheduling
 from tests.oracle.running import runner_of
 from tests.oracle.test_async_scheduling import (
     PARAMS,
-    SETTINGS,
     assert_logprobs_equal,
     failing_once,
     few_blocks,
@@ -31,6 +31,7 @@ from tests.oracle.test_async_scheduling import (
     without_logprobs,
 )
 
+SETTINGS: dict[str, Any] = {**test_async_scheduling.SETTINGS, "platform": "cpu"}
 DRAWN = SamplingParams(temperature=1.0, seed=4, max_tokens=18)
 MORE = [
     DRAWN.replace(no_repeat_ngram_size=2, ignore_eos=True),
@@ -43,6 +44,11 @@ MORE = [
     DRAWN.replace(prompt_logprobs=1, logprobs=0),
 ]
 FORCED = {"method": "forced", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def on_the_platform(platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, "platform", platform_name)
 
 
 class KnowsWhatFollows(Drafter):
@@ -75,11 +81,11 @@ def requests(llm: LLM, model_type: str) -> list[tuple[Any, SamplingParams]]:
 def both(path: Path, model_type: str, most: int, **settings: Any) -> tuple[list[RequestOutput], list[RequestOutput],
                                                                          EngineStats]:
     """The answers of plain steps, those of steps with drafts, and the counters of these."""
-    with LLM(path, platform="cpu", **SETTINGS, **settings) as llm:
+    with LLM(path, **SETTINGS, **settings) as llm:
         pairs = requests(llm, model_type)
         params, prompts = [each for each, _ in pairs], [prompt for _, prompt in pairs]
         plain = llm.generate(prompts, params)
-    with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, **SETTINGS, **settings) as llm:
+    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS, **settings) as llm:
         knows(llm, plain, most)
         drafted = llm.generate(prompts, params)
         return plain, drafted, llm.stats()
@@ -103,7 +109,7 @@ def test_every_feature_with_images_and_drafts_answers_as_without(checkpoint: Any
 
 def assert_every_feature_is_as_without(path: Path, model_type: str) -> None:
     """In few blocks, over prompts that are cut; with a prefix cache, in which blocks of drafts would be found."""
-    plain, drafted, stats = both(path, model_type, 3, **few_blocks(path, "cpu"))
+    plain, drafted, stats = both(path, model_type, 3, **few_blocks(path, SETTINGS["platform"]))
     assert_same(drafted, plain)
     reasons = {completion.finish_reason for output in drafted for completion in output.completions}
     assert reasons == {"stop", "length"}
@@ -114,23 +120,59 @@ def assert_every_feature_is_as_without(path: Path, model_type: str) -> None:
 def test_sequences_that_are_preempted_between_drafts_answer_as_without(checkpoint: Any) -> None:
     """Six rows grow to five blocks each, and there are seventeen."""
     path: Path = checkpoint("qwen3")
-    settings, prompts = SETTINGS | few_blocks(path, "cpu"), [f"{word} b c" * 3 for word in "adefgh"]
+    settings, prompts = SETTINGS | few_blocks(path, SETTINGS["platform"]), [f"{word} b c" * 3 for word in "adefgh"]
     params = DRAWN.replace(max_tokens=64, ignore_eos=True, repetition_penalty=1.1)
-    with LLM(path, platform="cpu", **settings) as llm:
+    with LLM(path, **settings) as llm:
         plain = llm.generate(prompts, params)
-    with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, **settings) as llm:
+    with LLM(path, speculative_config=FORCED, async_scheduling=False, **settings) as llm:
         knows(llm, plain, 3)
         assert_same(llm.generate(prompts, params), plain)
         stats = llm.stats()
-    assert stats.num_preemptions > 0
+    assert stats.num_preemptions > 0 or SETTINGS["platform"] != "cpu"  # there the cache is as large as ever
     assert stats.num_accepted_tokens > 0
     assert stats.kv_blocks_used == 0
+
+
+@pytest.mark.full("inductor compiles two graphs; captured ones stay on the emulated CANN")
+@pytest.mark.slow
+def test_steps_with_drafts_run_in_the_graphs_of_plain_ones(checkpoint: Any) -> None:
+    """Of 3 rows and of 12, which only drafts fill; larger steps are eager."""
+    path: Path = checkpoint("qwen3")
+    graphs = {"graph_mode": "reduce-overhead", "graph_batch_sizes": [3, 12], "max_num_batched_tokens": 64}
+    with LLM(path, **SETTINGS) as llm:
+        pairs = requests(llm, "qwen3")
+        plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
+    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS | graphs) as llm:
+        assert llm.engine.info.graphs == "3, 12"
+        knows(llm, plain, 3)
+        used = counted_replays(runner_of(llm).steps.buckets)
+        assert_same(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]), plain)
+        assert llm.stats().num_accepted_tokens > 0
+    assert used[3] > 0 < used[12]
+
+
+def counted_replays(buckets: Any) -> dict[int, int]:
+    """How often each graph runs from now on."""
+    counts = {bucket.batch_size: 0 for bucket in buckets.compiled()}
+
+    def counted(bucket: Any) -> Any:
+        forward = bucket.forward
+
+        def run(inputs: Any) -> Any:
+            counts[bucket.batch_size] += 1
+            return forward(inputs)
+
+        return run
+
+    for bucket in buckets.compiled():
+        bucket.forward = counted(bucket)
+    return counts
 
 
 def test_an_answer_takes_as_few_steps_as_its_drafts_allow(checkpoint: Any) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True)
     path: Path = checkpoint("qwen3")
-    with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
+    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
         knows(llm, [], 0)  # no draft at all
         plain = llm.generate(["a b c"], greedy)
         before = llm.stats()
@@ -157,10 +199,10 @@ def test_memory_that_runs_out_elsewhere_in_a_step_with_drafts_changes_no_answer(
 def assert_memory_that_runs_out_changes_nothing(path: Path, name: str, at_calls: tuple[int, ...]) -> None:
     """Some places of the step are drawn by then, and must not be drawn and counted again."""
     params = [DRAWN.replace(ignore_eos=True, repetition_penalty=1.3), DRAWN.replace(no_repeat_ngram_size=3)]
-    with LLM(path, platform="cpu", **SETTINGS) as llm:
+    with LLM(path, **SETTINGS) as llm:
         plain = llm.generate(["a b", "which of"], params)
     for at_call in at_calls:
-        with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
+        with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
             knows(llm, plain, 3)
             num_calls = failing_once(runner_of(llm).steps, name, at_call)
             assert_same(llm.generate(["a b", "which of"], params), plain)
@@ -171,10 +213,10 @@ def assert_memory_that_runs_out_changes_nothing(path: Path, name: str, at_calls:
 @pytest.mark.slow
 def test_two_ranks_with_drafts_answer_as_one_without(checkpoint: Any) -> None:
     path: Path = checkpoint("qwen3")
-    with LLM(path, platform="cpu", **SETTINGS) as llm:
+    with LLM(path, **SETTINGS) as llm:
         pairs = requests(llm, "qwen3")
         plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
-    with LLM(path, platform="cpu", speculative_config=FORCED, async_scheduling=False, tensor_parallel_size=2,
+    with LLM(path, speculative_config=FORCED, async_scheduling=False, tensor_parallel_size=2,
              **SETTINGS) as llm:
         knows(llm, plain, 3)
         assert_same(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]), plain)

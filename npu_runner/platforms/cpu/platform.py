@@ -27,7 +27,6 @@ class CpuPlatform(Platform):
         async_scheduling=False,  # there is no other device: a step launched early only ends later
     )
     rounds_weights = True  # float32 products are the reference that others are compared with
-    verifies_drafts = True
     ray_resource = "CPU"
 
     def why_unavailable(self) -> str | None:

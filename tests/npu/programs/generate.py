@@ -62,6 +62,7 @@ def run_case(case: Case) -> dict[str, Any]:
             "logprobs": [[dict(top_of(place)) for place in output.logprobs or []] for output in outputs],
             "graphs": llm.engine.info.graphs,
             "before": before, "after": snapshot(),
+            "num_accepted_tokens": stats.num_accepted_tokens,
             "num_preemptions": stats.num_preemptions, "prefix_cache_hits": stats.prefix_cache_hits,
         }
 
