@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -152,6 +152,17 @@ class Matchers:
 
         masks_CW: int32 (C, num_words). Whether a matcher failed meanwhile is for it to say.
         """
+        self._fill(matchers, [row for _, row in matchers], masks_CW, "unsafe_compute_mask_ptr")
+
+    def fill_behind(self, matchers: Sequence[tuple[LLMatcher, int, list[int]]], masks_CW: np.ndarray) -> None:
+        """`fill`, of each (matcher, row, tokens) also what may come behind each of the tokens, in the rows below.
+
+        Behind the first token that may not come itself nothing is written. The matchers stay where they are.
+        """
+        rows = [row + place for _, row, tokens in matchers for place in range(1 + len(tokens))]
+        self._fill(matchers, rows, masks_CW, "unsafe_compute_mask_ptr_with_draft_token")
+
+    def _fill(self, matchers: Sequence[tuple[Any, ...]], rows: Sequence[int], masks_CW: np.ndarray, how: str) -> None:
         from llguidance import LLExecutor
 
         if self._executor is None:
@@ -159,9 +170,9 @@ class Matchers:
         assert masks_CW.dtype == np.int32, f"{masks_CW.dtype} is no mask"
         assert masks_CW.flags["C_CONTIGUOUS"], "masks lie one behind the other"
         num_rows, num_words = masks_CW.shape
-        self._executor.unsafe_compute_mask_ptr(list(matchers), masks_CW.ctypes.data, 4 * num_words, num_rows)
+        getattr(self._executor, how)(list(matchers), masks_CW.ctypes.data, 4 * num_words, num_rows)
         if len(self._eos_token_ids) > 1 and not _takes_several_ends():
-            _allow_every_end(masks_CW, [row for _, row in matchers], self._eos_token_ids)
+            _allow_every_end(masks_CW, rows, self._eos_token_ids)
 
     def close(self) -> None:
         """End the threads, with what they have not begun. May be called twice; nothing is prepared any more."""

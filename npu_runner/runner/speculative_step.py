@@ -1,10 +1,11 @@
 """Decode steps with drafts: several tokens a row in one forward, whose successors are then drawn one place after the
 other.
 
-The sampler draws the first place of all rows, then the second of those whose first draft was drawn, and so on. So each
-place has the history that plain steps would have left: counts, penalties, bans, masks, bad words, uniform numbers. A
-draft that is not drawn never reaches the sampler, and what is drawn in its place is the row's last token of the step.
-The host compares, so it waits for each place. That costs nothing where there is no other device.
+Most requests draw each token as if no other were drawn, but for a grammar's mask. Then all places are drawn at once,
+and the host keeps each row's tokens up to its first draft that is another token. Otherwise the sampler draws the first
+place of all rows, then the second of those whose first draft was drawn, and so on. So each place has the history that
+plain steps would have left: counts, penalties, bans, bad words, n-grams. The host waits for each place then. A draft
+that is not drawn never reaches the sampler, and what is drawn in its place is the row's last token of the step.
 
 To the network a token is a row of its own: it attends to its slot's blocks up to itself, as in a step of one token.
 
@@ -28,7 +29,7 @@ from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.buckets import Bucket
 from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay, step_logprobs
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
-from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
+from npu_runner.sampling.sampler import ALL_BANNED, HostSample, Sampler, SamplerOutput
 
 _OF_TOKENS = ("positions", "slot_mapping", "context_lens", "state_slots")
 
@@ -78,6 +79,22 @@ class VerifiedStep:
         self.rows_R = rows_R[has_more_R & (self.batch.token_ids_T[next_R] == drawn_R)]
         self.logprobs.append(step_logprobs(self.batch.batch_size, rows_R, sample))
         self.drawn = None
+
+    def take_all(self, sample: HostSample) -> None:
+        """What was drawn behind each token of the step, as if all drafts before it were drawn."""
+        batch = self.batch
+        drawn_T, ends = sample.token_ids_B.tolist(), (self._firsts_B + batch.query_lens_B).tolist()
+        for row, (first, end) in enumerate(zip(self._firsts_B.tolist(), ends, strict=True)):
+            drafts = [*batch.token_ids_T[first + 1 : end].tolist(), None]
+            kept = next(place for place, draft in enumerate(drafts) if drawn_T[first + place] != draft)
+            # Where nothing may come, the next step says why.
+            count = kept if kept and drawn_T[first + kept] == ALL_BANNED else kept + 1
+            self.tokens[row] = drawn_T[first : first + count]
+            self.next_input_ids_B[row] = max(0, self.tokens[row][-1])
+            if first in sample.problems:
+                self.problems[row] = sample.problems[first]
+        self.logprobs = [None] * max(map(len, self.tokens))
+        self.rows_R, self.drawn = self.rows_R[:0], None
 
     def is_done(self) -> bool:
         return True
@@ -139,6 +156,12 @@ class SpeculativeStepRunner(StepRunner):
         if verified is None:
             return super().make_result(step, logits_BV, of_rows)
         if self.sampler is not None:
+            if not verified.place and self.sampler.draws_at_once(step.batch.slots_B):
+                verified.drawn = verified.drawn or self._draw_all(self.sampler, step, logits_BV)
+                sample = verified.drawn.to_host()
+                self.check_receipts(step, sample.receipts_B)
+                verified.take_all(sample)
+                self.sampler.take_drafts(step.batch.slots_B, verified.tokens)
             while len(verified.rows_R):
                 # The sampler has counted what it drew: a step that is made again takes that, and draws it no more.
                 verified.drawn = verified.drawn or self._draw(self.sampler, step, verified, logits_BV)
@@ -148,6 +171,17 @@ class SpeculativeStepRunner(StepRunner):
         last_B = torch.from_numpy(verified.next_input_ids_B).to(self.device)
         self.last_tokens_S.index_copy_(0, step.tensors["slots"], self.tp.broadcast(last_B))
         return None if self.sampler is None else verified
+
+    def _draw_all(self, sampler: Sampler, step: PreparedStep, logits_TV: Tensor) -> SamplerOutput:
+        batch = step.batch
+        lens, ends = batch.query_lens_B.tolist(), np.cumsum(batch.query_lens_B).tolist()
+        slots_T = np.repeat(batch.slots_B, lens)
+        places_T = ends_of_tokens(lens, lens) - 1
+        arrays = to_device(self.platform.memory, {
+            "slots": slots_T.astype(np.int64), "uniforms": sampler.host_inputs(slots_T, places_T),
+            "receipts": np.full(len(slots_T), step.number, dtype=np.int32)}, self.device)
+        drafts = [batch.token_ids_T[end - num + 1 : end].tolist() for num, end in zip(lens, ends, strict=True)]
+        return sampler.draw_drafts(logits_TV, *(arrays[name] for name in SAMPLER_ARRAYS), batch.slots_B, drafts)
 
     def _draw(self, sampler: Sampler, step: PreparedStep, verified: VerifiedStep, logits_TV: Tensor) -> SamplerOutput:
         """The next token of each row that still draws, by the same call as in a step of one token."""

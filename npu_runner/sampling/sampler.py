@@ -29,14 +29,13 @@ from npu_runner.request.prompt_inputs import Thinking
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling import sampling_ops as ops
 from npu_runner.sampling.logit_rules import Watch
+from npu_runner.sampling.recorded_draw import RecordedDraw, Recorder
 from npu_runner.sampling.sampling_plan import DrawGroup, StepPlan
 from npu_runner.sampling.sampling_state import Field, SamplingState
 from npu_runner.sampling.token_constraints import ConstrainedRows, TokenConstraint
 
 NO_TOKEN, ALL_BANNED = -1, -2
 """In the place of a token: the logits are no numbers; no token is left that may come."""
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-"""`GraphCompiler.record`."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +163,10 @@ class Sampler:
         self._state.remove(slot)
         self._constrained.remove(slot)
 
-    def host_inputs(self, slots: np.ndarray) -> np.ndarray:
-        """float32 (B,): the uniform in [0, 1) that each row's next draw uses. Asking changes nothing."""
-        return self._state.uniforms(slots)
+    def host_inputs(self, slots: np.ndarray, places: np.ndarray | int = 0) -> np.ndarray:
+        """float32 (B,): the uniform in [0, 1) that each row's next draw uses, or the one `places` behind it. Asking
+        changes nothing."""
+        return self._state.uniforms(slots, places)
 
     def forced_tokens(self, host_slots: np.ndarray, most: int) -> list[list[int]]:
         """Of each row the text that its grammar forces next, `most` tokens at most. All steps have run by now."""
@@ -198,7 +198,9 @@ class Sampler:
         if recorded is not None and plan.is_plain:
             output, tokens_B = _launch(recorded, logits_BV, plan, self._download)
         else:
-            output, tokens_B = self._sample(logits_BV, slots_B, uniforms_B, receipts_B, plan, masked)
+            words_CW = self._masks_of([each for _, each in masked], logits_BV.device) if masked else None
+            output, tokens_B = self._sample(logits_BV, slots_B, uniforms_B, receipts_B, plan, words_CW,
+                                            _problems(masked))
         # Last: a call that fails for want of memory changes nothing, and can be made again.
         self._state.prepare_advance(plan, slots_B, tokens_B, host_slots)()
         listeners: list[tuple[int, Watch | TokenConstraint]] = [*self._state.watches(host_slots), *constrained]
@@ -206,10 +208,39 @@ class Sampler:
             self._untold.append((output, listeners))
         return output
 
+    def draws_at_once(self, host_slots: np.ndarray) -> bool:
+        """Whether `draw_drafts` takes these rows: no draw changes what is drawn behind it, but for the mask."""
+        may_think = any(constraint.may_think for _, constraint in self._constrained.rows(host_slots))
+        return not may_think and self._state.draws_independently(host_slots)
+
+    @torch.inference_mode()
+    def draw_drafts(self, logits_TV: Tensor, slots_T: Tensor, uniforms_T: Tensor, receipts_T: Tensor,
+                    host_slots: np.ndarray, drafts: Sequence[list[int]]) -> SamplerOutput:
+        """The next token of each row, and those behind its `drafts` as if these had come: T, one row behind the other.
+
+        As a call for each place would draw them. Nothing changes before `take_drafts`. Behind a draft that its grammar
+        does not allow there is ALL_BANNED.
+        """
+        self._tell_tokens()
+        rows_T = np.repeat(np.arange(len(drafts)), [1 + len(tokens) for tokens in drafts])
+        masked = [(row, constraint) for row, constraint in self._constrained.rows(host_slots) if constraint.restricts]
+        masked_T = np.flatnonzero(np.isin(rows_T, [row for row, _ in masked]))
+        plan = self._state.plan(host_slots[rows_T], masked_T.tolist())
+        words_CW = self._masks_of([each for _, each in masked], logits_TV.device,
+                                  [drafts[row] for row, _ in masked]) if masked else None
+        problems = {int(np.argmax(rows_T == row)): why for row, why in _problems(masked).items()}
+        return self._sample(logits_TV, slots_T, uniforms_T, receipts_T, plan, words_CW, problems)[0]
+
+    def take_drafts(self, host_slots: np.ndarray, tokens: Sequence[list[int]]) -> None:
+        """Of the rows that `draw_drafts` drew for: what each of them gets."""
+        self._state.advance(host_slots, np.array([len(each) for each in tokens]))
+        for row, constraint in self._constrained.rows(host_slots):
+            for token in tokens[row]:
+                constraint.observe(token)
+
     def _sample(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, receipts_B: Tensor, plan: StepPlan,
-                masked: Sequence[tuple[int, TokenConstraint]]) -> tuple[SamplerOutput, Tensor]:
+                words_CW: Tensor | None, problems: dict[int, str]) -> tuple[SamplerOutput, Tensor]:
         """Operator by operator, for any parameters. Also returns the tokens, with any value for rows that have none."""
-        words_CW = self._masks_of([each for _, each in masked], logits_BV.device) if masked else None
         if plan.counted is not None or plan.repeating is not None:
             slots_B = slots_B.long()
         self._compile_draw(logits_BV, uniforms_B)
@@ -220,7 +251,6 @@ class Sampler:
                                  plan.num_logprobs)
         token_ids_B = token_ids_B1.squeeze(-1)
         records = [logprobs.records().view(-1)] if logprobs is not None else []
-        problems = {row: constraint.problem for row, constraint in masked if constraint.problem is not None}
         output = SamplerOutput(token_ids_B, next_B1.squeeze(-1), logprobs, plan.logprob_rows,
                                self._download(torch.cat([token_ids_B, receipts_B, *records])), problems)
         return output, tokens_B1.squeeze(-1)
@@ -254,10 +284,13 @@ class Sampler:
             self._allowed_draw(logits_BV[:1], ones_11, uniforms_11, words_1W, torch.zeros_like(words_1W[0, :1]))
         self._has_drawn = True
 
-    def _masks_of(self, constraints: Sequence[TokenConstraint], device: torch.device) -> Tensor:
-        """int32 (C, W) on the device, in one copy: a bit per token, the lowest first."""
-        words_CW = self._host_buffer(len(constraints) * self._num_mask_words).view(-1, self._num_mask_words)
-        self._constrained.write_masks(constraints, words_CW.numpy())
+    def _masks_of(self, constraints: Sequence[TokenConstraint], device: torch.device,
+                  drafts: Sequence[list[int]] | None = None) -> Tensor:
+        """int32 (C, W) on the device, in one copy: a bit per token, the lowest first. With `drafts` also what may come
+        behind each of them."""
+        num_masks = len(constraints) + sum(map(len, drafts or ()))
+        words_CW = self._host_buffer(num_masks * self._num_mask_words).view(-1, self._num_mask_words)
+        self._constrained.write_masks(constraints, words_CW.numpy(), drafts)
         return words_CW.to(device, non_blocking=True)
 
     def _choose(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
@@ -367,6 +400,10 @@ class Sampler:
             top_p_B1=fields_FG1[Field.TOP_P], min_p_B1=min_p_G1, sort_ascending=self._sort_ascending)
 
 
+def _problems(masked: Sequence[tuple[int, TokenConstraint]]) -> dict[int, str]:
+    return {row: constraint.problem for row, constraint in masked if constraint.problem is not None}
+
+
 def _launch(recorded: RecordedDraw, logits_BV: Tensor, plan: StepPlan,
             download: Callable[[Tensor], Download]) -> tuple[SamplerOutput, Tensor]:
     """What `Sampler._sample` gives, from one launch."""
@@ -393,36 +430,3 @@ def _logprobs(logits_LV: Tensor, tokens_L1: Tensor, num_top: int) -> LogprobsTen
         top_ids=top_ids,
         top_logprobs=top_LK - log_total_L1,
     )
-
-
-class RecordedDraw:
-    """A call after a step's forward writes the step's tokens to its own memory, valid until the next call.
-
-    flat: int32 (2 * P,) on the device: the tokens, less than 0 if a row has none, then the receipts. next_P: int32, the
-    tokens, with a valid one for rows that have none. A failed call can be repeated: it changes nothing else.
-    """
-
-    def __init__(self, draw: Callable[[Tensor, Tensor, Tensor], Tensor], logits_PV: Tensor,
-                 arrays: Mapping[str, Tensor], temperatures_S: Tensor, recorder: Recorder):
-        """draw: `Ops.softmax_draw` of a platform that draws greedily. logits_PV: where a graph leaves them. arrays: the
-        graph's own of SAMPLER_ARRAYS, (P,) each."""
-        slots_P, uniforms_P, receipts_P = arrays["slots"], arrays["uniforms"], arrays["receipts"]
-        self.num_rows = len(slots_P)
-        self.flat = torch.zeros(2 * self.num_rows, dtype=torch.int32, device=logits_PV.device)
-        self.next_P = torch.zeros(self.num_rows, dtype=torch.int32, device=logits_PV.device)
-        self._logits_PV = logits_PV
-        # What was recorded reads them where they are.
-        self._reads = slots_P, uniforms_P, receipts_P, temperatures_S
-
-        def run() -> None:
-            temperature_P1 = temperatures_S.index_select(0, slots_P)[:, None]
-            tokens_P = draw(logits_PV, temperature_P1, uniforms_P[:, None]).squeeze(-1)
-            torch.cat([tokens_P, receipts_P], out=self.flat)
-            torch.clamp(tokens_P, min=0, out=self.next_P)
-
-        self._run = recorder(run)
-
-    def __call__(self, logits_BV: Tensor) -> None:
-        """logits_BV: the first rows of those that it was made for."""
-        assert logits_BV.data_ptr() == self._logits_PV.data_ptr(), "a recorded draw reads its own graph's logits only"
-        self._run()

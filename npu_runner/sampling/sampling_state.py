@@ -128,11 +128,23 @@ class SamplingState:
             self._last_rules = params, logit_rules(params, self._eos_token_ids)
         return self._last_rules[1]
 
-    def uniforms(self, host_slots: np.ndarray) -> np.ndarray:
-        """float32 (B,) in [0, 1): a hash of each sequence's seed and the number of tokens it has generated."""
+    def draws_independently(self, host_slots: np.ndarray) -> bool:
+        """Whether what these sequences draw next changes nothing for what they draw behind it, nor for the host."""
+        features_B = self._features_S[host_slots] & (Feature.REPETITION | Feature.FREQUENCY | Feature.LOGPROBS)
+        is_banned_B = self._num_generated_S[host_slots] < self._banned_until_S[host_slots]
+        follows = any(slot in self._ngram_rules or slot in self._watches for slot in host_slots.tolist())
+        return not (features_B.any() or is_banned_B.any() or self._is_biased_S[host_slots].any() or follows)
+
+    def advance(self, host_slots: np.ndarray, counts_B: np.ndarray) -> None:
+        """Of sequences that draw independently: so many tokens more."""
+        self._num_generated_S[host_slots] += counts_B
+
+    def uniforms(self, host_slots: np.ndarray, places: np.ndarray | int = 0) -> np.ndarray:
+        """float32 (B,) in [0, 1): a hash of each sequence's seed and the number of tokens it has generated, and of
+        `places` more."""
         if (self._draws_S[host_slots] == GREEDY).all():
             return np.zeros(len(host_slots), dtype=np.float32)  # they are not read
-        steps_B = self._num_generated_S[host_slots].view(np.uint64)
+        steps_B = (self._num_generated_S[host_slots] + places).view(np.uint64)
         bits_B = _mixed(self._mixed_seeds_S[host_slots] + steps_B)
         return ((bits_B >> np.uint64(40)) * 2.0**-24).astype(np.float32)
 

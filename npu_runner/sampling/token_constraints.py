@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,8 +74,8 @@ class TokenConstraint:
         """Whether its next mask may depend on the last `num_untold` tokens, which it has not observed yet."""
         if self._has_grammar:
             return self._phase is not _Phase.OVER
-        may_think = self._phase in (_Phase.START, _Phase.THINKING)
-        return may_think and self._most_thinking is not None and self._num_thought + num_untold >= self._most_thinking
+        most = self._most_thinking
+        return self.may_think and most is not None and self._num_thought + num_untold >= most
 
     @property
     def restricts(self) -> bool:
@@ -84,6 +85,11 @@ class TokenConstraint:
         if self._phase is _Phase.THINKING:
             return self._has_grammar or self._is_spent
         return self._has_grammar and self._phase is not _Phase.OVER
+
+    @property
+    def may_think(self) -> bool:
+        """Whether what its next tokens mean depends on where it is in its thinking."""
+        return self._phase in (_Phase.START, _Phase.THINKING)
 
     @property
     def _is_spent(self) -> bool:
@@ -197,20 +203,32 @@ class ConstrainedRows:
                     forced[row] = constraint.forced_tokens()[:most]
         return forced
 
-    def write_masks(self, constraints: Sequence[TokenConstraint], masks_CW: np.ndarray) -> None:
-        """A mask for each, as `Matchers.fill` has them; what failed has one without a bit, and a `problem`."""
+    def write_masks(self, constraints: Sequence[TokenConstraint], masks_CW: np.ndarray,
+                    drafts: Sequence[list[int]] | None = None) -> None:
+        """A mask for each, as `Matchers.fill` has them; what failed has one without a bit, and a `problem`.
+
+        `drafts`: of each the tokens that may come next. Below its mask it has one for each of them: what may come
+        behind it, or no bit behind one that may not come itself.
+        """
+        counts = [1] * len(constraints) if drafts is None else [1 + len(tokens) for tokens in drafts]
+        firsts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
         grammars = [constraint.grammar for constraint in constraints if constraint.grammar is not None]
         followed = list({id(grammar): grammar for grammar in grammars}.values())
         if followed:
             assert self._matchers is not None, "this sampler follows no grammars"
             with self._matchers.counting(followed):
-                asked = [(matcher, row) for row, constraint in enumerate(constraints)
+                asked = [(matcher, place) for place, constraint in enumerate(constraints)
                          if (matcher := constraint.matcher())]
-                if asked:
+                if asked and drafts is None:
                     self._matchers.fill(asked, masks_CW)
-        for constraint, words_W in zip(constraints, masks_CW.view(np.uint32), strict=True):
+                elif asked and drafts is not None:
+                    masks_CW.fill(0)
+                    self._matchers.fill_behind([(matcher, firsts[place], drafts[place]) for matcher, place in asked],
+                                               masks_CW)
+        for constraint, first, count in zip(constraints, firsts, counts, strict=True):
             constraint.note_failure()
-            constraint.adjust(words_W)
+            for words_W in masks_CW.view(np.uint32)[first : first + count]:
+                constraint.adjust(words_W)
 
 
 def _mask(token_ids: Sequence[int], num_words: int) -> np.ndarray:

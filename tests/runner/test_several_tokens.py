@@ -21,7 +21,7 @@ from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.speculative import SpeculativeConfig
 from tests.oracle import test_async_scheduling
-from tests.oracle.running import runner_of
+from tests.oracle.running import need_devices, runner_of
 from tests.oracle.test_async_scheduling import (
     PARAMS,
     assert_logprobs_equal,
@@ -211,7 +211,8 @@ def assert_memory_that_runs_out_changes_nothing(path: Path, name: str, at_calls:
 
 @pytest.mark.full("two ranks start; one rank stays, and what differs is a broadcast")
 @pytest.mark.slow
-def test_two_ranks_with_drafts_answer_as_one_without(checkpoint: Any) -> None:
+def test_two_ranks_with_drafts_answer_as_one_without(checkpoint: Any, platform_name: str) -> None:
+    need_devices(platform_name)
     path: Path = checkpoint("qwen3")
     with LLM(path, **SETTINGS) as llm:
         pairs = requests(llm, "qwen3")
