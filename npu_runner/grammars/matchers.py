@@ -159,12 +159,16 @@ class Matchers:
 
         Behind the first token that may not come itself nothing is written. The matchers stay where they are.
         """
-        rows = [row + place for _, row, tokens in matchers for place in range(1 + len(tokens))]
-        self._fill(matchers, rows, masks_CW, "unsafe_compute_mask_ptr_with_draft_token")
+        self.fill([(matcher, row) for matcher, row, tokens in matchers if not tokens], masks_CW)
+        behind = [each for each in matchers if each[2]]  # the library takes no others
+        rows = [row + place for _, row, tokens in behind for place in range(1 + len(tokens))]
+        self._fill(behind, rows, masks_CW, "unsafe_compute_mask_ptr_with_draft_token")
 
     def _fill(self, matchers: Sequence[tuple[Any, ...]], rows: Sequence[int], masks_CW: np.ndarray, how: str) -> None:
         from llguidance import LLExecutor
 
+        if not matchers:
+            return
         if self._executor is None:
             self._executor = LLExecutor()
         assert masks_CW.dtype == np.int32, f"{masks_CW.dtype} is no mask"

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Elements of a bucket's buffer for what is new in block tables, a row. An entry is three; a row may get a block and
 # give one up, for two places each.
 _NEWS_A_ROW = 16
-_MOST_DRAFTED_ROWS = 512
+_MOST_DRAFTED_ROWS = 1024
 
 
 def most_padding(sizes: Sequence[int]) -> int:
@@ -40,14 +40,15 @@ def bucket_sizes(max_num_seqs: int, given: Sequence[int] | None = None, most_tok
     """Those of `given` up to `max_num_seqs`; None: 1, 2, 4, 8, multiples of 16, and `max_num_seqs` at the end.
 
     `most_tokens`: of a step with drafts, where a token is a row. It raises the end of `given`; of None there follow
-    multiples of 16 up to 128, and of 64 up to 512. Larger steps run eagerly: they have work enough to hide launches.
+    multiples of 16 up to 128, of 64 up to 512, of 128 up to 1,024. Larger steps run eagerly.
     """
     if given is not None:
         return tuple(size for size in given if size <= max(max_num_seqs, most_tokens))
     sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
     sizes += [*range(16, max_num_seqs, 16), max_num_seqs]
     last = min(most_tokens, _MOST_DRAFTED_ROWS)
-    more = [*(size for size in (2, 4, 8) if size < last), *range(16, min(last, 128), 16), *range(128, last, 64), last]
+    more = [2, 4, 8, *range(16, 128, 16), *range(128, 512, 64), *range(512, last, 128)]
+    more = [*(size for size in more if size < last), last]
     return (*sizes, *(size for size in more if size > max_num_seqs))
 
 

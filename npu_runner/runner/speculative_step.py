@@ -29,7 +29,7 @@ from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.buckets import Bucket
 from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay, step_logprobs
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
-from npu_runner.sampling.sampler import ALL_BANNED, HostSample, Sampler, SamplerOutput
+from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
 
 _OF_TOKENS = ("positions", "slot_mapping", "context_lens", "state_slots")
 
@@ -87,9 +87,7 @@ class VerifiedStep:
         for row, (first, end) in enumerate(zip(self._firsts_B.tolist(), ends, strict=True)):
             drafts = [*batch.token_ids_T[first + 1 : end].tolist(), None]
             kept = next(place for place, draft in enumerate(drafts) if drawn_T[first + place] != draft)
-            # Where nothing may come, the next step says why.
-            count = kept if kept and drawn_T[first + kept] == ALL_BANNED else kept + 1
-            self.tokens[row] = drawn_T[first : first + count]
+            self.tokens[row] = drawn_T[first : first + kept + 1]
             self.next_input_ids_B[row] = max(0, self.tokens[row][-1])
             if first in sample.problems:
                 self.problems[row] = sample.problems[first]

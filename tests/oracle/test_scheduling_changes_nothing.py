@@ -124,3 +124,6 @@ def test_bucket_sizes_follow_the_rule() -> None:
     assert bucket_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert bucket_sizes(1) == (1,)
     assert bucket_sizes(3) == (1, 2, 3)
+    assert bucket_sizes(8, most_tokens=40) == (1, 2, 4, 8, 16, 32, 40)
+    assert bucket_sizes(64, most_tokens=576)[8:] == (80, 96, 112, 128, 192, 256, 320, 384, 448, 512, 576)
+    assert bucket_sizes(8, (4, 24, 48), most_tokens=40) == (4, 24)

@@ -117,6 +117,23 @@ def assert_every_feature_is_as_without(path: Path, model_type: str) -> None:
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens
 
 
+def test_places_that_are_drawn_at_once_are_those_of_plain_steps(checkpoint: Any, monkeypatch: Any) -> None:
+    """Draws by temperature, from the most probable, under a grammar and an allowed list; wrong drafts among them."""
+    path: Path = checkpoint("qwen3")
+    params = [DRAWN.replace(ignore_eos=True), DRAWN.replace(top_p=0.8, top_k=20, min_p=0.02, n=3),
+              DRAWN.replace(temperature=0.0, max_tokens=30), DRAWN.replace(allowed_token_ids=list(range(60, 90))),
+              DRAWN.replace(structured_outputs={"regex": "[a-z]{4,9}(,[0-9]{3})*"}, max_tokens=30)]
+    prompts = [f"{word} b c" for word in "adefg"]
+    with LLM(path, **SETTINGS) as llm:
+        plain = llm.generate(prompts, params)
+    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
+        knows(llm, plain, 3, 0.3)
+        monkeypatch.setattr(runner_of(llm).steps, "_draw", None)  # place by place
+        assert_same(llm.generate(prompts, params), plain)
+        stats = llm.stats()
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 20
+
+
 def test_sequences_that_are_preempted_between_drafts_answer_as_without(checkpoint: Any) -> None:
     """Six rows grow to five blocks each, and there are seventeen."""
     path: Path = checkpoint("qwen3")
