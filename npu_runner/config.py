@@ -92,6 +92,9 @@ class CacheConfig:
 
     block_size: int | None = None
     """Tokens per KV block; None: the platform's, which its attention kernels decide."""
+    kv_cache_dtype: str = one_of("auto", "fp8", "fp8_e4m3")
+    """How keys and values are kept: auto, in the model's dtype; fp8, which is fp8_e4m3: in half the memory of 16 bits,
+    with a scale of 1 (cuda from Ada on). vLLM's name."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache; more than is free when the model starts to load is refused. None: measured from free device
     memory; on the cpu platform 1 GiB."""
@@ -107,6 +110,7 @@ class CacheConfig:
     """Most bytes of cached vision embeddings (main and deepstack) on the device; 0 keeps none."""
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _check_positive(self, "block_size", "kv_cache_bytes")
         if not 0.05 <= self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization: {self.memory_utilization} is outside 0.05 to 1.0")

@@ -83,6 +83,8 @@ class Platform(ABC):
     """`quantization` int8 is taken without such products: what was rounded is dequantised."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
+    fp8_cache_backends: tuple[str, ...] = ()
+    """The attention backends that keep keys and values in e4m3, where `why_no_fp8_cache` has nothing to say."""
     lost_error_remedy = "run again with each operation waited for"
     """What shows the error of an operation that runs behind the host's back."""
     ray_resource: str
@@ -123,6 +125,10 @@ class Platform(ABC):
     def check_model(self, needs: ModelNeeds) -> None:
         """Raises ConfigError for a model that this host cannot serve. With the device set, before weights are read."""
         return None
+
+    def why_no_fp8_cache(self) -> str | None:
+        """Why this host keeps keys and values in the model's dtype; None: it can keep them in e4m3."""
+        return None if self.fp8_cache_backends else f"platform {self.name} keeps them in the model's dtype"
 
     def describe(self) -> dict[str, str]:
         """Names and versions that shape numbers, for manifests and reports."""

@@ -76,7 +76,7 @@ class ModelRunner(ModelRunnerBase):
         self.settings = resolve_settings(self.config, self.model_config, self.platform)
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.max_model_len = self.settings.max_model_len
-        self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        self.dtype, self.kv_dtype = self.settings.torch_dtypes
         self._matchers = Matchers(checkpoint.processor.tokenizer, self.model_config.vocab_size,
                                   checkpoint.end_token_ids)
         if self.config.prepare_structured_outputs and self.tp.rank == 0 and self.model_config.pooling is None:
@@ -413,7 +413,7 @@ class ModelRunner(ModelRunnerBase):
     def _bind_cache(self, num_blocks: int) -> None:
         sizes = (len(self.model_config.attention_layers), num_blocks, self.settings.block_size, self._num_kv_heads,
                  self.model_config.head_dim)
-        self.k_cache, self.v_cache = make_kv_cache(sizes, self.dtype, self.device)
+        self.k_cache, self.v_cache = make_kv_cache(sizes, self.kv_dtype, self.device)
         bind_kv_cache(self.model, self.k_cache, self.v_cache)
 
     def _make_sampler(self) -> Sampler | None:
@@ -442,9 +442,8 @@ class ModelRunner(ModelRunnerBase):
 
     @property
     def _kv_shape(self) -> KVCacheShape:
-        width = self._num_kv_heads * self.model_config.head_dim
-        num_layers = len(self.model_config.attention_layers)
-        return KVCacheShape(num_layers, self.settings.block_size, width, self.dtype.itemsize)
+        return KVCacheShape(len(self.model_config.attention_layers), self.settings.block_size,
+                            self._num_kv_heads * self.model_config.head_dim, self.kv_dtype.itemsize)
 
     @property
     def _num_kv_heads(self) -> int:

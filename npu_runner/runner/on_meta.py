@@ -76,7 +76,7 @@ class NetworkOnMeta:
         self._settings, self._platform = settings, platform
         self._tp = MetaRank(rank, config.parallel.tensor_parallel_size,
                             has_whole_experts=config.parallel.enable_expert_parallel)
-        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        self._dtype, self._kv_dtype = settings.torch_dtypes
         self._attention = MetaAttention(platform.vision_head_dims)
         delta = gated_delta_shape(model_config, self._tp)
         self._gated_delta = None if delta is None else TorchGatedDelta(delta)
@@ -90,7 +90,7 @@ class NetworkOnMeta:
         self.weights_bytes = weights_bytes(self._model)
         self._num_kv_heads = self._tp.kv_head_share(model_config.num_kv_heads)[1]
         self.kv_shape = KVCacheShape(len(model_config.attention_layers), settings.block_size,
-                                     self._num_kv_heads * model_config.head_dim, self._dtype.itemsize)
+                                     self._num_kv_heads * model_config.head_dim, self._kv_dtype.itemsize)
         self.state_shape = None if delta is None else StateShape(
             num_layers=len(model_config.state_layers), layer=delta, element_bytes=self._dtype.itemsize)
 
@@ -141,7 +141,7 @@ class NetworkOnMeta:
         """One block is enough: nothing is written."""
         sizes = (self.kv_shape.num_layers, 1, self._settings.block_size, self._num_kv_heads,
                  self._model_config.head_dim)
-        bind_kv_cache(self._model, *make_kv_cache(sizes, self._dtype, META))
+        bind_kv_cache(self._model, *make_kv_cache(sizes, self._kv_dtype, META))
 
     def _bind_states(self, states: StatePlan | None) -> StatePool | None:
         if states is None or self.state_shape is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from npu_runner.checkpoint.model_config import ModelConfig, MoEConfig
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, CacheConfig, GraphConfig, RunnerConfig, SchedulerConfig
 from npu_runner.core.state_snapshots import state_alignment
@@ -28,10 +30,17 @@ class Settings:
     graph_mode: str
     graph_cache_dir: Path | None
     """None: compiled graphs are not kept."""
+    kv_cache_dtype: str
+    """torch's name of the dtype that keys and values are kept in."""
     weight_forms: tuple[str, ...]
     """Forms of quantised weights that are multiplied as they are."""
     speculative: SpeculativeConfig | None = None
     """None: one token a step."""
+
+    @property
+    def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """The model's and its KV cache's."""
+        return getattr(torch, self.dtype), getattr(torch, self.kv_cache_dtype)
 
     @property
     def most_drafted_rows(self) -> int:
@@ -43,7 +52,8 @@ class Settings:
     def describe(self) -> dict[str, str]:
         """Of what shapes an answer, what is decided here."""
         drafts = {} if self.speculative is None else {"speculative_config": self.speculative.describe()}
-        return {"dtype": self.dtype, "graph_mode": self.graph_mode, **drafts}
+        cache = {} if self.kv_cache_dtype == self.dtype else {"kv_cache_dtype": self.kv_cache_dtype}
+        return {"dtype": self.dtype, "graph_mode": self.graph_mode, **cache, **drafts}
 
 
 def check_expert_parallel(config: RunnerConfig, model_config: ModelConfig) -> None:
@@ -85,6 +95,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         block_size=block_size,
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
+        kv_cache_dtype=_kv_cache_dtype(config, platform, dtype),
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
     )
@@ -109,6 +120,19 @@ def _block_size(config: CacheConfig, platform: Platform) -> int:
     if allowed is not None and block_size not in allowed:
         raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
     return block_size
+
+
+def _kv_cache_dtype(config: RunnerConfig, platform: Platform, dtype: str) -> str:
+    asked = config.cache.kv_cache_dtype
+    if asked == "auto":
+        return dtype
+    if config.attention_backend != "auto" and config.attention_backend not in platform.fp8_cache_backends:
+        problem = f"attention_backend {config.attention_backend} keeps keys and values in the model's dtype"
+    else:
+        problem = platform.why_no_fp8_cache()
+    if problem is not None:
+        raise ConfigError(f"kv_cache_dtype {asked}: {problem}; leave it at auto")
+    return "float8_e4m3fn"
 
 
 def _check_states(config: CacheConfig, model_config: ModelConfig, max_num_batched_tokens: int, block_size: int) -> None:

@@ -111,8 +111,8 @@ class TritonAttention(AttentionBackend):
         tile = self.prefill_tile
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
-            q_TNH, k_cache, v_cache, out_TNH, plan.tiles, metadata.block_tables_BW, q_TNH.stride(0),
-            metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E, WINDOW=window or 0,
+            q_TNH, _readable(k_cache), _readable(v_cache), out_TNH, plan.tiles, metadata.block_tables_BW,
+            q_TNH.stride(0), metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E, WINDOW=window or 0,
             NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group, HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size,
             ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head, num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -129,8 +129,8 @@ class TritonAttention(AttentionBackend):
         parts = torch.empty((*shape, self.head_dim), dtype=torch.float32, device=q_BNH.device)
         weights = torch.empty((*shape, 2), dtype=torch.float32, device=q_BNH.device)
         kernels.decode[(self.num_kv_heads, num_parts, batch_size)](
-            q_BNH, k_cache, v_cache, out_BNH, parts, weights, metadata.block_tables_BW, metadata.context_lens_B,
-            q_BNH.stride(0), metadata.block_tables_BW.stride(0), num_parts, FACTOR=scale * _LOG2_E,
+            q_BNH, _readable(k_cache), _readable(v_cache), out_BNH, parts, weights, metadata.block_tables_BW,
+            metadata.context_lens_B, q_BNH.stride(0), metadata.block_tables_BW.stride(0), num_parts, FACTOR=scale * _LOG2_E,
             WINDOW=window or 0, NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group, HEAD_DIM=self.head_dim,
             BLOCK_SIZE=self.block_size, ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
@@ -157,3 +157,8 @@ class TritonAttention(AttentionBackend):
             return image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True)
         return image_attention(q_TNH, k_TNH, v_TNH, plan, scale,
                                tower_tile(q_TNH.shape[-1], q_TNH.dtype, self.gpu))
+
+
+def _readable(cache: Tensor) -> Tensor:
+    """As the kernels read it: e4m3 as bytes, because a masked load has no number of it for what it leaves out."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache

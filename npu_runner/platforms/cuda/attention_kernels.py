@@ -4,6 +4,8 @@ A cache row is one token's K * H values; the row of context token `t` is block_t
 size S. A step of a loop takes COLUMNS tokens from a multiple of COLUMNS on. If COLUMNS divides the block size, they lie
 in one block, whose number is read once. Products are exact in float32 inputs (no TF32), sums are float32 always.
 
+What a cache holds in e4m3 is multiplied in the queries' dtype.
+
 Softmax is in base 2: FACTOR is the scale times log2(e), above 0. It is a constant, because a float argument is float64
 to inductor and would make the sums so; sizes of the model are constants for the compiler's sake. WINDOW is how many
 tokens one sees, itself included, 0: all; what lies before is not read, since its blocks may be another sequence's.
@@ -30,8 +32,26 @@ def write_kv(k, v, k_cache, v_cache, slots, stride_k, stride_v, width, BLOCK: tl
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     slot = tl.load(slots + token).to(tl.int64)
-    tl.store(k_cache + slot * width + columns, tl.load(k + token * stride_k + columns, mask=mask), mask=mask)
-    tl.store(v_cache + slot * width + columns, tl.load(v + token * stride_v + columns, mask=mask), mask=mask)
+    keys = tl.load(k + token * stride_k + columns, mask=mask)
+    values = tl.load(v + token * stride_v + columns, mask=mask)
+    tl.store(k_cache + slot * width + columns, as_stored(keys, k_cache.dtype.element_ty), mask=mask)
+    tl.store(v_cache + slot * width + columns, as_stored(values, v_cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def as_stored(values, kind: tl.constexpr):
+    """In the cache's dtype. e4m3 is rounded to from float32; beyond its largest number it takes that, and NaN stays."""
+    if kind != values.dtype:
+        values = values.to(tl.float32).to(kind)
+    return values
+
+
+@triton.jit
+def as_read(tile, kind: tl.constexpr):
+    """What was read, in dtype `kind`; e4m3 comes as its bytes."""
+    if tile.dtype == tl.uint8:
+        tile = tile.to(tl.float8e4nv, bitcast=True).to(kind)
+    return tile
 
 
 @triton.jit
@@ -57,11 +77,11 @@ def load_rows(rows, is_there, dims, HEAD_DIM: tl.constexpr, LAST: tl.constexpr):
     if is_there is None and HEAD_DIM >= LAST:
         tile = tl.load(rows)
     elif is_there is None:
-        tile = tl.load(rows, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        tile = tl.load(rows, mask=(dims < HEAD_DIM)[None, :], other=0)
     elif HEAD_DIM >= LAST:
-        tile = tl.load(rows, mask=is_there[:, None], other=0.0)
+        tile = tl.load(rows, mask=is_there[:, None], other=0)
     else:
-        tile = tl.load(rows, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        tile = tl.load(rows, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0)
     return tile
 
 
@@ -91,10 +111,10 @@ def _paged_step(queries, highest, total, sums, k_cache, v_cache, blocks, start, 
     else:
         row = blocks.to(tl.int64) * BLOCK_SIZE + (start + columns) % BLOCK_SIZE
         place = row[:, None] * ROW + dims[None, :]
-    keys = load_rows(k_cache + place, is_there, dims, HEAD_DIM, HEAD)
+    keys = as_read(load_rows(k_cache + place, is_there, dims, HEAD_DIM, HEAD), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     probabilities, fade, highest, total = weigh(scores, is_seen, highest, total, FACTOR)
-    values = load_rows(v_cache + place, is_there, dims, HEAD_DIM, HEAD)
+    values = as_read(load_rows(v_cache + place, is_there, dims, HEAD_DIM, HEAD), queries.dtype)
     sums = tl.dot(probabilities.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
     return highest, total, sums
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from npu_runner.platforms.cuda.attention_kernels import as_stored
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
 from npu_runner.platforms.ops import HeadNorms
 
@@ -74,7 +75,8 @@ def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_ca
             dims = tl.arange(0, HEAD_BLOCK)
             mask = is_row[:, None] & (dims < HEAD)[None, :]
             values = tl.load((v + tokens * stride_vt + heads * stride_vn)[:, None] + dims[None, :], mask=mask)
-            tl.store((v_cache + places)[:, None] + dims[None, :], values, mask=mask)
+            tl.store((v_cache + places)[:, None] + dims[None, :], as_stored(values, v_cache.dtype.element_ty),
+                     mask=mask)
 
 
 @triton.jit
@@ -85,7 +87,7 @@ def _turn(sources, targets, turns, is_row, weight, cos, sin, HALF: tl.constexpr,
     is_dim = halves < HALF
     mask = is_row[:, None] & is_dim[None, :]
     from_first, to_first = sources[:, None] + halves[None, :], targets[:, None] + halves[None, :]
-    kind = targets.dtype.element_ty
+    kind, stored = sources.dtype.element_ty, targets.dtype.element_ty
     first = tl.load(from_first, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(from_first + HALF, mask=mask, other=0.0).to(tl.float32)
     if EPS >= 0.0:
@@ -106,10 +108,10 @@ def _turn(sources, targets, turns, is_row, weight, cos, sin, HALF: tl.constexpr,
     places = turns[:, None] + halves[None, :]
     c = tl.load(cos + places, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to_first, (first * c - second * s).to(kind), mask=mask)
-    tl.store(to_first + HALF, (second * c + first * s).to(kind), mask=mask)
+    tl.store(to_first, as_stored((first * c - second * s).to(kind), stored), mask=mask)
+    tl.store(to_first + HALF, as_stored((second * c + first * s).to(kind), stored), mask=mask)
     if REST > 0:
-        tl.store(targets[:, None] + rests[None, :], rest.to(kind), mask=rest_mask)
+        tl.store(targets[:, None] + rests[None, :], as_stored(rest.to(kind), stored), mask=rest_mask)
 
 
 @triton.jit

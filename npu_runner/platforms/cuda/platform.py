@@ -26,6 +26,7 @@ _BFLOAT16_SINCE: Capability = (8, 0)
 _FLASHINFER_SINCE: Capability = (7, 5)
 # Hopper: what products of quantised weights were made for and tried on.
 _QUANTISED_ON = 9
+_FP8_FROM = (8, 9)
 # Before, it had no tensor descriptors and no dependent launch.
 _LEAST_TRITON = (3, 4)
 
@@ -53,6 +54,7 @@ class CudaPlatform(Platform):
                                 graph_mode="reduce-overhead", async_scheduling=True)
     weight_forms = ("int8", "fp8", "fp8_blocks")
     modes_without_forms = ("max-autotune",)
+    fp8_cache_backends = ("triton",)
     copies_rows_to_experts = False
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     ray_resource = "GPU"
@@ -83,6 +85,13 @@ class CudaPlatform(Platform):
         if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _QUANTISED_ON:
             return ()
         return tuple(form for form in super().forms_with(dtype) if form == "int8" or dtype == "bfloat16")
+
+    def why_no_fp8_cache(self) -> str | None:
+        import torch
+
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < _FP8_FROM:
+            return f"this GPU converts no e4m3; compute capability {'.'.join(map(str, _FP8_FROM))} does"
+        return super().why_no_fp8_cache()
 
     def share(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
         # Each process would start a thread for every core of the host.

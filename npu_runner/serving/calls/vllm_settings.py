@@ -33,7 +33,6 @@ _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tokenizer_revision": ((), "the tokenizer is the checkpoint's; revision names its version"),
     "skip_tokenizer_init": ((False,), "give token ids as prompts, and SamplingParams(detokenize=False)"),
     "cpu_offload_gb": ((0,), "weights stay on the devices; use more of them, tensor_parallel_size"),
-    "kv_cache_dtype": (("auto",), "keys and values have the model's dtype; dtype sets it"),
     "enable_chunked_prefill": ((True,), "long prompts are always computed in chunks, of max_num_batched_tokens"),
     "disable_custom_all_reduce": ((_ANY,), ""),
     "max_seq_len_to_capture": ((), "graphs serve contexts of any length; graph_batch_sizes says how many rows"),
