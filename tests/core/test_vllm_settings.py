@@ -26,7 +26,7 @@ FLAT = {**npu_runner.config.flat_fields(RunnerConfig), **npu_runner.config.flat_
     {"tokenizer": "folder/model", "tokenizer_mode": "auto", "skip_tokenizer_init": False, "cpu_offload_gb": 0.0},
     {"max_logprobs": 20, "task": None, "mm_processor_kwargs": None, "pipeline_parallel_size": 1, "swap_space": 0},
     {"dtype": None, "seed": None, "max_num_seqs": None, "enable_prefix_caching": None, "compilation_config": {}},
-    {"limit_mm_per_prompt": None, "kv_cache_dtype": "auto", "speculative_config": None, "enable_lora": False},
+    {"limit_mm_per_prompt": None, "speculative_config": None, "enable_lora": False},
 ])
 def test_what_asks_for_nothing_is_left_out(given: dict[str, Any]) -> None:
     assert RunnerConfig.from_keywords("m", **own_settings("folder/model", given)) == RunnerConfig(model="m")

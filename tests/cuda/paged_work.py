@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,6 +30,8 @@ class PagedWork:
     block_size: int = 64
     dtype: torch.dtype = torch.float32
     window: int | None = None
+    cache_dtype: torch.dtype | None = None
+    """Of the cache, where it is another one."""
     keys: list[Tensor] = field(init=False)
     values: list[Tensor] = field(init=False)
 
@@ -37,13 +40,16 @@ class PagedWork:
         self.context_lens = [c + q for c, q in zip(self.cached_lens, self.query_lens, strict=True)]
         self.keys, self.values = ([self._random(length, self.num_kv_heads) for length in self.context_lens]
                                   for _ in "kv")
+        if self.cache_dtype is not None:
+            self.keys, self.values = ([x.to(self.cache_dtype).to(self.dtype) for x in each]
+                                      for each in (self.keys, self.values))
         # Beside other columns of a wider product, as in a fused qkv.
         self.q_TNH = self._random(sum(self.query_lens), self.num_heads + 2)[:, :self.num_heads]
         counts = [-(-length // self.block_size) for length in self.context_lens]
         order = iter((1 + torch.randperm(sum(counts))).tolist())
         self.block_tables_BW = torch.full((len(counts), max(counts) + 1), sum(counts) + 1, dtype=torch.int32)
         shape = (sum(counts) + 2, self.block_size, self.num_kv_heads, self.head_dim)
-        self.k_cache, self.v_cache = (torch.full(shape, torch.nan, dtype=self.dtype) for _ in "kv")
+        self.k_cache, self.v_cache = (torch.full(shape, torch.nan).to(self.cache_dtype or self.dtype) for _ in "kv")
         for row, count in enumerate(counts):
             self.block_tables_BW[row, :count] = torch.tensor([next(order) for _ in range(count)], dtype=torch.int32)
             self._fill(row)
@@ -93,3 +99,9 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert actual.isfinite().all()
     error = (actual.double() - expected).abs().max() / expected.abs().max()
     assert error < TOLERANCE[dtype], f"error {error:.1e} of the largest value, allowed {TOLERANCE[dtype]:.1e}"
+
+
+def need_fp8(device: torch.device) -> None:
+    """Skips where nothing converts e4m3 as a GPU does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("e4m3 needs a GPU of compute capability 8.9")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda.paged_work import PagedWork, assert_close
+from tests.cuda.paged_work import PagedWork, assert_close, need_fp8
 from tests.oracle.test_vision_attention import within_each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -52,6 +52,16 @@ def test_contexts_in_one_part_and_in_more_than_they_have_steps(device: torch.dev
 def test_prompts_and_chunks_behind_a_cached_context(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
     work = PagedWork([0, 0, 64, 77, 150], [1, 70, 64, 20, 1], head_dim=head_dim, dtype=dtype)
     work.assert_equals_definition(device, is_prefill=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [24, 128, 256])
+@pytest.mark.parametrize("is_prefill", [True, False], ids=["prefill", "decode"])
+def test_a_cache_in_fp8(device: torch.device, is_prefill: bool, head_dim: int, dtype: torch.dtype) -> None:
+    need_fp8(device)
+    work = PagedWork([0, 64, 77, 150], [70, 64, 20, 1] if is_prefill else [1] * 4, head_dim=head_dim, dtype=dtype,
+                     cache_dtype=torch.float8_e4m3fn, window=None if head_dim == 128 else 40)
+    work.assert_equals_definition(device, is_prefill=is_prefill)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), GROUPS)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.ops import HeadNorms, TorchOps, rotate_leading
+from tests.cuda.paged_work import need_fp8
 
 # T tokens, N query heads, K kv heads, H head dim, R dims that turn
 
@@ -102,6 +103,28 @@ def test_numbers_of_tokens_and_block_sizes(device: torch.device, num_tokens: int
 def test_norms_and_gates(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], is_gated: bool,
                          norm: str) -> None:
     assert_equals_definition(device, Work(5, (8, 2), dims, dtype, is_gated=is_gated, norm=norm))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (256, 64), (24, 16)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_in_fp8_holds_what_a_wider_one_would_rounded(device: torch.device, dtype: torch.dtype,
+                                                             dims: tuple[int, int]) -> None:
+    """To the nearest; its largest number for larger ones; NaN stays."""
+    need_fp8(device)
+    work = Work(7, (8, 2), dims, dtype)
+    work.qkv[:, -dims[0]:] *= 200
+    work.qkv[3, -1] = torch.nan
+    _, *wide = work.run(device)
+    work.cache = work.cache.to(torch.float8_e4m3fn)
+    _, *narrow = work.run(device)
+    for found, whole in zip(narrow, wide, strict=True):
+        assert found.dtype == torch.float8_e4m3fn
+        rounded = whole.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(found.view(torch.uint8) & 0x7F, rounded.view(torch.uint8) & 0x7F)
+        finite = ~rounded.float().isnan()
+        assert torch.equal(found.view(torch.uint8)[finite], rounded.view(torch.uint8)[finite])
+    assert narrow[1].float().isnan().sum() == 1
+    assert (narrow[1].float().abs() == 448).any()
 
 
 def test_more_rows_than_a_program_has(device: torch.device) -> None:

@@ -17,6 +17,7 @@ GRAPHS = {"graph_mode": "reduce-overhead", "max_num_seqs": 4}
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"attention_backend": "flashinfer"}, "attention_backend 'flashinfer': cpu has"),
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: platform cpu keeps them in the model's dtype"),
     ({"graph_batch_sizes": (1, 2)}, r"graph_batch_sizes \(1, 2\) has no use in eager mode"),
     ({**GRAPHS, "graph_batch_sizes": (1, 8)}, r"graph_batch_sizes \(1, 8\): no step has more than max_num_seqs 4"),
     ({"max_model_len": 1 << 30}, "max_model_len 1073741824 is more than the checkpoint's"),
