@@ -19,7 +19,7 @@ GRAPHS = {"graph_mode": "reduce-overhead", "max_num_seqs": 4}
     ({"attention_backend": "flashinfer"}, "attention_backend 'flashinfer': cpu has"),
     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: platform cpu keeps them in the model's dtype"),
     ({"graph_batch_sizes": (1, 2)}, r"graph_batch_sizes \(1, 2\) has no use in eager mode"),
-    ({**GRAPHS, "graph_batch_sizes": (1, 8)}, r"graph_batch_sizes \(1, 8\): no step has more than max_num_seqs 4"),
+    ({**GRAPHS, "graph_batch_sizes": (1, 8)}, r"graph_batch_sizes \(1, 8\): no step has more than 4 rows"),
     ({"max_model_len": 1 << 30}, "max_model_len 1073741824 is more than the checkpoint's"),
     ({"max_num_seqs": 4_000_000}, r"max_num_seqs 4000000 is more than 3728270: .* lower it to at most 3728270"),
     ({"max_state_snapshots": 0}, "max_state_snapshots 0: qwen3_vl has no layers with state; leave it out"),
