@@ -102,6 +102,6 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def need_fp8(device: torch.device) -> None:
-    """Skips where nothing converts e4m3 as a GPU does."""
+    """Skips where nothing rounds to e4m3 as a GPU does."""
     if device.type != "cuda" or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("e4m3 needs a GPU of compute capability 8.9")
