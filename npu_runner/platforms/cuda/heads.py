@@ -87,7 +87,8 @@ def _turn(sources, targets, turns, is_row, weight, cos, sin, HALF: tl.constexpr,
     is_dim = halves < HALF
     mask = is_row[:, None] & is_dim[None, :]
     from_first, to_first = sources[:, None] + halves[None, :], targets[:, None] + halves[None, :]
-    kind, stored = sources.dtype.element_ty, targets.dtype.element_ty
+    kind = sources.dtype.element_ty
+    stored = targets.dtype.element_ty
     first = tl.load(from_first, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(from_first + HALF, mask=mask, other=0.0).to(tl.float32)
     if EPS >= 0.0:
