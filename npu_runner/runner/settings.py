@@ -179,8 +179,8 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
     if graph_mode == "eager" and config.graph_batch_sizes is not None:
         raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes} has no use in eager mode; set graph_mode")
     if config.graph_batch_sizes is not None and config.graph_batch_sizes[-1] > most_rows:
-        raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes}: no step has more than {most_rows} rows, those of "
-                          "max_num_seqs and their drafts; raise max_num_seqs or leave the larger sizes out")
+        raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes}: no step has more than {most_rows} rows, "
+                          "those of max_num_seqs and their drafts; raise max_num_seqs or leave the larger sizes out")
     return graph_mode
 
 
