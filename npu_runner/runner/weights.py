@@ -16,7 +16,7 @@ from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
 from npu_runner.layers.linear import form_of
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.layers.weight_forms import hold_as_stored, names_to_round
+from npu_runner.layers.weight_forms import hold_as_stored, how_stored, names_to_round
 from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.platforms.devices import Memory
 from npu_runner.platforms.ops import FP8, FP8_BLOCK, FP8_BLOCKS, INT8
@@ -81,7 +81,7 @@ def _in_forms(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Set
     held = hold_as_stored(on_meta, planned, checkpoint.strategy.renamed(reader.names))
     _check_fit(reader, checkpoint, settings, context, memory, weights_bytes(on_meta))
     if isinstance(reader, DequantisingReader):
-        stored = {name for name in held if reader.int8_inputs(name) is not None or reader.fp8_form(name) is not None}
+        stored = {name for name in held if how_stored(reader, name) is not None}
         logger.info("%s", reader.describe(context.dtype, stored))
     if isinstance(planned, RoundingReader):
         logger.info("quantization int8: %s", planned.describe(context.dtype, is_multiplied=bool(held)))
