@@ -12,9 +12,10 @@ from torch import nn
 from npu_runner.checkpoint.adapted_weights import AdaptedReader
 from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
 from npu_runner.checkpoint.formats.rounding import RoundingReader
-from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader
+from npu_runner.checkpoint.quantization import AWQ, GPTQ
+from npu_runner.checkpoint.weights_reader import BY_ROW, GroupedForm, WeightsReader
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
-from npu_runner.layers.linear import form_of
+from npu_runner.layers.linear import Held, form_of
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.weight_forms import hold_as_stored, how_stored, names_to_round
 from npu_runner.layers.weights_loader import fill_with_random_weights
@@ -38,7 +39,7 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
     strategy, model_config = checkpoint.strategy, checkpoint.model_config
     rounds = checkpoint.config.quantization == INT8
     if checkpoint.config.load_format == "dummy":
-        how = BY_ROW if rounds else _fp8_form(checkpoint)
+        how = BY_ROW if rounds else _named_form(checkpoint)
         forms = (form_of(how),) if how is not None and form_of(how) in settings.weight_forms else ()
         model = strategy.build(model_config, settings.max_model_len, dataclasses.replace(context, weight_forms=forms))
         fill_with_random_weights(model, checkpoint.config.seed, how or BY_ROW)
@@ -57,11 +58,17 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
     return model
 
 
-def _fp8_form(checkpoint: OpenedCheckpoint) -> str | None:
-    """The form that random weights have where the config says FP8."""
-    if checkpoint.quantization is None or checkpoint.quantization.method != "fp8":
+def _named_form(checkpoint: OpenedCheckpoint) -> Held | None:
+    """How random weights are held where the config alone says FP8, AWQ or GPTQ."""
+    quantization = checkpoint.quantization
+    if quantization is None:
         return None
-    block = checkpoint.quantization.settings.get("weight_block_size")
+    if quantization.method in (AWQ, GPTQ):
+        bits, size = (int(quantization.settings.get(name, usual)) for name, usual in (("bits", 4), ("group_size", 128)))
+        return GroupedForm(bits, max(size, 0), has_zeros=quantization.method == AWQ)
+    if quantization.method != "fp8":
+        return None
+    block = quantization.settings.get("weight_block_size")
     return FP8 if block is None else FP8_BLOCKS if list(block) == [FP8_BLOCK, FP8_BLOCK] else None
 
 

@@ -1,5 +1,5 @@
-"""Linears that hold 4 and 8 bit integers in groups, or by row, as a checkpoint stores them: every format, slices, ranks,
-fused parts, and what is dequantised. The product is the definition in plain torch here; operators and kernels are
+"""Linears that hold 4 and 8 bit integers in groups, or by row, as a checkpoint stores them: every format, slices,
+ranks, fused parts, and what is dequantised. The product is the definition in plain torch here; operators and kernels are
 compared with the same numbers (tests/npu/test_grouped.py, tests/cuda/test_grouped_products.py).
 
 N outputs, K inputs, T tokens.
@@ -252,7 +252,8 @@ def test_scales_that_the_dtype_does_not_hold_are_an_error(tmp_path: Path) -> Non
 def test_the_definition_rounds_a_weight_once(dtype: torch.dtype) -> None:
     values, scales, zeros = integers(weights(96, K), 8, 64, symmetric=False, dtype=dtype)
     weight = GroupedWeight(values.to(torch.int8), scales, zeros.to(dtype))
-    exact = ((values.double().unflatten(1, (-1, 64)) - zeros.double()[..., None]) * scales.double()[..., None]).flatten(1)
+    numbers = values.double().unflatten(1, (-1, 64)) - zeros.double()[..., None]
+    exact = (numbers * scales.double()[..., None]).flatten(1)
     assert torch.equal(dequantised(weight, dtype), exact.to(dtype))
     bias = torch.randn(96).to(torch.float32 if dtype == torch.bfloat16 else dtype)
     found = CpuOps().grouped_linear(TOKENS.to(dtype), weight, bias)
