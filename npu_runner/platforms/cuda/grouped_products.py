@@ -25,9 +25,13 @@ from npu_runner.platforms.cuda.dependent_launch import fetch, launch_settings, w
 from npu_runner.platforms.cuda.split_sums import counters, finish
 from npu_runner.platforms.grouped import GroupedWeight, unpacked
 
-MOST_ROWS = 64
-"""That kernels of our own take."""
-_COMPILED_ROWS = (1, 2, 32, MOST_ROWS)
+MOST_ROWS = 192
+"""That kernels of our own take, 64 at a time: up to there they are quicker than the library (docs/benchmarks.md)."""
+_ROWS_AT_ONCE = 64
+_COMPILED_ROWS = (1, 2, 32, _ROWS_AT_ONCE)
+# Outputs, runs of columns, and warps of a program of one row.
+_ONE_ROW = (2, 8, 2)
+_WIDE = 8192
 _CHANGES = ["num_rows"]
 # A float of 16 bits whose last mantissa bits count ones.
 _BASES = {torch.bfloat16: 128.0, torch.float16: 1024.0}
@@ -88,10 +92,14 @@ def _num_inputs(weight: GroupedWeight) -> int:
 
 def product(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
     """x W^T + b, (M, O) of x's dtype, for any number of rows and a `settled` weight."""
-    if len(x_MI) == 0:
-        return x_MI.new_empty(0, len(weight.values))
-    if len(x_MI) <= MOST_ROWS:
-        return few_rows(x_MI, weight, bias_O)
+    num_rows, num_outputs = len(x_MI), len(weight.values)
+    if num_rows == 1 and (num_outputs <= _WIDE or weight.values.dtype == torch.int8):
+        return one_row(x_MI, weight, bias_O)
+    if num_rows <= MOST_ROWS:
+        out_MO = x_MI.new_empty(num_rows, num_outputs)
+        for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, num_rows, _ROWS_AT_ONCE)):
+            few_rows(x_MI[rows], weight, bias_O, out_MO[rows])
+        return out_MO
     return F.linear(x_MI, dequantise(weight, x_MI.dtype), None if bias_O is None else bias_O.to(x_MI.dtype))
 
 
@@ -103,21 +111,22 @@ def compile_all(weight: GroupedWeight, bias_O: Tensor | None, dtype: torch.dtype
 
 
 def tile_of(num_rows: int, num_outputs: int) -> Tile:
-    if num_outputs > 8192:
-        return Tile(128, 4, 3) if num_rows > 16 else Tile(64, 4, 3)
-    return Tile(64, 4, 4, 8) if num_rows <= 16 and num_outputs <= 4096 else Tile(64, 4, 3, 4)
+    """Each was the quickest of those tried on an H100 with four bits in groups of 128, or within 3 % of it."""
+    if num_outputs > _WIDE:
+        return Tile(64, 4, 3)
+    return Tile(64, 4, 3, 8 if num_rows <= 16 and num_outputs <= _WIDE // 2 else 4)
 
 
-def few_rows(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None, tile: Tile | None = None) -> Tensor:
-    """x W^T + b for 1 to MOST_ROWS rows, (M, O) of x's dtype."""
+def few_rows(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None, out_MO: Tensor, tile: Tile | None = None
+             ) -> None:
+    """x W^T + b for 1 to 64 rows, into `out_MO` of x's dtype, contiguous."""
     (num_rows, num_inputs), num_outputs = x_MI.shape, len(weight.values)
-    assert 1 <= num_rows <= MOST_ROWS, f"{num_rows} rows are not 1 to {MOST_ROWS}"
+    assert 1 <= num_rows <= _ROWS_AT_ONCE, f"{num_rows} rows are not 1 to {_ROWS_AT_ONCE}"
     tile = tile or tile_of(num_rows, num_outputs)
     half = _half_of(num_inputs, len(weight.scales))
     step = 2 * half
     assert num_inputs % step == 0, f"{num_inputs} columns are no multiple of {step}"
     depth = triton.cdiv(num_inputs // step, tile.splits) * step
-    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
     parts = out_MO if tile.splits == 1 else torch.empty((tile.splits, num_rows, num_outputs), dtype=torch.float32,
                                                         device=x_MI.device)
     num_tiles = triton.cdiv(num_outputs, tile.outputs)
@@ -130,15 +139,13 @@ def few_rows(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None, tile: T
         counters(x_MI.device, num_tiles), num_rows, num_outputs, num_inputs, depth,
         **_variant(weight, bias_O, x_MI.dtype), OUTPUTS=tile.outputs, SPLITS=tile.splits, ROWS=rows,
         STAGES=tile.num_stages, num_warps=tile.num_warps, **launch_settings())
-    return out_MO
 
 
-def one_row(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None, tile: tuple[int, int, int] = (4, 8, 4)
-            ) -> Tensor:
-    """`few_rows` of one row, element by element. `tile`: outputs, runs of columns, warps."""
+def one_row(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
+    """x W^T + b of one row, element by element, (1, O) of x's dtype."""
     (_, num_inputs), num_outputs = x_MI.shape, len(weight.values)
     out_MO = torch.empty((1, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    outputs, runs, num_warps = tile
+    outputs, runs, num_warps = _ONE_ROW
     _one_row[(triton.cdiv(num_outputs, outputs),)](
         x_MI, *_pointers(weight, bias_O), out_MO, num_outputs, num_inputs, **_variant(weight, bias_O, x_MI.dtype),
         OUTPUTS=outputs, RUNS=runs, num_warps=num_warps, **launch_settings())
