@@ -7,6 +7,7 @@ N outputs, K inputs, T tokens.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from npu_runner import LLM
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import arithmetic, read_quantization
+from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.cli.main import main
 from npu_runner.errors import WeightsError
 from npu_runner.layers.linear import ColumnParallelLinear, HeldLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.platforms.cpu.ops import CpuOps
+from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.grouped import GROUPED, GroupedWeight, dequantised, packed, unpacked
 from npu_runner.platforms.ops import INT8
+from npu_runner.runner.memory import weights_bytes
 from scripts.quantised.formats import awq, compressed_int, fp8_block, gptq, integers, modelslim_int4, modelslim_int8
+from scripts.quantised.writing import quantise
 from tests.oracle.quantised_folders import in_small_pieces, loaded, weights, write_folder
+from tests.oracle.running import SMALL, greedy, runner_of
+from tests.oracle.test_families import prompts_of
 
 K = 256
 TOKENS = torch.randn(5, K, generator=torch.Generator().manual_seed(9)) * 3
@@ -274,3 +283,62 @@ def test_what_is_said_of_the_arithmetic(tmp_path: Path) -> None:
         said = reader.describe(torch.bfloat16, {"q_proj.weight"})  # type: ignore[attr-defined]
     assert said.startswith("quantised weights (awq): 2 as int4 in groups of 64; 1 are multiplied as they are stored, "
                            "with inputs in 16 bits; the other 1 become ")
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("qwen3", "awq"), ("glm4v", "gptq-int8"), ("qwen3_next", "w4a16")])
+def test_a_model_computes_as_with_dequantised_weights(model_type: str, name: str, checkpoint: Any, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a family moves rows: of pairs that turn, and of heads that are stored interleaved."""
+    experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if "next" in model_type else {}
+    quantise(checkpoint(model_type, **SIZES, **experts), tmp_path / name, name, group_size=32)
+    found = []
+    for forms in ((), (GROUPED,)):
+        monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype, forms=forms: forms)
+        with LLM(tmp_path / name, platform="cpu", **SMALL) as llm:
+            linears = {name: module for name, module in runner_of(llm).model.named_modules()
+                       if isinstance(module, HeldLinear)}
+            assert any(linear.form == GROUPED for linear in linears.values()) is bool(forms)
+            weight_of = {name: multiplied_out(linear).clone() for name, linear in linears.items()}
+            found.append((weight_of, [output.token_ids for output in llm.generate(
+                prompts_of(llm, model_type)[0], greedy(4))]))
+    for linear, weight in found[0][0].items():
+        assert torch.equal(found[1][0][linear], weight), linear
+    assert found[0][1] == found[1][1]
+
+
+def multiplied_out(linear: HeldLinear) -> Tensor:
+    if linear.form != GROUPED:
+        return linear.weight
+    weight = dequantised(GroupedWeight(linear.weight, linear.scales, linear.zeros), torch.float32)
+    if linear.rest is None:
+        return weight
+    return torch.cat((weight, linear.rest) if linear._is_form_first else (linear.rest, weight))
+
+
+def test_bytes_are_counted_before_and_after_loading(checkpoint: Any, tmp_path: Path, capsys: Any,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, path = checkpoint("qwen3", **SIZES), tmp_path / "awq"
+    quantise(plain, path, "awq", group_size=32)
+    with CheckpointReader(path) as reader:
+        values = sum(8 * reader.shape(name)[0] * reader.shape(name)[1] for name in reader.names
+                     if name.endswith("qweight"))
+    asked = ["doctor", "--device-memory", "64G", "--platform", "npu", "--max-model-len", "1024", "--dtype", "bfloat16",
+             "--json", "--fits"]
+    found = []
+    for model in (plain, path):
+        assert main([*asked, str(model)]) == 0
+        found.append(json.loads(capsys.readouterr().out)["weights_bytes"])
+    assert found[0] - found[1] == 2 * values - (values // 2 + 2 * 2 * values // 32)
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: (GROUPED,))
+    loaded_bytes = []
+    for model, settings in ((plain, {}), (path, {}), (path, {"load_format": "dummy"})):
+        with LLM(model, platform="cpu", **SMALL, **settings) as llm:
+            loaded_bytes.append(weights_bytes(runner_of(llm).model))
+            assert llm.generate(["which"], greedy(2))[0].token_ids
+    saved = 4 * values - (values // 2 + 2 * 4 * values // 32)
+    assert loaded_bytes[0] - saved == loaded_bytes[1] == loaded_bytes[2]

@@ -10,9 +10,6 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from npu_runner.platforms.grouped import GroupedWeight, packed
-from npu_runner.platforms.npu.grouped import settled
-
 from .emulation import close, refused
 from .fused_operators import draw
 from .quantised_operators import HALVES
@@ -63,13 +60,8 @@ def check_products_of_groups_and_outputs() -> None:
 
 
 def check_packing_of_four_bits() -> None:
-    """The vendor's, and ours, which reads the rows of a checkpoint."""
-    values = torch.arange(-8, 8, dtype=torch.int8).repeat(K * N // 16).reshape(K, N)
-    values = values[:, torch.randperm(N, generator=torch.Generator().manual_seed(1))]
-    assert words(torch.arange(-8, 0, dtype=torch.int8)[None]).cpu().view(-1).tolist() == [
-        0xFEDCBA98 - (1 << 32)], "eight of the last dim in a word, the lowest bits first"
-    ours = settled(GroupedWeight(packed(values.t().contiguous()).npu(), torch.ones(N, 4).npu(), None))
-    assert torch.equal(ours.values.cpu(), words(values).cpu())
+    found = words(torch.arange(-8, 8, dtype=torch.int8)[None]).cpu()
+    assert found.tolist() == [[0xFEDCBA98 - (1 << 32), 0x76543210]], "eight of a row in a word, the lowest bits first"
 
 
 def check_products_refuse() -> None:
