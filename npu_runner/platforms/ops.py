@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runner.platforms import grouped
+from npu_runner.platforms.grouped import GroupedWeight
+from npu_runner.platforms.grouped import product as grouped_product
 
 AllowedDraw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits (B, V), temperatures (B, 1) float32, uniforms (B, 1) float32, words (C, W) int32, masks (B,) int32: the mask
@@ -144,17 +145,17 @@ class Ops(ABC):
         out_TO = scaled(rows.values_TI, rows.scales, 1) @ scaled(*weight, FP8_BLOCK).t()
         return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
 
-    def settled(self, weight: grouped.GroupedWeight) -> grouped.GroupedWeight:
+    def settled(self, weight: GroupedWeight) -> GroupedWeight:
         """The weight as `grouped_linear` wants it, made once when it is loaded; its bytes stay as many."""
         return weight
 
-    def grouped_linear(self, x_TI: Tensor, weight: grouped.GroupedWeight, bias_O: Tensor | None) -> Tensor:
+    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
         """x w^T + b, (T, O) of x's dtype, with w = (values - zeros) * scales.
 
         `weight` is `settled`; `bias_O` is float32 beside bfloat16, else of x's dtype. Asked for where the platform's
         `weight_forms` name GROUPED.
         """
-        return grouped.product(x_TI, weight, bias_O)
+        return grouped_product(x_TI, weight, bias_O)
 
     fuses_rounding: bool = False
     """`add_rms_norm_int8`, and those of FP8, cost no more than what they stand for; else products round their inputs

@@ -294,8 +294,9 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 def test_a_model_computes_as_with_dequantised_weights(model_type: str, name: str, checkpoint: Any, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a family moves rows: of pairs that turn, and of heads that are stored interleaved."""
-    experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if "next" in model_type else {}
-    quantise(checkpoint(model_type, **SIZES, **experts), tmp_path / name, name, group_size=32)
+    more = {"qwen3_next": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+            "glm4v": {"num_attention_heads": 16, "head_dim": 16}}.get(model_type, {})
+    quantise(checkpoint(model_type, **{**SIZES, **more}), tmp_path / name, name, group_size=32)
     found = []
     for forms in ((), (GROUPED,)):
         monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype, forms=forms: forms)
