@@ -25,10 +25,10 @@ from npu_runner.platforms.cuda.dependent_launch import fetch, launch_settings, w
 from npu_runner.platforms.cuda.split_sums import counters, finish
 from npu_runner.platforms.grouped import GroupedWeight, unpacked
 
-MOST_ROWS = 192
-"""That kernels of our own take, 64 at a time: up to there they are quicker than the library (docs/benchmarks.md)."""
-_ROWS_AT_ONCE = 64
-_COMPILED_ROWS = (1, 2, 32, _ROWS_AT_ONCE)
+MOST_ROWS = 256
+"""That kernels of our own take, 128 at a time: up to there they are quicker than the library (docs/benchmarks.md)."""
+_ROWS_AT_ONCE = 128
+_COMPILED_ROWS = (1, 2, 32, 64, _ROWS_AT_ONCE)
 # Outputs, runs of columns, and warps of a program of one row.
 _ONE_ROW = (2, 8, 2)
 _WIDE = 8192
@@ -114,12 +114,14 @@ def tile_of(num_rows: int, num_outputs: int) -> Tile:
     """Each was the quickest of those tried on an H100 with four bits in groups of 128, or within 3 % of it."""
     if num_outputs > _WIDE:
         return Tile(64, 4, 3)
-    return Tile(64, 4, 3, 8 if num_rows <= 16 and num_outputs <= _WIDE // 2 else 4)
+    if num_outputs > _WIDE // 2:
+        return Tile(64, 4, 3, 4 if num_rows <= 64 else 2)
+    return Tile(64, 4, 3, 8 if num_rows <= 16 else 4)
 
 
 def few_rows(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None, out_MO: Tensor, tile: Tile | None = None
              ) -> None:
-    """x W^T + b for 1 to 64 rows, into `out_MO` of x's dtype, contiguous."""
+    """x W^T + b for 1 to 128 rows, into `out_MO` of x's dtype, contiguous."""
     (num_rows, num_inputs), num_outputs = x_MI.shape, len(weight.values)
     assert 1 <= num_rows <= _ROWS_AT_ONCE, f"{num_rows} rows are not 1 to {_ROWS_AT_ONCE}"
     tile = tile or tile_of(num_rows, num_outputs)

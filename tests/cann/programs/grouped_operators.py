@@ -10,7 +10,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from .emulation import close, refused
+from .emulation import close, error_of, refused
 from .fused_operators import draw
 from .quantised_operators import HALVES
 from .refusals import PARAMETER
@@ -75,12 +75,13 @@ def check_products_refuse() -> None:
     for kind, wrong in (
         ("x", {"first": x.float()}), ("antiquantScale", {"third": by.float()}),
         ("antiquantScale", {"third": by[:2]}), ("antiquantScale", {"size": 0}),
-        ("antiquantGroupSize", {"size": 16}), ("antiquantGroupSize", {"size": 48}),
-        ("antiquantGroupSize", {"size": K, "third": by[:1]}), ("antiquantOffset", {"antiquant_offset": offset.float()}),
+        ("antiquantOffset", {"antiquant_offset": offset.float()}),
         ("antiquantOffset", {"antiquant_offset": offset[:2]}), ("bias", {"bias": torch.ones(N).npu()}),
         ("neither contiguous nor", {"second": torch.zeros(K, 2 * N, dtype=torch.int8).npu()[:, ::2]}),
     ):
         with refused(PARAMETER, kind):
             multiply(**wrong)  # type: ignore[arg-type]
+    for size in (16, 48, K):  # torch_npu itself says so
+        assert "antiquant_group_size" in error_of(lambda: multiply(size=size)), size  # noqa: B023
     with refused(PARAMETER, "bias"):
         multiply(x.bfloat16(), given, by.bfloat16(), bias=torch.ones(N).bfloat16().npu())
