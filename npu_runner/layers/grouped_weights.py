@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from npu_runner.checkpoint.weights_reader import GroupedForm, GroupedPiece, WeightsReader
+from npu_runner.checkpoint.weights_reader import GroupedForm, GroupedPiece, Int8Inputs, WeightsReader
 from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import LayerContext, WeightPart
 from npu_runner.platforms.grouped import GroupedWeight, packed
 from npu_runner.platforms.ops import Ops
+
+Held: TypeAlias = Int8Inputs | GroupedForm | str
+"""How a weight is held that is not of the model's dtype. Int8Inputs: int8, with such inputs. Of FP8 the form's name."""
 
 _SMALL_GROUPS, _RUN = (32, 64), 128
 _OUTPUTS, _MOST_FEATURES = 8, 65535
@@ -33,8 +37,8 @@ class GroupedParameters:
     zeros: nn.Parameter | None
 
 
-def common_form(forms: Sequence[object]) -> list[object]:
-    """`forms` of the parts of a weight: where they differ in zeros alone, all have them."""
+def common_form(forms: Sequence[Held | None]) -> list[Held | None]:
+    """`forms` of the parts of a weight: where those of groups differ in zeros alone, all have them."""
     grouped = [each for each in forms if isinstance(each, GroupedForm)]
     if len({each._replace(has_zeros=True) for each in grouped}) != 1:
         return list(forms)

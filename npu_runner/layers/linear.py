@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.weights_reader import GroupedForm, Int8Inputs
 from npu_runner.errors import WeightsError
 from npu_runner.layers import grouped_weights
+from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.parallel import LayerContext, WeightPart
 from npu_runner.platforms.grouped import GROUPED, GroupedWeight
 from npu_runner.platforms.ops import (
@@ -73,10 +73,6 @@ class Padding:
 
 _NO_PADDING = Padding()
 _OF_INT8 = (INT8, INT8_STATIC)
-
-
-Held: TypeAlias = Int8Inputs | GroupedForm | str
-"""How a weight is held that is not of the model's dtype. Int8Inputs: int8, with such inputs. Of FP8 the form's name."""
 
 
 def form_of(inputs: Held) -> str:

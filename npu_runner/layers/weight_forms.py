@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import nn
 
 from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_tensor
-from npu_runner.layers.linear import Held, HeldLinear, form_of
+from npu_runner.layers.grouped_weights import Held
+from npu_runner.layers.linear import HeldLinear, form_of
 
 
 def hold_as_stored(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> set[str]:

@@ -19,7 +19,8 @@ from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_
 from npu_runner.errors import WeightsError
 from npu_runner.layers import grouped_weights
 from npu_runner.layers.expert_weights import ExpertWeights
-from npu_runner.layers.linear import Held, HeldLinear
+from npu_runner.layers.grouped_weights import Held
+from npu_runner.layers.linear import HeldLinear
 from npu_runner.layers.parallel import WeightPart
 from npu_runner.layers.weight_forms import hold_as_stored, hold_rounded
 from npu_runner.platforms.ops import FP8_BLOCK

@@ -15,7 +15,8 @@ from npu_runner.checkpoint.formats.rounding import RoundingReader
 from npu_runner.checkpoint.quantization import AWQ, GPTQ
 from npu_runner.checkpoint.weights_reader import BY_ROW, GroupedForm, WeightsReader
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
-from npu_runner.layers.linear import Held, form_of
+from npu_runner.layers.grouped_weights import Held
+from npu_runner.layers.linear import form_of
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.weight_forms import hold_as_stored, how_stored, names_to_round
 from npu_runner.layers.weights_loader import fill_with_random_weights
@@ -64,8 +65,9 @@ def _named_form(checkpoint: OpenedCheckpoint) -> Held | None:
     if quantization is None:
         return None
     if quantization.method in (AWQ, GPTQ):
-        bits, size = (int(quantization.settings.get(name, usual)) for name, usual in (("bits", 4), ("group_size", 128)))
-        return GroupedForm(bits, max(size, 0), has_zeros=quantization.method == AWQ)
+        bits, size = (int(quantization.settings.get(name) or usual) for name, usual in (
+            ("bits", 4), ("group_size", 128)))
+        return GroupedForm(bits, max(size, 0), has_zeros=quantization.method == AWQ) if bits in (4, 8) else None
     if quantization.method != "fp8":
         return None
     block = quantization.settings.get("weight_block_size")
