@@ -24,6 +24,7 @@ _HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
 _AS_INT8 = "multiplied as int8, inputs rounded by row"
 _HOLD_FP8 = (FP8, COMPRESSED_TENSORS)
 _AS_FP8 = "multiplied as fp8, inputs rounded by row or by groups of 128"
+_HOLD_GROUPED = (MODELSLIM, COMPRESSED_TENSORS, AWQ, GPTQ)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
         held.append(f"int8 with {kinds} inputs multiplied as int8")
     if method in _HOLD_FP8 and "fp8" in weight_forms:
         held.append(f"fp8 with 8-bit inputs {_AS_FP8}")
+    if method in _HOLD_GROUPED and "grouped" in weight_forms:
+        held.append("int4 and int8 with 16-bit inputs multiplied as they are stored")
     if held:
         return f"{method}, {'; '.join(held)}; other weights {_AS_THEY_ARE}"
     return None if method is None else f"{method}, {_AS_THEY_ARE}"

@@ -35,6 +35,28 @@ class Int8Inputs(NamedTuple):
 BY_ROW = Int8Inputs()
 
 
+class GroupedForm(NamedTuple):
+    """(values - zeros) * scales, whole numbers of `bits` bits, for products with inputs in 16 bits."""
+
+    bits: int
+    """4 or 8."""
+    group_size: int
+    """So many inputs of a row share a scale and a zero; 0: all do."""
+    has_zeros: bool
+
+
+class GroupedPiece(NamedTuple):
+    """Some rows of those that were asked for."""
+
+    rows: slice
+    values: torch.Tensor
+    """int8 (R, C), from -8 to 7 where they have 4 bits."""
+    scales: torch.Tensor
+    """float32 (R, G)."""
+    zeros: torch.Tensor | None
+    """float32 (R, G), whole numbers."""
+
+
 class WeightsReader(ABC):
     """Float tensors of a checkpoint, by name. A context manager."""
 
@@ -82,6 +104,15 @@ class WeightsReader(ABC):
     def fp8_scales(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
         """float32 of the elements of `fp8_pieces`: a scale for each row, or for each block; none of those is cut."""
         raise AssertionError(f"{name} is not FP8")
+
+    def grouped_form(self, name: str) -> GroupedForm | None:
+        """That of a matrix whose groups lie side by side, and whose products take inputs as they are; else None."""
+        return None
+
+    def grouped_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
+                       ) -> Iterator[GroupedPiece]:
+        """As `pieces`, not multiplied out; no group is cut. Asked for where there is a `grouped_form`."""
+        raise AssertionError(f"{name} has no groups")
 
     @abstractmethod
     def close(self) -> None: ...

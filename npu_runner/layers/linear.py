@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from npu_runner.checkpoint.weights_reader import Int8Inputs
+from npu_runner.checkpoint.weights_reader import GroupedForm, Int8Inputs
 from npu_runner.errors import WeightsError
+from npu_runner.layers import grouped_weights
+from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.parallel import LayerContext, WeightPart
+from npu_runner.platforms.grouped import GROUPED, GroupedWeight
 from npu_runner.platforms.ops import (
     FP8,
     FP8_ALIGNMENT,
@@ -72,25 +75,30 @@ _NO_PADDING = Padding()
 _OF_INT8 = (INT8, INT8_STATIC)
 
 
-def form_of(inputs: Int8Inputs | str) -> str:
-    """The form of a weight whose products take such inputs; those of FP8 are called by it."""
+def form_of(inputs: Held) -> str:
+    """The form of a weight that is held so."""
+    if isinstance(inputs, GroupedForm):
+        return GROUPED
     return inputs if isinstance(inputs, str) else INT8 if inputs.scale is None else INT8_STATIC
 
 
 class HeldLinear(nn.Module):
     """A weight (O, I) and a bias in the form that `hold` is told.
 
-    It may be of the model's dtype, int8 with scales by row, or FP8 with scales by row or by block. Some rows may be of
-    the model's dtype and the others in one more form. Inputs of int8 are rounded by row or by one scale.
+    It may be of the model's dtype, int8 with scales by row, FP8 with scales by row or by block, or integers in groups.
+    Some rows may be of the model's dtype and the others in one more form. Inputs of int8 are rounded by row or by one
+    scale.
 
     `weight_parts` are what the checkpoint calls the float tensors, whatever the form.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    """float32 of int8: the product adds it before it rounds."""
+    """float32 of int8, and of groups beside bfloat16: the product adds it before it rounds."""
     scales: nn.Parameter | None
-    """float32, of quantised rows or blocks."""
+    """float32, of quantised rows or blocks; of groups in the model's dtype."""
+    zeros: nn.Parameter | None
+    """Of groups, where they have some."""
     shifts: nn.Parameter | None
     """int32, for inputs of one scale: the loader adds up each row's integers here; `weights_are_loaded` makes them what
     StaticInt8Weight has. So it makes `scales`."""
@@ -110,7 +118,8 @@ class HeldLinear(nn.Module):
         self.ops = context.ops
         self._context, self._is_padded = context, not padding.is_none
         self._shape, self._has_bias = (out_features, in_features), bias
-        self.rest = self.rest_bias = self.shifts = None
+        self.rest = self.rest_bias = self.shifts = self.zeros = None
+        self._grouped_form: GroupedForm | None = None
         self.adds_bias = True
         # With forms the checkpoint says which one it is, and so how many bytes.
         self.is_held = not context.weight_forms
@@ -122,18 +131,18 @@ class HeldLinear(nn.Module):
         """The forms of quantised weights that it may be told to hold."""
         return self._context.weight_forms
 
-    def hold(self, inputs: Sequence[Int8Inputs | str | None]) -> None:
-        """Allocate weight and bias. `inputs`: of each part of the weight that int8 fills, how its inputs are rounded;
-        of one that FP8 fills, the form.
+    def hold(self, inputs: Sequence[Held | None]) -> None:
+        """Allocate weight and bias. `inputs`: how each part of the weight is held.
 
         Parts in 16 bits beside others are a second product where each kind lies side by side and rows of inputs have
         their own scales; else all become the model's dtype, as they do where the form has no product of this shape.
         What no tensor fills is zero.
         """
-        self.is_held = True
+        self.is_held, inputs = True, grouped_weights.common_form(inputs)
         cuts = [place for place in range(1, len(inputs)) if inputs[place] != inputs[place - 1]]
         kinds = {each for each in inputs if each is not None}
         how = kinds.pop() if len(kinds) == 1 else None
+        self._grouped_form = how if isinstance(how, GroupedForm) else None
         if how is None or not self._has_product(how, inputs):
             self._allocate(None, self._shape[0], self._context)
         elif not cuts:
@@ -148,15 +157,18 @@ class HeldLinear(nn.Module):
     def rows(self) -> list[Tensor]:
         """All that has a row for each output, for whoever moves rows; FP8 as bytes, which any operator moves."""
         weight_OI = self.weight.data.view(torch.int8) if self.form == FP8 else self.weight.data
-        return [weight_OI, *(each.data for each in (self.scales, self.shifts, self.bias) if each is not None)]
+        others = (self.scales, self.zeros, self.shifts, self.bias)
+        return [weight_OI, *(each.data for each in others if each is not None)]
 
-    def _has_product(self, how: Int8Inputs | str, inputs: Sequence[Int8Inputs | str | None]) -> bool:
+    def _has_product(self, how: Held, inputs: Sequence[Held | None]) -> bool:
         """FP8 has none of sizes that no 16 bytes divide; blocks have none where rows or columns cut one, nor where
         four of them do not divide the inputs."""
-        if how not in (FP8, FP8_BLOCKS):
+        if isinstance(how, Int8Inputs):
             return True
         parts = [part for part, own in zip(self.weight_parts["weight"], inputs, strict=True) if own == how]
         rows = sum(part.length for part in parts) if parts[0].dim == 0 and None in inputs else self._shape[0]
+        if isinstance(how, GroupedForm):
+            return grouped_weights.has_product(how, parts, rows, self._shape[1], is_padded=self._is_padded)
         if how == FP8:
             return (rows | self._shape[1]) % FP8_ALIGNMENT == 0
         places = [place for part in parts for place in (part.start, part.length, part.target_start)]
@@ -172,7 +184,10 @@ class HeldLinear(nn.Module):
             assert isinstance(x_TI, Tensor), "these inputs have a scale of their own"
             return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
                 self.weight, self.shifts, self.scales, self.input_scale, self.input_offset))
-        if self.form == INT8:
+        if self.form == GROUPED:
+            assert isinstance(x_TI, Tensor), "these inputs are not rounded"
+            out_TO = self.ops.grouped_linear(x_TI, GroupedWeight(self.weight, self.scales, self.zeros), bias_O)
+        elif self.form == INT8:
             assert not isinstance(x_TI, Fp8Rows), "inputs of FP8 are for weights of FP8"
             out_TO = self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
         else:
@@ -186,18 +201,34 @@ class HeldLinear(nn.Module):
 
     def _allocate(self, form: str | None, num_rows: int, context: LayerContext) -> None:
         self.form, num_inputs = form, self._shape[1]
-        dtype = None if form is None else torch.int8 if form in _OF_INT8 else torch.float8_e4m3fn
-        self.weight = context.parameter(num_rows, num_inputs, dtype=dtype)
-        wide = torch.float32 if form in _OF_INT8 else None
+        wide = torch.float32 if form in _OF_INT8 else grouped_weights.bias_dtype(self._context.dtype) if (
+            form == GROUPED) else None
         self.bias = context.parameter(num_rows, dtype=wide) if self._has_bias else None
-        grid = (num_rows // FP8_BLOCK, num_inputs // FP8_BLOCK) if form == FP8_BLOCKS else (num_rows,)
-        self.scales = None if form is None else context.parameter(*grid, dtype=torch.float32)
+        if form == GROUPED:
+            assert self._grouped_form is not None, "told by `hold`"
+            self._take_grouped(grouped_weights.allocate(self._grouped_form, num_rows, num_inputs, context))
+        else:
+            dtype = None if form is None else torch.int8 if form in _OF_INT8 else torch.float8_e4m3fn
+            self.weight = context.parameter(num_rows, num_inputs, dtype=dtype)
+            grid = (num_rows // FP8_BLOCK, num_inputs // FP8_BLOCK) if form == FP8_BLOCKS else (num_rows,)
+            self.scales = None if form is None else context.parameter(*grid, dtype=torch.float32)
         if self._is_padded:
             for parameter in self.parameters():
                 parameter.zero_()
 
-    def _take_inputs(self, inputs: Int8Inputs | str) -> None:
-        if isinstance(inputs, str) or inputs.scale is None:
+    @property
+    def grouped(self) -> grouped_weights.GroupedParameters | None:
+        """What holds the weight, where it is of groups."""
+        if self._grouped_form is None or self.scales is None:
+            return None
+        return grouped_weights.GroupedParameters(self._grouped_form, self.weight, self.scales, self.zeros)
+
+    def _take_grouped(self, parameters: grouped_weights.GroupedParameters) -> None:
+        self.weight, self.scales, self.zeros = parameters.values, parameters.scales, parameters.zeros
+        self.weight_parts |= {"zeros": []}
+
+    def _take_inputs(self, inputs: Held) -> None:
+        if not isinstance(inputs, Int8Inputs) or inputs.scale is None:
             return
         context = self._context
         self.shifts = context.parameter(self._shape[0], dtype=torch.int32)
@@ -208,8 +239,11 @@ class HeldLinear(nn.Module):
         self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": []}
 
     def weights_are_loaded(self) -> None:
-        """For inputs of one scale: what the products of integers are shifted and scaled by, with that scale as it is
-        rounded. On several ranks each corrects its own inputs' offset, and one adds the bias."""
+        """Lays groups out as the platform multiplies them. For inputs of one scale: what the products of integers are
+        shifted and scaled by, with that scale as it is rounded. On several ranks each corrects its own inputs' offset,
+        and one adds the bias."""
+        if (grouped := self.grouped) is not None:
+            self._take_grouped(grouped_weights.settle(grouped, self.ops))
         if self.shifts is None or self.scales is None:
             return
         if not bool(self.input_scale.isfinite().all()):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
-from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs, WeightsReader, renamed_tensor
+from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_tensor
+from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.linear import HeldLinear, form_of
 
 
@@ -19,8 +20,12 @@ def hold_as_stored(model: nn.Module, reader: WeightsReader, renamed: Mapping[str
     `renamed` as in `load_weights`.
     """
     there = reader.names
-    return _hold(model, renamed, lambda name: (reader.int8_inputs(name) or reader.fp8_form(name)) if name in there
-                 else None)
+    return _hold(model, renamed, lambda name: how_stored(reader, name) if name in there else None)
+
+
+def how_stored(reader: WeightsReader, name: str) -> Held | None:
+    """None: it is dequantised on every platform, or of 16 bits."""
+    return reader.int8_inputs(name) or reader.fp8_form(name) or reader.grouped_form(name)
 
 
 def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
@@ -33,7 +38,7 @@ def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
             for part, stored in _parts(name, linear, renamed) if part not in linear.gates}
 
 
-def hold_rounded(model: nn.Module, how: Int8Inputs | str = BY_ROW) -> None:
+def hold_rounded(model: nn.Module, how: Held = BY_ROW) -> None:
     """`hold_as_stored` without a checkpoint: `how`, as `HeldLinear.hold` takes it, where `quantization` int8 makes int8
     of 16 bits."""
     meant = names_to_round(model, {})
@@ -46,7 +51,7 @@ def hold_as_floats(model: nn.Module) -> None:
 
 
 def _hold(model: nn.Module, renamed: Mapping[str, str],
-          inputs_of: Callable[[str], Int8Inputs | str | None]) -> set[str]:
+          inputs_of: Callable[[str], Held | None]) -> set[str]:
     held: set[str] = set()
     for name, linear in _linears(model):
         if not linear.is_held:

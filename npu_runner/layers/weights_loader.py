@@ -15,9 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs, WeightsReader, renamed_tensor
+from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_tensor
 from npu_runner.errors import WeightsError
+from npu_runner.layers import grouped_weights
 from npu_runner.layers.expert_weights import ExpertWeights
+from npu_runner.layers.grouped_weights import Held
+from npu_runner.layers.linear import HeldLinear
 from npu_runner.layers.parallel import WeightPart
 from npu_runner.layers.weight_forms import hold_as_stored, hold_rounded
 from npu_runner.platforms.ops import FP8_BLOCK
@@ -61,7 +64,7 @@ def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {part.name: part.shape for _, part, *_ in _wanted(model)}
 
 
-def fill_with_random_weights(model: nn.Module, seed: int, how: Int8Inputs | str = BY_ROW) -> None:
+def fill_with_random_weights(model: nn.Module, seed: int, how: Held = BY_ROW) -> None:
     """Small random values for every parameter, drawn on its device: real shapes and speed without a checkpoint. `how`:
     as of `hold_rounded`."""
     hold_rounded(model, how)
@@ -71,6 +74,10 @@ def fill_with_random_weights(model: nn.Module, seed: int, how: Int8Inputs | str 
             parameter.data.fill_(1.0)
         elif parameter.dtype == torch.int8:
             parameter.data.random_(-127, 128, generator=generator)
+        elif parameter.dtype == torch.uint8:
+            parameter.data.random_(0, 256, generator=generator)
+        elif name.endswith(".zeros"):
+            parameter.data.fill_(1.0)
         elif parameter.dtype == torch.float8_e4m3fn:
             whole = torch.randint(-127, 128, parameter.shape, generator=generator, device=parameter.device,
                                   dtype=torch.int8)
@@ -90,13 +97,16 @@ class _Wanted(NamedTuple):
     part: WeightPart
     scales: nn.Parameter | None
     sums: nn.Parameter | None
+    grouped: grouped_weights.GroupedParameters | None = None
 
 
 def _fill(wanted: _Wanted, reader: WeightsReader) -> int:
     """The bytes that were copied."""
-    parameter, part, scales, sums = wanted
+    parameter, part, scales, sums, grouped = wanted
     if part.is_elsewhere:
         return 0
+    if grouped is not None:
+        return grouped_weights.fill(grouped, part, reader)
     target, num_bytes = part.place(parameter.data), 0
     if scales is not None and parameter.dtype == torch.float8_e4m3fn:
         return _fill_fp8(target, scales.data, part, reader)
@@ -153,8 +163,9 @@ def _wanted(model: nn.Module) -> Iterator[_Wanted]:
             parts = declared.get(name, [WeightPart(f"{own_name}.{name}", tuple(parameter.shape), offset=offset)])
             scales = getattr(module, "scales", None) if name == "weight" else None
             sums = None if scales is None else getattr(module, "shifts", None)
+            grouped = module.grouped if scales is not None and isinstance(module, HeldLinear) else None
             for part in parts:
-                yield _Wanted(parameter, dataclasses.replace(part, name=prefix + part.name), scales, sums)
+                yield _Wanted(parameter, dataclasses.replace(part, name=prefix + part.name), scales, sums, grouped)
 
 
 def _check(wanted: list[_Wanted], reader: WeightsReader, ignored: set[str]) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import (
     Fp8Rows,
     Fp8Weight,
@@ -105,6 +106,10 @@ class MetaOps(TorchOps):
     def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
         values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
         return values_TI.new_empty(len(values_TI), len(weight.values_OI), dtype=x_TI.dtype)
+
+    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
+        dequantised_OI = x_TI.new_empty(len(weight.scales), x_TI.shape[1])  # what many rows may take
+        return x_TI.new_empty(len(x_TI), len(dequantised_OI))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)

@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npu_runner.platforms.grouped import GroupedWeight
+from npu_runner.platforms.grouped import product as grouped_product
+
 AllowedDraw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits (B, V), temperatures (B, 1) float32, uniforms (B, 1) float32, words (C, W) int32, masks (B,) int32: the mask
 of each row, -1 for none) -> tokens (B, 1) int32; -1 where a row is no number, -2 where nothing is left to come."""
@@ -141,6 +144,18 @@ class Ops(ABC):
         rows = fp8_rows(x_TI, in_blocks=weight.scales.dim() == 2) if isinstance(x_TI, Tensor) else x_TI
         out_TO = scaled(rows.values_TI, rows.scales, 1) @ scaled(*weight, FP8_BLOCK).t()
         return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
+
+    def settled(self, weight: GroupedWeight) -> GroupedWeight:
+        """The weight as `grouped_linear` wants it, made once when it is loaded; its bytes stay as many."""
+        return weight
+
+    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
+        """x w^T + b, (T, O) of x's dtype, with w = (values - zeros) * scales.
+
+        `weight` is `settled`; `bias_O` is float32 beside bfloat16, else of x's dtype. Asked for where the platform's
+        `weight_forms` name GROUPED.
+        """
+        return grouped_product(x_TI, weight, bias_O)
 
     fuses_rounding: bool = False
     """`add_rms_norm_int8`, and those of FP8, cost no more than what they stand for; else products round their inputs

@@ -25,7 +25,9 @@ LIMIT = 2.0
 PROMPT, COUNT = [3, 17, 5, 40, 11, 29, 8], 6
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 128, "num_hidden_layers": 2}
-FORMS = {"w8a8": "int8", "fp8-dynamic": "fp8", "fp8-tensor": "fp8", "fp8-block": "fp8_blocks", "int8": "int8"}
+FORMS = {"w8a8": "int8", "fp8-dynamic": "fp8", "fp8-tensor": "fp8", "fp8-block": "fp8_blocks", "int8": "int8",
+         **dict.fromkeys(("w4a16", "w4a16-asym", "w8a16", "awq", "gptq", "gptq-int8", "modelslim-w4a16",
+                          "modelslim-w8a16"), "grouped")}
 MODES: list[dict[str, Any]] = [{"graph_mode": "eager"}, {"graph_mode": "reduce-overhead"}]
 
 
@@ -78,6 +80,6 @@ def test_which_forms_a_dtype_has() -> None:
     from npu_runner.platforms import find_platform
 
     forms_with = find_platform("cuda").forms_with
-    assert forms_with("bfloat16") == ("int8", "fp8", "fp8_blocks")
-    assert forms_with("float16") == ("int8",)
+    assert forms_with("bfloat16") == ("int8", "fp8", "fp8_blocks", "grouped")
+    assert forms_with("float16") == ("int8", "grouped")
     assert forms_with("float32") == ()

@@ -1,5 +1,5 @@
 """transformers' models with linears that round their inputs as ours do: in float64 by the references of int8 and FP8,
-else by the formula in plain torch.
+else by the formula in plain torch. And with linears of integers in groups, whose inputs stay.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import copy
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader
@@ -36,8 +37,19 @@ class Rounded(nn.Module):
         return out.unflatten(0, x.shape[:-1])
 
 
+class Dequantised(nn.Module):
+    """A linear whose weight is rounded once from float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight, self.bias = weight, None if bias is None else bias.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
 def rounded_models(checkpoint: Path, reader: WeightsReader) -> tuple[nn.Module, nn.Module]:
-    """The model with such linears where `reader` has int8 or FP8: in float64, and in bfloat16."""
+    """The model with such linears where `reader` has int8, FP8 or groups: in float64, and in bfloat16."""
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
@@ -45,7 +57,13 @@ def rounded_models(checkpoint: Path, reader: WeightsReader) -> tuple[nn.Module, 
         held = _held(reader, f"{name}.weight") if isinstance(linear, nn.Linear) else None
         if held is not None:
             plain.set_submodule(name, Rounded(*held, linear.bias))
+        elif isinstance(linear, nn.Linear) and _has_groups(reader, f"{name}.weight"):
+            plain.set_submodule(name, Dequantised(reader.read(f"{name}.weight"), linear.bias))
     return copy.deepcopy(plain).double(), plain
+
+
+def _has_groups(reader: WeightsReader, name: str) -> bool:
+    return name in reader.names and reader.grouped_form(name) is not None
 
 
 def _held(reader: WeightsReader, name: str) -> tuple[Tensor, Tensor] | None:

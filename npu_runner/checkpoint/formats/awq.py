@@ -50,4 +50,5 @@ def _take(contents: Contents, module: str, group_size: int) -> None:
 
     contents.made[f"{module}.weight"] = QuantisedMatrix(
         f"int4 in groups of {block[1]}", numbers(name, num_inputs),
-        (Grid(StoredMatrix(reader, scales, is_transposed=True), block),), Grid(numbers(zeros, groups), block))
+        (Grid(StoredMatrix(reader, scales, is_transposed=True), block),), Grid(numbers(zeros, groups), block),
+        bits=_BITS, centre=1 << (_BITS - 1))

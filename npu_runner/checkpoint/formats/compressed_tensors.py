@@ -194,7 +194,8 @@ def _take(contents: Contents, module: str, scheme: _Scheme) -> None:
         zeros = Grid(zero_matrix, block, groups, reader)
     scales = Grid(StoredMatrix(reader, scale, shape), block, groups, reader)
     contents.made[f"{module}.weight"] = QuantisedMatrix(scheme.form, values, (scales,), zeros,
-                                                        inputs=scheme.inputs if zeros is None else None)
+                                                        inputs=scheme.inputs if zeros is None else None,
+                                                        bits=0 if scheme.is_float else scheme.bits)
 
 
 def _plain_values(contents: Contents, module: str, scheme: _Scheme) -> Matrix | None:

@@ -69,4 +69,5 @@ def _take(contents: Contents, module: str, settings: dict[str, Any], *, is_v2: b
                                is_transposed=True)
     contents.made[f"{module}.weight"] = QuantisedMatrix(
         f"int{bits} in groups of {block[1]}", values,
-        (Grid(StoredMatrix(reader, scales, is_transposed=True), block, *grid),), Grid(zero_matrix, block, *grid))
+        (Grid(StoredMatrix(reader, scales, is_transposed=True), block, *grid),), Grid(zero_matrix, block, *grid),
+        bits=bits, centre=1 << (bits - 1))

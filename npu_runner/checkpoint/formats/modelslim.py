@@ -209,7 +209,7 @@ def _grouped(contents: Contents, module: str, values: Matrix, bits: int, descrip
     form = f"int{bits} by row" if groups == 1 else f"int{bits} in groups of {num_inputs // groups}"
     zeros = _grid(contents, offset, shape, num_inputs) if contents.has(offset) else None
     scales = _grid(contents, scale, shape, num_inputs)
-    contents.made[f"{module}.weight"] = QuantisedMatrix(form, values, (scales,), zeros)
+    contents.made[f"{module}.weight"] = QuantisedMatrix(form, values, (scales,), zeros, bits=bits)
 
 
 def _num_groups(contents: Contents, module: str, scale: str, num_inputs: int, description: dict[str, Any]

@@ -16,10 +16,18 @@ from types import EllipsisType
 
 import torch
 
+from npu_runner.checkpoint.formats import grouped
 from npu_runner.checkpoint.formats.contents import Contents
 from npu_runner.checkpoint.formats.stored import QuantisedMatrix
 from npu_runner.checkpoint.quantization import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, MODELSLIM, Quantization
-from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Inputs, Int8Piece, WeightsReader
+from npu_runner.checkpoint.weights_reader import (
+    CheckpointReader,
+    GroupedForm,
+    GroupedPiece,
+    Int8Inputs,
+    Int8Piece,
+    WeightsReader,
+)
 from npu_runner.errors import WeightsError
 from npu_runner.request.limits import size
 
@@ -47,7 +55,8 @@ def open_weights(path: Path, quantization: Quantization | None,
 
 _MULTIPLIED = {None: "int8, with inputs that are rounded to int8",
                "fp8": "FP8, with inputs that are rounded to FP8 by row",
-               "fp8_blocks": "FP8, with inputs that are rounded to FP8 in groups of 128"}
+               "fp8_blocks": "FP8, with inputs that are rounded to FP8 in groups of 128",
+               "grouped": "they are stored, with inputs in 16 bits"}
 
 
 class DequantisingReader(WeightsReader):
@@ -56,6 +65,7 @@ class DequantisingReader(WeightsReader):
     def __init__(self, stored: CheckpointReader, quantization: Quantization):
         self.path, self._stored, self._method = stored.path, stored, quantization.method
         self._contents = Contents(stored)
+        self._grouped: dict[str, GroupedForm | None] = {}
         import_module(f"npu_runner.checkpoint.formats.{_MODULES[quantization.method]}").read(
             self._contents, quantization.settings)
         self._contents.raise_problems()
@@ -116,6 +126,19 @@ class DequantisingReader(WeightsReader):
         made, first, columns = self._matrix(name, dim, start, length)
         return made.read_fp8_scales(first, columns)
 
+    def grouped_form(self, name: str) -> GroupedForm | None:
+        made = self._contents.made.get(name)
+        if name not in self._grouped:
+            self._grouped[name] = grouped.form_of(made) if isinstance(made, QuantisedMatrix) else None
+        return self._grouped[name]
+
+    def grouped_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
+                       ) -> Iterator[GroupedPiece]:
+        (made, first, columns), form = self._matrix(name, dim, start, length), self.grouped_form(name)
+        assert form is not None, f"{name} has no groups"
+        for rows, span in some_rows(first, columns[1]):
+            yield grouped.read(made, form, rows, span, columns)
+
     def _matrix(self, name: str, dim: int | None, start: int, length: int
                 ) -> tuple[QuantisedMatrix, tuple[int, int], tuple[int, int]]:
         """A matrix, and the rows and columns that are wanted of it."""
@@ -144,7 +167,7 @@ class DequantisingReader(WeightsReader):
         unused = "".join(f"; {count} {what} are not used" for what, count in sorted(contents.unused.items()))
         others = [tensor for name, tensor in contents.made.items() if name not in multiplied]
         num_others = sum(bool(tensor.form) for tensor in others)
-        kinds = Counter(self.fp8_form(name) for name in multiplied)
+        kinds = Counter(self.fp8_form(name) or (None if self.int8_inputs(name) else "grouped") for name in multiplied)
         parts = [f"{count} are multiplied as {_MULTIPLIED[form]}" for form, count in sorted(
             kinds.items(), key=lambda kind: str(kind[0]))]
         if not multiplied or num_others:

@@ -12,7 +12,7 @@ from types import EllipsisType
 import torch
 
 from npu_runner.checkpoint.formats.reader import DequantisingReader, some_rows
-from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs, Int8Piece, WeightsReader
+from npu_runner.checkpoint.weights_reader import BY_ROW, GroupedForm, GroupedPiece, Int8Inputs, Int8Piece, WeightsReader
 from npu_runner.errors import ConfigError, WeightsError
 
 _INT8_MAX = 127.0
@@ -84,6 +84,13 @@ class RoundingReader(WeightsReader):
 
     def fp8_scales(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
         return self._base.fp8_scales(name, dim, start, length)
+
+    def grouped_form(self, name: str) -> GroupedForm | None:
+        return None if name in self._names else self._base.grouped_form(name)
+
+    def grouped_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
+                       ) -> Iterator[GroupedPiece]:
+        return self._base.grouped_pieces(name, dim, start, length)
 
     def close(self) -> None:
         self._base.close()

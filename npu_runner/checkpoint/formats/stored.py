@@ -147,6 +147,10 @@ class QuantisedMatrix(FloatTensor):
     scales: tuple[Grid, ...]
     zeros: Grid | None = None
     inputs: Int8Inputs | str | None = None
+    bits: int = 0
+    """Of whole numbers that may be multiplied with inputs in 16 bits as they are (grouped.py); 0: they may not."""
+    centre: int = 0
+    """What stored values and zeros are larger by than in two's complement."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]

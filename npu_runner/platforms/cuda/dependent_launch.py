@@ -52,3 +52,10 @@ def wait_for_earlier_kernels(IS_DEPENDENT):
     more than once, waiting programs of the next would take the place of its later ones."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def fetch(places):
+    """Asks for what lies there to come into the L2 cache, and waits for nothing."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32,
+                              is_pure=False, pack=1)

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import draw, experts, products, token_masks
+from npu_runner.platforms.cuda import draw, experts, grouped_products, products, token_masks
 from npu_runner.platforms.cuda import quantised_inputs as inputs
 from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
+from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import (
     FP8,
     FP8_BLOCKS,
@@ -36,7 +37,7 @@ from npu_runner.platforms.ops import (
 # Heads of one token that one program turns; they share its cos and sin.
 _ROTARY_HEADS = 8
 # Among what is compiled: no weight has so many features.
-_GATED, _DRAW, _MASKS, _MASKED_DRAW, _QUANTISED = -1, -2, -3, -4, -5
+_GATED, _DRAW, _MASKS, _MASKED_DRAW, _QUANTISED, _GROUPED = -1, -2, -3, -4, -5, -6
 
 
 class TritonOps(Ops):
@@ -83,6 +84,17 @@ class TritonOps(Ops):
             self._compiled.add(kind)
             quantised.compile_all(values_OI, scales, bias_O, rows.dtype)
         return quantised.product(rows.values_TI, rows[1], values_OI, scales, bias_O, rows.dtype)
+
+    def settled(self, weight: GroupedWeight) -> GroupedWeight:
+        return grouped_products.settled(weight)
+
+    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
+        kind = (*weight.values.shape, len(weight.scales), int(weight.zeros is not None), int(bias_O is not None),
+                _number_of(x_TI.dtype), _GROUPED)
+        if kind not in self._compiled and len(x_TI):
+            self._compiled.add(kind)
+            grouped_products.compile_all(weight, bias_O, x_TI.dtype)
+        return grouped_products.product(x_TI, weight, bias_O)
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:

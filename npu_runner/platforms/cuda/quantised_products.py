@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from npu_runner.platforms.cuda.dependent_launch import (
     after_earlier_kernels,
+    fetch,
     launch_settings,
     wait_for_earlier_kernels,
 )
@@ -238,8 +239,8 @@ def _few_rows(x_tiles, tiles, x_scale, weight, scale, bias, out, parts, counts, 
     is_row = rows < num_rows
     if IS_DEPENDENT:
         lines = tl.arange(0, AHEAD // 128) * 128
-        _fetch(weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * num_inputs
-               + tl.minimum(begin + lines, num_inputs - 1)[None, :])
+        fetch(weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * num_inputs
+              + tl.minimum(begin + lines, num_inputs - 1)[None, :])
     wait_for_earlier_kernels(IS_DEPENDENT)
     sums = tl.zeros((OUTPUTS, ROWS), tl.int32 if IS_INT8 else tl.float32)
     for start in tl.range(begin, end, INPUTS, num_stages=STAGES):
@@ -259,10 +260,3 @@ def _few_rows(x_tiles, tiles, x_scale, weight, scale, bias, out, parts, counts, 
         row_scale = tl.load(x_scale + rows, mask=is_row, other=0.0)
         results *= row_scale[None, :] * tl.load(scale + outputs * scale_stride, mask=is_output, other=0.0)[:, None]
     finish(results, bias, out, parts, counts, num_rows, num_outputs, outputs, rows, HAS_BIAS, SPLITS)
-
-
-@triton.jit
-def _fetch(places):
-    """Asks for what lies there to come into the L2 cache, and waits for nothing."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32,
-                              is_pure=False, pack=1)

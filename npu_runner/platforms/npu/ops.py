@@ -13,6 +13,8 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
+from npu_runner.platforms.grouped import GroupedWeight
+from npu_runner.platforms.npu import grouped
 from npu_runner.platforms.npu.draw import draw_from_softmax
 from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, StaticInt8Weight, TorchOps
 
@@ -38,6 +40,12 @@ class NpuOps(TorchOps):
         values_TI = torch_npu.npu_quantize(x_TI, weight.input_scale_1, weight.input_offset_1, torch.qint8, -1, False)
         return torch_npu.npu_quant_matmul(values_TI, weight.values_OI.t(), weight.scales_O, bias=weight.shifts_O,
                                           output_dtype=x_TI.dtype)
+
+    def settled(self, weight: GroupedWeight) -> GroupedWeight:
+        return grouped.settled(weight)
+
+    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
+        return grouped.product(x_TI, weight, bias_O)
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:

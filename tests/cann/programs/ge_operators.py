@@ -237,6 +237,24 @@ def check_int8_products() -> None:
             close(got, wanted.cpu())
 
 
+def check_products_with_integers_in_groups() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bytes_ = torch.randint(-128, 128, (64, 16), generator=generator, dtype=torch.int8)
+    words = torch.randint(-(2**31), 2**31 - 1, (64, 2), generator=generator, dtype=torch.int32)
+
+    def function(x: Tensor, w8: Tensor, w4: Tensor, s: Tensor, o: Tensor, bias: Tensor) -> Results:
+        return tuple(torch_npu.npu_weight_quant_batchmatmul(x, *more) for more in (
+            (w8, s, o, None, None, bias, 32), (w4, s, o, None, None, None, 32), (w4, s[:1]),
+            (w8.t().contiguous().t(), s[0])))
+
+    inputs = [tensor.npu() for tensor in (draw(4, 64).bfloat16(), bytes_, words, draw(2, 16).bfloat16(),
+                                          draw(2, 16, seed=1).bfloat16(), draw(16))]
+    with torch.inference_mode():
+        # Outside the graph these were compared with their definitions (grouped_operators.py).
+        for got, wanted in zip(compiled(function)(*inputs), function(*inputs), strict=True):
+            close(got, wanted.cpu())
+
+
 def check_every_emulated_operator_was_compared() -> None:
     from cann_ge.session import REGISTRY
 

@@ -53,3 +53,16 @@ def quant_matmul(call: Call) -> Tensor:
                given(call, "offset"), None, given(call, "bias"), bool(call.attribute("transpose_x1", False)),
                bool(call.attribute("transpose_x2", False)), 0, out)
     return out
+
+
+@register("WeightQuantBatchMatmulV2")
+def weight_quant_matmul(call: Call) -> Tensor:
+    x, weight = on_device(call["x"]), on_device(call["weight"])
+    flags = [call.attribute(name, False) for name in ("transpose_x", "transpose_weight")]
+    assert not any(flags), "transposes by flag are not emulated"
+    num_outputs = weight.shape[1] * (8 if weight.dtype == torch.int32 else 1)
+    out = device_empty([len(x), num_outputs], x.dtype)
+    call_aclnn("WeightQuantBatchMatmulV2", x, weight, on_device(call["antiquant_scale"]), *(
+        given(call, name) for name in ("antiquant_offset", "quant_scale", "quant_offset", "bias")),
+               int(call.attribute("antiquant_group_size", 0)), out)
+    return out
