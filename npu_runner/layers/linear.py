@@ -7,6 +7,7 @@ I input features, O output features of this rank, T tokens, D hidden size, V voc
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.weights_reader import Int8Inputs
 from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import LayerContext, WeightPart
+from npu_runner.layers.static_inputs import BehindNorm, StaticTerms
 from npu_runner.platforms.ops import (
     FP8,
     FP8_ALIGNMENT,
@@ -29,8 +31,8 @@ from npu_runner.platforms.ops import (
     Int8Rows,
     Int8Weight,
     RoundedRows,
-    StaticInt8Weight,
 )
+from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class HeldLinear(nn.Module):
     shifts: nn.Parameter | None
     """int32, for inputs of one scale: the loader adds up each row's integers here; `weights_are_loaded` makes them what
     StaticInt8Weight has. So it makes `scales`."""
+    behind_norm: BehindNorm | None
+    """What inputs of one scale are to a norm that rounds them, where one does."""
     rest: nn.Parameter | None
     """Rows of the model's dtype beside quantised ones, and their bias."""
     rest_bias: nn.Parameter | None
@@ -110,7 +114,7 @@ class HeldLinear(nn.Module):
         self.ops = context.ops
         self._context, self._is_padded = context, not padding.is_none
         self._shape, self._has_bias = (out_features, in_features), bias
-        self.rest = self.rest_bias = self.shifts = None
+        self.rest = self.rest_bias = self.shifts = self.behind_norm = None
         self.adds_bias = True
         # With forms the checkpoint says which one it is, and so how many bytes.
         self.is_held = not context.weight_forms
@@ -169,9 +173,11 @@ class HeldLinear(nn.Module):
             assert isinstance(x_TI, Tensor), "rounded inputs are for quantised weights"
             return self.ops.linear(x_TI, self.weight, bias_O)
         if self.shifts is not None:
-            assert isinstance(x_TI, Tensor), "these inputs have a scale of their own"
+            assert isinstance(x_TI, Tensor | StaticRows), "rows have no scales of their own here"
+            terms = self if isinstance(x_TI, Tensor) or self.behind_norm is None else self.behind_norm
             return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
-                self.weight, self.shifts, self.scales, self.input_scale, self.input_offset))
+                self.weight, terms.shifts, terms.scales, self.input_scale, self.input_offset))
+        assert not isinstance(x_TI, StaticRows), "these rows have scales of their own"
         if self.form == INT8:
             assert not isinstance(x_TI, Fp8Rows), "inputs of FP8 are for weights of FP8"
             out_TO = self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
@@ -199,7 +205,7 @@ class HeldLinear(nn.Module):
     def _take_inputs(self, inputs: Int8Inputs | str) -> None:
         if isinstance(inputs, str) or inputs.scale is None:
             return
-        context = self._context
+        context, self._inputs = self._context, inputs
         self.shifts = context.parameter(self._shape[0], dtype=torch.int32)
         self.input_scale, self.input_offset = context.parameter(1), context.parameter(1)
         self.shifts.zero_()
@@ -207,25 +213,32 @@ class HeldLinear(nn.Module):
         self.input_offset.fill_(inputs.offset)
         self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": []}
 
+    def let_norm_round(self) -> NormRounding:
+        """How the norm in front rounds inputs of one scale. To be asked for before `weights_are_loaded`."""
+        assert self.shifts is not None, "for inputs of one scale"
+        assert self.bias is not None or not self._has_bias, "weights are loaded, and the bias is in the shifts"
+        self.behind_norm = BehindNorm(self._inputs, self._shape[1], self._shape[0], self._context)
+        return self.behind_norm.rounding
+
     def weights_are_loaded(self) -> None:
         """For inputs of one scale: what the products of integers are shifted and scaled by, with that scale as it is
         rounded. On several ranks each corrects its own inputs' offset, and one adds the bias."""
         if self.shifts is None or self.scales is None:
             return
-        if not bool(self.input_scale.isfinite().all()):
-            raise WeightsError(f"the scale of inputs beside {self.weight_parts['weight'][0].name} is too small for "
-                               f"{str(self.input_scale.dtype).removeprefix('torch.')}; set dtype to bfloat16")
-        sums_O, scales_O = self.shifts.cpu().double(), self.scales.cpu().double() / self.input_scale.cpu().double()
-        bias_O = torch.zeros_like(sums_O)
-        if self.bias is not None and self.adds_bias:
-            bias_O = self.bias.cpu().double()
-        units_O = torch.where(bias_O == 0, 0.0, bias_O / scales_O)
-        shifts_O = units_O.round() - self.input_offset.cpu().double() * sums_O
-        if not bool((shifts_O.abs() < 2**31).all()):
-            raise WeightsError(f"a bias beside {self.weight_parts['weight'][0].name} is too large for the scale of its "
-                               "row; copy the checkpoint again from its source")
-        self.shifts.copy_(shifts_O.int())
-        self.scales.copy_(scales_O.float())
+        name = self.weight_parts["weight"][0].name
+        if not 0 < float(self.input_scale) < math.inf:
+            raise WeightsError(f"the scale of inputs beside {name} is {self._inputs.scale}, and "
+                               f"{str(self.input_scale.dtype).removeprefix('torch.')} does not hold its reciprocal; set "
+                               "dtype to bfloat16")
+        adds_bias = self.bias is not None and self.adds_bias
+        sums_O, scales_O = self.shifts.cpu().double(), self.scales.cpu().double()
+        terms = StaticTerms(name, sums_O, scales_O, self.bias.cpu().double() if adds_bias else torch.zeros_like(sums_O),
+                            self._inputs.offset)
+        shifts_O, own_scales_O = terms.of(1 / float(self.input_scale))
+        if self.behind_norm is not None:
+            self.behind_norm.fill(terms)
+        self.shifts.copy_(shifts_O)
+        self.scales.copy_(own_scales_O)
         self.bias = None
 
     def _split(self, place: int, form: str, *, is_first: bool) -> None:

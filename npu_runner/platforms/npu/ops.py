@@ -14,7 +14,9 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.npu.draw import draw_from_softmax
-from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, StaticInt8Weight, TorchOps
+from npu_runner.platforms.npu.static_int8 import add_rms_norm_rounded, static_linear
+from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, TorchOps
+from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -34,10 +36,12 @@ class NpuOps(TorchOps):
         return torch_npu.npu_quant_matmul(rows.values_TI, weight.values_OI.t(), weight.scales_O,
                                           pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
 
-    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
-        values_TI = torch_npu.npu_quantize(x_TI, weight.input_scale_1, weight.input_offset_1, torch.qint8, -1, False)
-        return torch_npu.npu_quant_matmul(values_TI, weight.values_OI.t(), weight.scales_O, bias=weight.shifts_O,
-                                          output_dtype=x_TI.dtype)
+    def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
+        return static_linear(x_TI, weight)
+
+    def add_rms_norm_int8_static(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
+                                 rounding: NormRounding) -> tuple[StaticRows, Tensor]:
+        return add_rms_norm_rounded(x_TD, residual_TD, weight_D, eps, rounding)
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:
