@@ -47,9 +47,9 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
         source = "" if method is None else f"{method}, "
         return f"{source}made int8 by row at load, {_AS_INT8 if 'int8' in weight_forms else _AS_THEY_ARE}"
     held = []
-    if method in _HOLD_INT8 and "int8" in weight_forms:
-        kinds = "dynamic and static" if "int8_static" in weight_forms else "dynamic"
-        held.append(f"int8 with {kinds} inputs multiplied as int8")
+    kinds = [name for form, name in (("int8", "dynamic"), ("int8_static", "static")) if form in weight_forms]
+    if method in _HOLD_INT8 and kinds:
+        held.append(f"int8 with {' and '.join(kinds)} inputs multiplied as int8")
     if method in _HOLD_FP8 and "fp8" in weight_forms:
         held.append(f"fp8 with 8-bit inputs {_AS_FP8}")
     if held:

@@ -106,6 +106,8 @@ class HeldLinear(nn.Module):
     weight_parts: dict[str, list[WeightPart]]
     gates: frozenset[str] = frozenset()
     """The names among `weight_parts` whose OutputPart `is_gate`."""
+    stays: bool = False
+    """Its inputs have outliers: it is left in 16 bits where other weights are made int8."""
     splits: bool = True
     """Rows may be of both kinds. Not where others than the loader move rows."""
 
@@ -228,8 +230,8 @@ class HeldLinear(nn.Module):
         name = self.weight_parts["weight"][0].name
         if not 0 < float(self.input_scale) < math.inf:
             raise WeightsError(f"the scale of inputs beside {name} is {self._inputs.scale}, and "
-                               f"{str(self.input_scale.dtype).removeprefix('torch.')} does not hold its reciprocal; set "
-                               "dtype to bfloat16")
+                               f"{str(self.input_scale.dtype).removeprefix('torch.')} does not hold its reciprocal; "
+                               "set dtype to bfloat16")
         adds_bias = self.bias is not None and self.adds_bias
         sums_O, scales_O = self.shifts.cpu().double(), self.scales.cpu().double()
         terms = StaticTerms(name, sums_O, scales_O, self.bias.cpu().double() if adds_bias else torch.zeros_like(sums_O),

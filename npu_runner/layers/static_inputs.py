@@ -1,7 +1,7 @@
 """What products with inputs of one scale are shifted and scaled by, in each of the two ways in which these are rounded.
 
-Products multiply with the scale's reciprocal, a norm in front of one divides by the scale. Each is rounded to 16 bits by
-itself, so each has shifts and scales of its own that give back what it lost.
+Products multiply with the scale's reciprocal, a norm in front of one divides by the scale. Each of the two numbers is
+rounded to 16 bits, so each has shifts and scales of its own that give back what it lost.
 
 O outputs, D hidden size.
 """

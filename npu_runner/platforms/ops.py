@@ -135,8 +135,8 @@ class Ops(ABC):
         return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
 
     fuses_rounding: bool = False
-    """`add_rms_norm_int8`, and those of static inputs and FP8, cost no more than what they stand for; else products round their inputs
-    themselves."""
+    """`add_rms_norm_int8`, and those of static inputs and FP8, cost no more than what they stand for; else products
+    round their inputs themselves."""
 
     def add_rms_norm_fp8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *,
                          in_blocks: bool) -> tuple[Fp8Rows, Tensor]:

@@ -57,11 +57,12 @@ class Rounded(nn.Module):
         return (out if self.bias is None else out + self.bias).to(rows.dtype)
 
 
-def rounded_models(checkpoint: Path, reader: WeightsReader) -> tuple[nn.Module, nn.Module]:
-    """The model with such linears where `reader` has int8 or FP8: in float64, and in bfloat16."""
+def rounded_models(checkpoint: Path, reader: WeightsReader, dtype: torch.dtype = torch.bfloat16
+                   ) -> tuple[nn.Module, nn.Module]:
+    """The model with such linears where `reader` has int8 or FP8: in float64, and in `dtype`."""
     from transformers import AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
     for name, linear in list(plain.named_modules()):
         held = _held(reader, f"{name}.weight") if isinstance(linear, nn.Linear) else None
         if held is not None:

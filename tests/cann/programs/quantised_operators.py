@@ -93,10 +93,7 @@ def check_add_rms_norm_quant_divides_by_one_scale() -> None:
         close(total, x + residual)
         wide = (x + residual).double() if dtype == torch.float16 else x.double() + residual.double()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
-        if dtype == torch.float16:
-            normed = (normed.half() * weight).double()
-        else:
-            normed = normed * weight.double()
+        normed = (normed.half() * weight).double() if dtype == torch.float16 else normed * weight.double()
         exact = normed / scale.double() + offset.double()
         assert values.dtype == torch.int8
         assert int(values.min()) == -128, "what is beyond int8 is at its end"
