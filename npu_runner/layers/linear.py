@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.weights_reader import Int8Inputs
 from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.layers.static_inputs import BehindNorm, StaticTerms
+from npu_runner.layers.static_inputs import MOST_ROWS_WITH_ONES, BehindNorm, StaticTerms
 from npu_runner.platforms.ops import (
     FP8,
     FP8_ALIGNMENT,
@@ -178,7 +178,7 @@ class HeldLinear(nn.Module):
             assert isinstance(x_TI, Tensor | StaticRows), "rows have no scales of their own here"
             terms = self if isinstance(x_TI, Tensor) or self.behind_norm is None else self.behind_norm
             return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
-                self.weight, terms.shifts, terms.scales, self.input_scale, self.input_offset))
+                self.weight, terms.shifts, terms.scales, self.input_scale, self.input_offset, self.ones))
         assert not isinstance(x_TI, StaticRows), "these rows have scales of their own"
         if self.form == INT8:
             assert not isinstance(x_TI, Fp8Rows), "inputs of FP8 are for weights of FP8"
@@ -213,7 +213,11 @@ class HeldLinear(nn.Module):
         self.shifts.zero_()
         self.input_scale.fill_(1 / inputs.scale)
         self.input_offset.fill_(inputs.offset)
-        self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": []}
+        self.ones = None
+        if context.dtype == torch.float16:
+            self.ones = context.parameter(MOST_ROWS_WITH_ONES, dtype=torch.float32)
+            self.ones.fill_(1.0)
+        self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": [], "ones": []}
 
     def let_norm_round(self) -> NormRounding:
         """How the norm in front rounds inputs of one scale. To be asked for before `weights_are_loaded`."""

@@ -18,6 +18,9 @@ from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.platforms.static_int8 import NormRounding
 
+MOST_ROWS_WITH_ONES = 1024
+"""More than a graph of decode steps has."""
+
 
 @dataclass(frozen=True)
 class StaticTerms:

@@ -25,6 +25,8 @@ class StaticInt8Weight(NamedTuple):
     input_scale_1: Tensor
     input_offset_1: Tensor
     """Both of x's dtype."""
+    ones_R: Tensor | None = None
+    """float32, for products in float16 that take their scales exactly only beside scales of rows."""
 
 
 class NormRounding(NamedTuple):

@@ -150,10 +150,12 @@ def test_more_modes_and_checkpoints(checkpoint: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.full("two and four ranks start; ranks of linears are compared in tests/oracle/test_int8_linears.py")
-def test_ranks_are_as_near_to_inputs_that_are_not_rounded_as_one_is(checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-static"])
+def test_ranks_are_as_near_to_inputs_that_are_not_rounded_as_one_is(name: str, checkpoint: Any, tmp_path: Path) -> None:
     """With biases. Each rank rounds its own inputs of a row-parallel product: ranks differ by that rounding alone."""
     sizes = {**DENSE, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 256}
-    quantise(checkpoint("qwen2", **sizes), tmp_path / "w8a8", "w8a8")
+    plain = checkpoint("qwen2", **sizes)
+    quantise(plain, tmp_path / "w8a8", name, ranges=one_range(plain))
     settings = {"graph_mode": "eager", **SMALL, "dtype": "bfloat16"}
     whole = Case(str(tmp_path / "w8a8"), settings, "texts", 4, max_tokens=2, logprobs=20)
     exact = on_cpu(dataclasses.replace(whole, settings={**settings, "dtype": "float32"}))["logprobs"]

@@ -5,25 +5,20 @@ T tokens, I inputs, O outputs, D hidden size.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
-_MOST_KEPT_ROWS = 1 << 16
-
 
 def static_linear(x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
     """`Ops.int8_static_linear`."""
     rows = x_TI if isinstance(x_TI, StaticRows) else StaticRows(torch_npu.npu_quantize(
         x_TI, weight.input_scale_1, weight.input_offset_1, torch.qint8, -1, False), x_TI.dtype)
-    # Beside scales of rows a float16 product takes float32 scales. By itself it keeps 10 bits of each.
-    scales_T = _ones(len(rows.values_TI), rows.values_TI.device) if rows.dtype == torch.float16 else None
-    return torch_npu.npu_quant_matmul(rows.values_TI, weight.values_OI.t(), weight.scales_O, pertoken_scale=scales_T,
-                                      bias=weight.shifts_O, output_dtype=rows.dtype)
+    return torch_npu.npu_quant_matmul(rows.values_TI, weight.values_OI.t(), weight.scales_O,
+                                      pertoken_scale=_scales_of_rows(rows, weight), bias=weight.shifts_O,
+                                      output_dtype=rows.dtype)
 
 
 def add_rms_norm_rounded(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
@@ -34,13 +29,11 @@ def add_rms_norm_rounded(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, ep
     return StaticRows(values_TD, x_TD.dtype), total_TD
 
 
-def _ones(count: int, device: torch.device) -> Tensor:
-    """float32 (count,), of memory that stays."""
-    return _kept_ones(device)[:count] if count <= _MOST_KEPT_ROWS else torch.ones(count, device=device)
-
-
-@functools.cache
-def _kept_ones(device: torch.device) -> Tensor:
-    ones = torch.ones(_MOST_KEPT_ROWS, device=device)
-    torch._dynamo.mark_static_address(ones)
-    return ones
+def _scales_of_rows(rows: StaticRows, weight: StaticInt8Weight) -> Tensor | None:
+    """Ones, beside which a float16 product takes float32 scales. Without them it keeps 10 bits of each."""
+    count = len(rows.values_TI)
+    if rows.dtype != torch.float16:
+        return None
+    if weight.ones_R is None or count > len(weight.ones_R):
+        return torch.ones(count, device=rows.values_TI.device)
+    return weight.ones_R[:count]
