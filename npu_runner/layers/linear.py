@@ -175,10 +175,7 @@ class HeldLinear(nn.Module):
             assert isinstance(x_TI, Tensor), "rounded inputs are for quantised weights"
             return self.ops.linear(x_TI, self.weight, bias_O)
         if self.shifts is not None:
-            assert isinstance(x_TI, Tensor | StaticRows), "rows have no scales of their own here"
-            terms = self if isinstance(x_TI, Tensor) or self.behind_norm is None else self.behind_norm
-            return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
-                self.weight, terms.shifts, terms.scales, self.input_scale, self.input_offset, self.ones))
+            return self._multiply_static(x_TI)
         assert not isinstance(x_TI, StaticRows), "these rows have scales of their own"
         if self.form == INT8:
             assert not isinstance(x_TI, Fp8Rows), "inputs of FP8 are for weights of FP8"
@@ -191,6 +188,17 @@ class HeldLinear(nn.Module):
         assert isinstance(x_TI, Tensor), "some rows are not quantised"
         rest_TO = self.ops.linear(x_TI, self.rest, self.rest_bias)
         return torch.cat((out_TO, rest_TO) if self._is_form_first else (rest_TO, out_TO), dim=-1)
+
+    def _multiply_static(self, x_TI: Tensor | RoundedRows) -> Tensor:
+        shifts_O, scales_O = self.shifts, self.scales
+        if isinstance(x_TI, StaticRows):
+            assert self.behind_norm is not None, "no norm was told how to round"
+            shifts_O, scales_O = self.behind_norm.shifts, self.behind_norm.scales
+        assert isinstance(x_TI, Tensor | StaticRows), "rows have no scales of their own here"
+        assert shifts_O is not None, "of inputs of one scale"
+        assert scales_O is not None, "of int8"
+        return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
+            self.weight, shifts_O, scales_O, self.input_scale, self.input_offset, self.ones))
 
     def _allocate(self, form: str | None, num_rows: int, context: LayerContext) -> None:
         self.form, num_inputs = form, self._shape[1]
@@ -236,10 +244,11 @@ class HeldLinear(nn.Module):
             raise WeightsError(f"the scale of inputs beside {name} is {self._inputs.scale}, and "
                                f"{str(self.input_scale.dtype).removeprefix('torch.')} does not hold its reciprocal; "
                                "set dtype to bfloat16")
-        adds_bias = self.bias is not None and self.adds_bias
         sums_O, scales_O = self.shifts.cpu().double(), self.scales.cpu().double()
-        terms = StaticTerms(name, sums_O, scales_O, self.bias.cpu().double() if adds_bias else torch.zeros_like(sums_O),
-                            self._inputs.offset)
+        bias_O = torch.zeros_like(sums_O)
+        if self.bias is not None and self.adds_bias:
+            bias_O = self.bias.cpu().double()
+        terms = StaticTerms(name, sums_O, scales_O, bias_O, self._inputs.offset)
         shifts_O, own_scales_O = terms.of(1 / float(self.input_scale))
         if self.behind_norm is not None:
             self.behind_norm.fill(terms)

@@ -364,7 +364,8 @@ def test_quantization_int8_means_decoder_and_blocks_of_the_tower(model_type: str
         linears = {name: module for name, module in runner_of(llm).model.named_modules()
                    if isinstance(module, HeldLinear)}
         assert llm.generate(prompts_of(llm, model_type)[0][:1], greedy(2))
-    kinds = {".".join(name.split(".")[-2:]): linear.form for name, linear in linears.items() if ".visual.blocks." in name}
+    kinds = {".".join(name.split(".")[-2:]): linear.form for name, linear in linears.items()
+             if ".visual.blocks." in name}
     assert {kind for kind, form in kinds.items() if form is None} <= {"mlp.second", "mlp.down_proj"}
     assert {kinds["attn.qkv"], kinds["attn.proj"]} == {INT8}
     assert {linear.form for name, linear in linears.items() if ".visual." not in name} == {INT8}
