@@ -194,7 +194,8 @@ class HeldLinear(nn.Module):
         if isinstance(x_TI, StaticRows):
             assert self.behind_norm is not None, "no norm was told how to round"
             shifts_O, scales_O = self.behind_norm.shifts, self.behind_norm.scales
-        assert isinstance(x_TI, Tensor | StaticRows), "rows have no scales of their own here"
+        else:
+            assert isinstance(x_TI, Tensor), "rows have no scales of their own here"
         assert shifts_O is not None, "of inputs of one scale"
         assert scales_O is not None, "of int8"
         return self.ops.int8_static_linear(x_TI, StaticInt8Weight(

@@ -127,6 +127,8 @@ def _rotate(q_TNR: Tensor, k_TKR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tup
     cos_1T1R, sin_1T1R = cos_TR[None, :, None], sin_TR[None, :, None]
     q_1TNR, k_1TKR = q_TNR.unsqueeze(0), k_TKR.unsqueeze(0)
     if q_TNR.shape[-1] in _FUSED_ROTARY_HEAD_DIMS:
+        # It turns in place, and a trace takes what it returns for fresh and contiguous: so it must be that before.
+        q_1TNR, k_1TKR = q_1TNR.contiguous(), k_1TKR.contiguous()
         # BSND with one batch, by views: every CANN from 8.3 on takes it, and TND came with releases after that.
         turned = torch_npu.npu_apply_rotary_pos_emb(q_1TNR, k_1TKR, cos_1T1R, sin_1T1R, layout="BSND")
         return turned[0].squeeze(0), turned[1].squeeze(0)
