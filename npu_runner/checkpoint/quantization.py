@@ -20,7 +20,7 @@ _NAMED_BY_CONFIG = (COMPRESSED_TENSORS, FP8, AWQ, GPTQ)
 _READ = "fp8, compressed-tensors, AWQ, GPTQ and ModelSlim are read"
 _AS_THEY_ARE = "dequantised at load, inputs not quantised"
 _HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
-"""Formats that may have weights for products with dynamic inputs."""
+"""Formats that may have weights for products with inputs of int8."""
 _AS_INT8 = "multiplied as int8, inputs rounded by row"
 _HOLD_FP8 = (FP8, COMPRESSED_TENSORS)
 _AS_FP8 = "multiplied as fp8, inputs rounded by row or by groups of 128"
@@ -48,9 +48,9 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
         source = "" if method is None else f"{method}, "
         return f"{source}made int8 by row at load, {_AS_INT8 if 'int8' in weight_forms else _AS_THEY_ARE}"
     held = []
-    if method in _HOLD_INT8 and "int8" in weight_forms:
-        kinds = "dynamic and static" if "int8_static" in weight_forms and method == MODELSLIM else "dynamic"
-        held.append(f"int8 with {kinds} inputs multiplied as int8")
+    kinds = [name for form, name in (("int8", "dynamic"), ("int8_static", "static")) if form in weight_forms]
+    if method in _HOLD_INT8 and kinds:
+        held.append(f"int8 with {' and '.join(kinds)} inputs multiplied as int8")
     if method in _HOLD_FP8 and "fp8" in weight_forms:
         held.append(f"fp8 with 8-bit inputs {_AS_FP8}")
     if method in _HOLD_GROUPED and "grouped" in weight_forms:

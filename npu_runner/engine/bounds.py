@@ -48,7 +48,8 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
         platform = pick_platform(config.platform)
         settings = resolve_settings(config, checkpoint.model_config, platform)
         known |= {"platform": platform.name, **settings.describe()}
-        if (said := arithmetic(checkpoint.quantization, config.quantization, settings.weight_forms)) is not None:
+        said = arithmetic(checkpoint.quantization, config.quantization, settings.weight_forms)
+        if said is not None and not platform.proves_forms():
             known["quantization"] = said
     return known
 

@@ -7,6 +7,7 @@ I input features, O output features of this rank, T tokens, D hidden size, V voc
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from npu_runner.errors import WeightsError
 from npu_runner.layers import grouped_weights
 from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.parallel import LayerContext, WeightPart
+from npu_runner.layers.static_inputs import MOST_ROWS_WITH_ONES, BehindNorm, StaticTerms
 from npu_runner.platforms.grouped import GROUPED, GroupedWeight
 from npu_runner.platforms.ops import (
     FP8,
@@ -32,8 +34,8 @@ from npu_runner.platforms.ops import (
     Int8Rows,
     Int8Weight,
     RoundedRows,
-    StaticInt8Weight,
 )
+from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class HeldLinear(nn.Module):
     shifts: nn.Parameter | None
     """int32, for inputs of one scale: the loader adds up each row's integers here; `weights_are_loaded` makes them what
     StaticInt8Weight has. So it makes `scales`."""
+    behind_norm: BehindNorm | None
+    """What inputs of one scale are to a norm that rounds them, where one does."""
     rest: nn.Parameter | None
     """Rows of the model's dtype beside quantised ones, and their bias."""
     rest_bias: nn.Parameter | None
@@ -110,6 +114,8 @@ class HeldLinear(nn.Module):
     weight_parts: dict[str, list[WeightPart]]
     gates: frozenset[str] = frozenset()
     """The names among `weight_parts` whose OutputPart `is_gate`."""
+    stays: bool = False
+    """Its inputs have outliers: it is left in 16 bits where other weights are made int8."""
     splits: bool = True
     """Rows may be of both kinds. Not where others than the loader move rows."""
 
@@ -118,7 +124,7 @@ class HeldLinear(nn.Module):
         self.ops = context.ops
         self._context, self._is_padded = context, not padding.is_none
         self._shape, self._has_bias = (out_features, in_features), bias
-        self.rest = self.rest_bias = self.shifts = self.zeros = None
+        self.rest = self.rest_bias = self.shifts = self.zeros = self.behind_norm = None
         self._grouped_form: GroupedForm | None = None
         self.adds_bias = True
         # With forms the checkpoint says which one it is, and so how many bytes.
@@ -181,9 +187,8 @@ class HeldLinear(nn.Module):
             assert isinstance(x_TI, Tensor), "rounded inputs are for quantised weights"
             return self.ops.linear(x_TI, self.weight, bias_O)
         if self.shifts is not None:
-            assert isinstance(x_TI, Tensor), "these inputs have a scale of their own"
-            return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
-                self.weight, self.shifts, self.scales, self.input_scale, self.input_offset))
+            return self._multiply_static(x_TI)
+        assert not isinstance(x_TI, StaticRows), "these rows have scales of their own"
         if self.form == GROUPED:
             assert isinstance(x_TI, Tensor), "these inputs are not rounded"
             out_TO = self.ops.grouped_linear(x_TI, GroupedWeight(self.weight, self.scales, self.zeros), bias_O)
@@ -198,6 +203,18 @@ class HeldLinear(nn.Module):
         assert isinstance(x_TI, Tensor), "some rows are not quantised"
         rest_TO = self.ops.linear(x_TI, self.rest, self.rest_bias)
         return torch.cat((out_TO, rest_TO) if self._is_form_first else (rest_TO, out_TO), dim=-1)
+
+    def _multiply_static(self, x_TI: Tensor | RoundedRows) -> Tensor:
+        shifts_O, scales_O = self.shifts, self.scales
+        if isinstance(x_TI, StaticRows):
+            assert self.behind_norm is not None, "no norm was told how to round"
+            shifts_O, scales_O = self.behind_norm.shifts, self.behind_norm.scales
+        else:
+            assert isinstance(x_TI, Tensor), "rows have no scales of their own here"
+        assert shifts_O is not None, "of inputs of one scale"
+        assert scales_O is not None, "of int8"
+        return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
+            self.weight, shifts_O, scales_O, self.input_scale, self.input_offset, self.ones))
 
     def _allocate(self, form: str | None, num_rows: int, context: LayerContext) -> None:
         self.form, num_inputs = form, self._shape[1]
@@ -230,13 +247,24 @@ class HeldLinear(nn.Module):
     def _take_inputs(self, inputs: Held) -> None:
         if not isinstance(inputs, Int8Inputs) or inputs.scale is None:
             return
-        context = self._context
+        context, self._inputs = self._context, inputs
         self.shifts = context.parameter(self._shape[0], dtype=torch.int32)
         self.input_scale, self.input_offset = context.parameter(1), context.parameter(1)
         self.shifts.zero_()
         self.input_scale.fill_(1 / inputs.scale)
         self.input_offset.fill_(inputs.offset)
-        self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": []}
+        self.ones = None
+        if context.dtype == torch.float16:
+            self.ones = context.parameter(MOST_ROWS_WITH_ONES, dtype=torch.float32)
+            self.ones.fill_(1.0)
+        self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": [], "ones": []}
+
+    def let_norm_round(self) -> NormRounding:
+        """How the norm in front rounds inputs of one scale. To be asked for before `weights_are_loaded`."""
+        assert self.shifts is not None, "for inputs of one scale"
+        assert self.bias is not None or not self._has_bias, "weights are loaded, and the bias is in the shifts"
+        self.behind_norm = BehindNorm(self._inputs, self._shape[1], self._shape[0], self._context)
+        return self.behind_norm.rounding
 
     def weights_are_loaded(self) -> None:
         """Lays groups out as the platform multiplies them. For inputs of one scale: what the products of integers are
@@ -246,20 +274,21 @@ class HeldLinear(nn.Module):
             self._take_grouped(grouped_weights.settle(grouped, self.ops))
         if self.shifts is None or self.scales is None:
             return
-        if not bool(self.input_scale.isfinite().all()):
-            raise WeightsError(f"the scale of inputs beside {self.weight_parts['weight'][0].name} is too small for "
-                               f"{str(self.input_scale.dtype).removeprefix('torch.')}; set dtype to bfloat16")
-        sums_O, scales_O = self.shifts.cpu().double(), self.scales.cpu().double() / self.input_scale.cpu().double()
+        name = self.weight_parts["weight"][0].name
+        if not 0 < float(self.input_scale) < math.inf:
+            raise WeightsError(f"the scale of inputs beside {name} is {self._inputs.scale}, and "
+                               f"{str(self.input_scale.dtype).removeprefix('torch.')} does not hold its reciprocal; "
+                               "set dtype to bfloat16")
+        sums_O, scales_O = self.shifts.cpu().double(), self.scales.cpu().double()
         bias_O = torch.zeros_like(sums_O)
         if self.bias is not None and self.adds_bias:
             bias_O = self.bias.cpu().double()
-        units_O = torch.where(bias_O == 0, 0.0, bias_O / scales_O)
-        shifts_O = units_O.round() - self.input_offset.cpu().double() * sums_O
-        if not bool((shifts_O.abs() < 2**31).all()):
-            raise WeightsError(f"a bias beside {self.weight_parts['weight'][0].name} is too large for the scale of its "
-                               "row; copy the checkpoint again from its source")
-        self.shifts.copy_(shifts_O.int())
-        self.scales.copy_(scales_O.float())
+        terms = StaticTerms(name, sums_O, scales_O, bias_O, self._inputs.offset)
+        shifts_O, own_scales_O = terms.of(1 / float(self.input_scale))
+        if self.behind_norm is not None:
+            self.behind_norm.fill(terms)
+        self.shifts.copy_(shifts_O)
+        self.scales.copy_(own_scales_O)
         self.bias = None
 
     def _split(self, place: int, form: str, *, is_first: bool) -> None:

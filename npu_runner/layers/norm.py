@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from npu_runner.layers.linear import HeldLinear, OutputPart
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.platforms.ops import FP8, FP8_BLOCKS, INT8
+from npu_runner.platforms.ops import FP8, FP8_BLOCKS, INT8, INT8_STATIC
+from npu_runner.platforms.static_int8 import NormRounding
 
 # T tokens in the step, P parts, F features of a part on this rank
 
@@ -29,13 +30,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = context.parameter(size, dtype=self.weight_dtype)
         self._form: str | None = None
+        self._rounding: NormRounding | None = None
 
     def feed(self, linear: HeldLinear | None) -> None:
         """Say what alone reads the result of `add_forward`: where that is quantised, both are one operator. None:
-        others read it, too."""
-        is_fused = self.weight_dtype is None and self.ops.fuses_rounding
-        form = linear.form if linear is not None and linear.rest is None and is_fused else None
-        self._form = form if form in (INT8, FP8, FP8_BLOCKS) else None
+        others read it, too. Comes before the linear's `weights_are_loaded`."""
+        self._form = self._rounding = None
+        if linear is None or linear.rest is not None or self.weight_dtype is not None or not self.ops.fuses_rounding:
+            return
+        if linear.form == INT8_STATIC:
+            self._rounding = linear.let_norm_round()
+        elif linear.form in (INT8, FP8, FP8_BLOCKS):
+            self._form = linear.form
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
@@ -44,6 +50,8 @@ class RMSNorm(nn.Module):
         """(norm(x + residual), x + residual); the first as its reader takes it."""
         if self._form == INT8:
             return self.ops.add_rms_norm_int8(x, residual, self.weight, self.eps)
+        if self._rounding is not None:
+            return self.ops.add_rms_norm_int8_static(x, residual, self.weight, self.eps, self._rounding)
         if self._form is not None:
             return self.ops.add_rms_norm_fp8(x, residual, self.weight, self.eps, in_blocks=self._form == FP8_BLOCKS)
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -29,12 +29,17 @@ def how_stored(reader: WeightsReader, name: str) -> Held | None:
 
 
 def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
-    """The checkpoint's names of weights that `quantization` int8 means: those of the decoder's linears.
+    """The checkpoint's names of weights that `quantization` int8 means: those of the decoder's linears, and of a
+    tower's blocks.
 
-    Embeddings, output head, routers, gates, convolutions and towers stay as they are.
+    Embeddings, output head, routers, gates, convolutions and mergers stay as they are, and so does the last linear of a
+    tower's MLPs.
     """
-    inside = {id(module) for module in getattr(model, "decoder", model).modules()}
-    return {stored for name, linear in _linears(model) if id(linear) in inside
+    parts = [getattr(model, "decoder", model)]
+    if (tower := getattr(model, "visual", None)) is not None:
+        parts.append(tower.blocks)
+    inside = {id(module) for part in parts for module in part.modules()}
+    return {stored for name, linear in _linears(model) if id(linear) in inside and not linear.stays
             for part, stored in _parts(name, linear, renamed) if part not in linear.gates}
 
 

@@ -24,9 +24,9 @@ from npu_runner.platforms.ops import (
     HeldExperts,
     Int8Rows,
     Int8Weight,
-    StaticInt8Weight,
     TorchOps,
 )
+from npu_runner.platforms.static_int8 import StaticInt8Weight, StaticRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import SideResult, SideStream
 
@@ -99,9 +99,9 @@ class MetaOps(TorchOps):
         rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
         return rows.values_TI.new_empty(len(rows.scales_T), len(weight.scales_O), dtype=rows.dtype)
 
-    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
-        values_TI = torch.empty_like(x_TI, dtype=torch.int8)
-        return values_TI.new_empty(len(x_TI), len(weight.scales_O), dtype=x_TI.dtype)
+    def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
+        values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
+        return values_TI.new_empty(len(values_TI), len(weight.scales_O), dtype=x_TI.dtype)
 
     def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
         values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI

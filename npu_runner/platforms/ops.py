@@ -19,6 +19,14 @@ from torch import Tensor
 
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.grouped import product as grouped_product
+from npu_runner.platforms.static_int8 import (
+    NormRounding,
+    StaticInt8Weight,
+    StaticRows,
+    divided_rows,
+    static_product,
+    static_rows,
+)
 
 AllowedDraw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits (B, V), temperatures (B, 1) float32, uniforms (B, 1) float32, words (C, W) int32, masks (B,) int32: the mask
@@ -52,20 +60,6 @@ class Int8Weight(NamedTuple):
     """int8, contiguous."""
     scales_O: Tensor
     """float32."""
-
-
-class StaticInt8Weight(NamedTuple):
-    """Rows of int8 for products with inputs of one scale and one offset: round(x * input_scale + input_offset)."""
-
-    values_OI: Tensor
-    """int8, contiguous."""
-    shifts_O: Tensor
-    """int32, in units of the sums of integers: the bias, less what the offset adds."""
-    scales_O: Tensor
-    """float32, of the sums: those of the weights over `input_scale`, as it is rounded."""
-    input_scale_1: Tensor
-    input_offset_1: Tensor
-    """Both of x's dtype."""
 
 
 FP8, FP8_BLOCKS = "fp8", "fp8_blocks"
@@ -107,7 +101,7 @@ class Fp8Rows(NamedTuple):
     """What they were, and what products with them are."""
 
 
-RoundedRows: TypeAlias = Int8Rows | Fp8Rows
+RoundedRows: TypeAlias = Int8Rows | Fp8Rows | StaticRows
 
 
 class Ops(ABC):
@@ -128,13 +122,10 @@ class Ops(ABC):
         out_TO = sums_TO.float() * rows.scales_T[:, None] * weight.scales_O
         return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
 
-    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
+    def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
         """(q values^T + shifts) * scales, (T, O) of x's dtype, with q = round(x * input_scale + input_offset), at least
         -128 and at most 127, in float32; exact as in `int8_linear`. Asked for where `weight_forms` name INT8_STATIC."""
-        wide_TI = x_TI.float() * weight.input_scale_1.float() + weight.input_offset_1.float()
-        values_TI = wide_TI.round().clamp(-INT8_MAX - 1, INT8_MAX).to(torch.int8)
-        sums_TO = torch._int_mm(values_TI, weight.values_OI.t()) + weight.shifts_O
-        return (sums_TO.float() * weight.scales_O).to(x_TI.dtype)
+        return static_product(static_rows(x_TI, weight) if isinstance(x_TI, Tensor) else x_TI, weight)
 
     def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
         """(q s) (values scales)^T + b, (T, O) of x's dtype, where q s is x as `fp8_rows` rounds it.
@@ -158,8 +149,8 @@ class Ops(ABC):
         return grouped_product(x_TI, weight, bias_O)
 
     fuses_rounding: bool = False
-    """`add_rms_norm_int8`, and those of FP8, cost no more than what they stand for; else products round their inputs
-    themselves."""
+    """`add_rms_norm_int8`, and those of static inputs and FP8, cost no more than what they stand for; else products
+    round their inputs themselves."""
 
     def add_rms_norm_fp8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *,
                          in_blocks: bool) -> tuple[Fp8Rows, Tensor]:
@@ -172,6 +163,12 @@ class Ops(ABC):
         """`add_rms_norm` for products with `Int8Weight` alone. `weight_D` is of x's dtype."""
         normed_TD, total_TD = self.add_rms_norm(x_TD, residual_TD, weight_D, eps)
         return int8_rows(normed_TD), total_TD
+
+    def add_rms_norm_int8_static(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
+                                 rounding: NormRounding) -> tuple[StaticRows, Tensor]:
+        """`add_rms_norm` for products with a `StaticInt8Weight` alone. `weight_D` is of x's dtype."""
+        normed_TD, total_TD = self.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return divided_rows(normed_TD, rounding), total_TD
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -118,6 +118,14 @@ class Platform(ABC):
         """The `weight_forms` of this host where the rest is of `dtype`."""
         return () if dtype == "float32" else self.weight_forms
 
+    def proves_forms(self) -> bool:
+        """Whether `proven_forms` may leave some out of what `forms_with` names."""
+        return False
+
+    def proven_forms(self, forms: tuple[str, ...]) -> tuple[str, ...]:
+        """Those whose products this host computes rightly; says what is wrong with the others. After `check_model`."""
+        return forms
+
     def check_graph_mode(self, graph_mode: str) -> None:
         """Raises ConfigError where this process cannot make graphs of that mode, which is one of `graph_modes`."""
         return None

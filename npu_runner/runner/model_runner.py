@@ -40,7 +40,7 @@ from npu_runner.runner.settings import model_needs, resolve_settings
 from npu_runner.runner.speculative_step import SpeculativeStepRunner
 from npu_runner.runner.states import StatePool, StateShape
 from npu_runner.runner.step import StepRunner, StepUnderWay
-from npu_runner.runner.weights import load
+from npu_runner.runner.weights import load, with_proven_forms
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.sampling.token_constraints import ConstrainedRows
 from npu_runner.strategies import OpenedCheckpoint
@@ -134,6 +134,7 @@ class ModelRunner(ModelRunnerBase):
         self._meter = MemoryMeter(self.platform.memory)
         num_heads = self.tp.share(self.model_config.num_heads, "num_attention_heads")[1]
         self.platform.check_model(model_needs(self.settings, self.model_config, num_heads, self._num_kv_heads))
+        self.settings = with_proven_forms(self.settings, self.checkpoint, self.platform)
         self.attention = self.platform.make_attention(
             self.config.attention_backend,
             num_heads=num_heads,

@@ -22,6 +22,7 @@ from npu_runner.layers.weight_forms import hold_as_stored, how_stored, names_to_
 from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.platforms.devices import Memory
 from npu_runner.platforms.ops import FP8, FP8_BLOCK, FP8_BLOCKS, INT8
+from npu_runner.platforms.platform import Platform
 from npu_runner.request.limits import size
 from npu_runner.runner.memory import weights_bytes
 from npu_runner.runner.settings import Settings
@@ -57,6 +58,22 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
         raise ModelError(f"{type(strategy).__name__}.load_weights leaves linears without weights; those whose weights "
                          "are quantised are filled by npu_runner.layers.weights_loader.load_weights")
     return model
+
+
+def with_proven_forms(settings: Settings, checkpoint: OpenedCheckpoint, platform: Platform) -> Settings:
+    """Without the forms whose products the device computes otherwise. Where no weights are quantised nothing is
+    computed.
+
+    Raises ConfigError where the setting `quantization` asks for one of them.
+    """
+    asked = checkpoint.config.quantization
+    if checkpoint.quantization is None and asked == "auto":
+        return settings
+    forms = platform.proven_forms(settings.weight_forms)
+    if asked in settings.weight_forms and asked not in forms:
+        raise ConfigError(f"quantization {asked!r}: the products of this device are not as they should be, as the "
+                          "warning above says; leave it at auto")
+    return dataclasses.replace(settings, weight_forms=forms)
 
 
 def _named_form(checkpoint: OpenedCheckpoint) -> Held | None:

@@ -25,6 +25,8 @@ class LayerKind:
     emulation: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     """Of the engine."""
+    stored: str | None = None
+    """The format in which its checkpoints are quantised, if they are."""
 
     def config(self, count: int) -> dict[str, Any]:
         """What a tiny checkpoint with `count` layers of the kind has of its own."""
@@ -52,6 +54,9 @@ KINDS = {
     # Two more: the norms round for the products behind them, and two products round their inputs themselves.
     "dense, int8": LayerKind(model_type="qwen3", launches=_everywhere(15), changes=_plain,
                              settings={"quantization": "int8"}),
+    # As many: two norms round, and two products round their inputs themselves.
+    "dense, int8 with static inputs": LayerKind(model_type="qwen3", launches=_everywhere(15), changes=_plain,
+                                                stored="modelslim-w8a8"),
     "experts": LayerKind(model_type="qwen3_moe", launches=_everywhere(17), changes=_plain),
     "gated delta, fused": LayerKind(
         model_type="qwen3_5_text", launches={"eager": 24, "reduce-overhead": 24, "max-autotune": 45},

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
 from tests.families import FAMILIES
 from tests.npu.layer_kinds import KINDS
@@ -165,7 +166,9 @@ def test_what_is_not_served_is_refused_by_name_before_weights(checkpoint: Any, t
 def said(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("probes")
     model = checkpoint("qwen3", num_hidden_layers=1, head_dim=128)
-    done = run_python(["-m", "tests.npu.programs.probes", str(model), bare(model, folder / "bare")], **cann85(folder))
+    quantise(model, folder / "w8a8", "w8a8")
+    done = run_python(["-m", "tests.npu.programs.probes", str(model), bare(model, folder / "bare"),
+                       str(folder / "w8a8")], **cann85(folder))
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**found, "stderr": done.stderr}
@@ -222,6 +225,26 @@ def test_where_no_kernel_does_it_right_both_findings_are_said(name: str, kernels
 def test_what_atb_lacks_is_the_second_finding(said: dict[str, Any]) -> None:
     assert re.search(r"\(npu_scatter_pa_kv_cache, .*\) differs from .*; .* \(_npu_reshape_and_cache, .*\) is refused: "
                      "Please check that the nnal package is installed", said["no NNAL"]), said["no NNAL"]
+
+
+def test_products_of_int8_are_proven_by_form(said: dict[str, Any]) -> None:
+    assert said["nothing of int8"] == {}
+    for name, form in {"rows by their squares": "int8", "a norm by another scale": "int8",
+                       "the bias twice": "int8_static", "an offset that is lost": "int8_static"}.items():
+        assert set(said[name]) == {form}, name
+        assert re.match(r"differs from the CPU by [\d.]+ % of a row's length, 3 % is allowed", said[name][form])
+    assert said["no such operator"] == {"int8": "is refused: error code is 207000"}
+
+
+def test_int8_is_multiplied_where_its_products_are_right_and_else_dequantised_with_a_warning(said: dict[str, Any]
+                                                                                           ) -> None:
+    found, without = said["started with int8"], said["started without int8"]
+    assert found["quantization"].startswith("compressed-tensors, int8 with dynamic and static inputs multiplied")
+    assert without["quantization"].startswith("compressed-tensors, int8 with static inputs multiplied as int8; other")
+    assert (len(found["tokens"]), len(without["tokens"])) == (4, 4)
+    assert re.search(r"CANN 8.5.0: a product of weights of the form int8 differs from the CPU by .*; such weights are "
+                     "dequantised", said["stderr"]), said["stderr"][-4000:]
+    assert said["asked for int8"].startswith("quantization 'int8': the products of this device are not as they should")
 
 
 def test_a_start_ends_by_the_operators_name_before_weights_and_stays_eager_where_only_replays_differ(

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from scripts.quantised.writing import quantise
 from tests.cann.environment import ROOT, has_real_cann, run_python
 from tests.npu.layer_kinds import KINDS, LAYERS, LayerKind
+from tests.oracle.quantised_folders import one_range
 
 pytestmark = [
     pytest.mark.npu,
@@ -36,7 +38,8 @@ OF_THE_HOST = {
 
 
 def measured(kind: LayerKind, mode: str, checkpoint: Any, folder: Path, **emulation: str) -> dict[str, Any]:
-    models = {str(count): str(checkpoint(kind.model_type, **kind.config(count))) for count in LAYERS}
+    models = {str(count): str(stored(kind, checkpoint(kind.model_type, **kind.config(count)), folder / str(count)))
+              for count in LAYERS}
     settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0, **kind.settings}
     if mode != "eager":
         settings["graph_batch_sizes"] = [BATCH_SIZE]
@@ -51,11 +54,19 @@ def measured(kind: LayerKind, mode: str, checkpoint: Any, folder: Path, **emulat
     return found
 
 
+def stored(kind: LayerKind, plain: Path, folder: Path) -> Path:
+    """The checkpoint as the kind has it."""
+    if kind.stored is None:
+        return plain
+    quantise(plain, folder, kind.stored, ranges=one_range(plain))
+    return folder
+
+
 def launches_of(cost: dict[str, Any]) -> dict[str, float]:
     return {name: count for name, count in cost["per_layer"].items() if name not in VIEWS}
 
 
-@pytest.mark.parametrize("name", ["dense", "dense, int8"])
+@pytest.mark.parametrize("name", ["dense", "dense, int8", "dense, int8 with static inputs"])
 def test_launches_of_a_layer_and_one_copy_each_way(name: str, checkpoint: Any, tmp_path: Path) -> None:
     assert_cost(KINDS[name], "reduce-overhead", checkpoint, tmp_path)
 

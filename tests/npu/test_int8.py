@@ -20,12 +20,14 @@ from npu_runner.checkpoint.formats.rounding import RoundingReader
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.ops import Int8Weight
+from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight
 from scripts.quantised.writing import quantise
 from tests.cann.environment import run_python
 from tests.npu.programs.generate import Case
 from tests.npu.programs.int8 import DTYPES, EPS, SHAPES, inputs_of
 from tests.npu.running import SMALL, on_cpu, on_npu
 from tests.oracle.int8_reference import rounded_product
+from tests.oracle.quantised_folders import one_range
 from tests.oracle.rounded_models import rounded_models
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
@@ -59,11 +61,10 @@ def assert_near(found: Tensor, exact: Tensor, plain: Tensor) -> None:
     assert ours <= LIMIT * theirs, f"{ours:.3e} from float64, plain torch {theirs:.3e}"
 
 
-def static_product(given: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
-    """(clamp(round(x * r + offset)) W^T + shifts) * scales, computed in `dtype`."""
-    q = (given["x"].to(dtype) * given["r"].to(dtype) + given["offset"].to(dtype)).round().clamp(-128, 127)
-    sums = q.double() @ given["values"].double().T + given["shifts"].double()
-    return (sums.to(dtype) * given["scales"].to(dtype)).to(given["x"].dtype if dtype != torch.float64 else dtype)
+def static_product(given: dict[str, Tensor], x: Tensor, step: float) -> Tensor:
+    """(clamp(round(x / step + offset)) W^T + shifts) * scales, in float64."""
+    q = (x.double() / step + given["offset"].double()).round().clamp(-128, 127)
+    return (q @ given["values"].double().T + given["shifts"].double()) * given["scales"].double()
 
 
 @torch.inference_mode()
@@ -86,7 +87,7 @@ def assert_logits(checkpoint: Path, quantised: Path, modes: list[dict[str, Any]]
     with open_weights(quantised, read_quantization(quantised)) as stored:
         names = {name for name in stored.names if "_proj" in name}
         reader = RoundingReader(stored, names) if settings.get("quantization") == "int8" else stored
-        exact, plain = rounded_models(checkpoint, reader)
+        exact, plain = rounded_models(checkpoint, reader, getattr(torch, settings.get("dtype", "bfloat16")))
     for tokens, ours in found["logits"]:
         assert_near(ours, logits(exact, tokens), logits(plain, tokens))
     return found
@@ -95,22 +96,46 @@ def assert_logits(checkpoint: Path, quantised: Path, modes: list[dict[str, Any]]
 def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, w8a8: Path, tmp_path: Path) -> None:
     found = assert_logits(checkpoint("qwen3", **DENSE), w8a8, MODES, tmp_path)
     assert set(found["said"]) == {
-        "compressed-tensors, int8 with dynamic inputs multiplied as int8; int4 and int8 with 16-bit inputs multiplied "
-        "as they are stored; other weights dequantised at load, inputs not quantised"}
+        "compressed-tensors, int8 with dynamic and static inputs multiplied as int8; int4 and int8 with 16-bit inputs "
+        "multiplied as they are stored; other weights dequantised at load, inputs not quantised"}
     for dtype in DTYPES:
         for shape in SHAPES:
             given, ours = inputs_of(shape, dtype), found["linears"][f"{dtype} {shape}"]
             weight = Int8Weight(given["values"], given["scales"])
             exact = rounded_product(given["x"], *weight, given["bias"])
             assert_near(ours["product"], exact, CpuOps().int8_linear(given["x"], weight, given["bias"]))
-            if ours["static"] is not None:
-                assert_near(ours["static"], static_product(given), static_product(given, given["x"].dtype))
+            static = StaticInt8Weight(*(given[name] for name in ("values", "shifts", "scales", "r", "offset")))
+            exact = static_product(given, given["x"], 1 / float(given["r"]))
+            assert_near(ours["static"], exact, CpuOps().int8_static_linear(given["x"], static))
             assert torch.equal(ours["total"], given["x"] + given["residual"])
             total = (given["x"] + given["residual"]).double()
             normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * given["gamma"].double()
+            rounding = NormRounding(given["norm_scales"], given["norm_offsets"])
+            plain = CpuOps().add_rms_norm_int8_static(given["x"], given["residual"], given["gamma"], EPS, rounding)[0]
+            exact = static_product(given, normed, float(given["norm_scales"][0]))
+            assert_near(ours["static behind a norm"], exact, CpuOps().int8_static_linear(plain, static))
             plain = CpuOps().add_rms_norm_int8(given["x"], given["residual"], given["gamma"], EPS)[0]
             assert_near(ours["behind a norm"], rounded_product(normed, *weight, None),
                         CpuOps().int8_linear(plain, weight, None))
+
+
+def test_static_inputs_are_as_near_as_plain_torch(checkpoint: Any, tmp_path: Path) -> None:
+    """With biases; in bfloat16 as compressed-tensors stores it, in float16 as ModelSlim does."""
+    plain = checkpoint("qwen2", **DENSE)
+    for name, dtype, mode in (("w8a8-static", "bfloat16", MODES[1]), ("modelslim-w8a8", "float16", MODES[0])):
+        quantise(plain, tmp_path / name, name, ranges=one_range(plain))
+        found = assert_logits(plain, tmp_path / name, [mode], tmp_path, dtype=dtype)
+        assert all("int8 with dynamic and static inputs multiplied as int8" in said for said in found["said"])
+
+
+@pytest.mark.full("every mode and dtype of both formats; one of each stays")
+def test_static_inputs_in_more_modes(checkpoint: Any, tmp_path: Path) -> None:
+    plain = checkpoint("qwen2", **DENSE)
+    for name in ("w8a8-static", "modelslim-w8a8"):
+        quantise(plain, tmp_path / name, name, ranges=one_range(plain))
+        for dtype in DTYPES:
+            assert_logits(plain, tmp_path / name, MODES, tmp_path, dtype=dtype)
+            assert_logits(plain, tmp_path / name, GRAPH_ENGINE, tmp_path, dtype=dtype)
 
 
 @pytest.mark.full("int8 made while loading, the graph engine, ModelSlim; one checkpoint eager and captured stays")
@@ -125,10 +150,12 @@ def test_more_modes_and_checkpoints(checkpoint: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.full("two and four ranks start; ranks of linears are compared in tests/oracle/test_int8_linears.py")
-def test_ranks_are_as_near_to_inputs_that_are_not_rounded_as_one_is(checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-static"])
+def test_ranks_are_as_near_to_inputs_that_are_not_rounded_as_one_is(name: str, checkpoint: Any, tmp_path: Path) -> None:
     """With biases. Each rank rounds its own inputs of a row-parallel product: ranks differ by that rounding alone."""
     sizes = {**DENSE, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 256}
-    quantise(checkpoint("qwen2", **sizes), tmp_path / "w8a8", "w8a8")
+    plain = checkpoint("qwen2", **sizes)
+    quantise(plain, tmp_path / "w8a8", name, ranges=one_range(plain))
     settings = {"graph_mode": "eager", **SMALL, "dtype": "bfloat16"}
     whole = Case(str(tmp_path / "w8a8"), settings, "texts", 4, max_tokens=2, logprobs=20)
     exact = on_cpu(dataclasses.replace(whole, settings={**settings, "dtype": "float32"}))["logprobs"]

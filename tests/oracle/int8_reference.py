@@ -17,3 +17,11 @@ def rounded_product(x_TK: Tensor, values_NK: Tensor, scales_N: Tensor, bias_N: T
     q_TK, scale_T1 = rounded_rows(x_TK)
     out_TN = (q_TK @ values_NK.double().T) * scale_T1 * scales_N.double()
     return out_TN if bias_N is None else out_TN + bias_N.double()
+
+
+def static_product(x_TK: Tensor, values_NK: Tensor, scales_N: Tensor, bias_N: Tensor | None, scale: float,
+                   offset: float) -> Tensor:
+    """(q - offset) W^T * scale * scales + bias with q = clamp(round(x / scale + offset), -128, 127), float64 (T, N)."""
+    q_TK = (x_TK.double() / scale + offset).round().clamp(-128, 127) - offset
+    out_TN = (q_TK @ values_NK.double().T) * scale * scales_N.double()
+    return out_TN if bias_N is None else out_TN + bias_N.double()

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.formats import reader as formats_reader
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
+from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.layers.weights_loader import load_weights
+from scripts.quantised.formats import Range
 
 MODULE = "model.layers.0.mlp.up_proj"
 WEIGHT = f"{MODULE}.weight"
@@ -56,6 +58,13 @@ def loaded(path: Path, make: Callable[[], nn.Module]) -> Any:
 
 def of_module(parts: Mapping[str, Tensor], module: str = MODULE) -> dict[str, Tensor]:
     return {f"{module}.{name}": tensor for name, tensor in parts.items()}
+
+
+def one_range(path: Path, least: float = -6.0, most: float = 5.0) -> dict[str, Range | None]:
+    """The same inputs for each linear of a float checkpoint: what calibration finds for those that share them."""
+    with CheckpointReader(path) as reader:
+        return {name.removesuffix(".weight"): Range(least, most) for name in reader.names
+                if len(reader.shape(name)) == 2}
 
 
 def read_all(path: Path) -> dict[str, Tensor]:

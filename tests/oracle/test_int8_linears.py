@@ -342,7 +342,7 @@ def test_what_is_said_of_the_arithmetic(tmp_path: Path) -> None:
     found = read_quantization(path)
     assert arithmetic(None, "auto", (INT8,)) is None
     assert arithmetic(found, "auto", ()) == "compressed-tensors, dequantised at load, inputs not quantised"
-    assert arithmetic(found, "auto", (INT8, INT8_STATIC)) == (
+    assert arithmetic(found, "auto", (INT8,)) == (
         "compressed-tensors, int8 with dynamic inputs multiplied as int8; other weights dequantised at load, inputs "
         "not quantised")
     assert arithmetic(Quantization(method="modelslim"), "auto", (INT8, INT8_STATIC)) == (
@@ -353,3 +353,24 @@ def test_what_is_said_of_the_arithmetic(tmp_path: Path) -> None:
         assert hold_as_stored(nn.Module(), reader, {}) == set()
         assert reader.describe(BF16, {"q_proj.weight"}).endswith(  # type: ignore[attr-defined]
             "1 as int8 by row; 1 are multiplied as int8, with inputs that are rounded to int8")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "glm4v"])
+def test_quantization_int8_means_decoder_and_blocks_of_the_tower(model_type: str, checkpoint: Any,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the merger and the last linear of a block's MLP."""
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: (INT8,))
+    with LLM(checkpoint(model_type), platform="cpu", quantization="int8", **SMALL) as llm:
+        linears = {name: module for name, module in runner_of(llm).model.named_modules()
+                   if isinstance(module, HeldLinear)}
+        assert llm.generate(prompts_of(llm, model_type)[0][:1], greedy(2))
+    kinds = {".".join(name.split(".")[-2:]): linear.form for name, linear in linears.items()
+             if ".visual.blocks." in name}
+    assert {kind for kind, form in kinds.items() if form is None} <= {"mlp.second", "mlp.down_proj"}
+    assert {kinds["attn.qkv"], kinds["attn.proj"]} == {INT8}
+    assert {linear.form for name, linear in linears.items() if ".visual." not in name} == {INT8}
+    assert {linear.form for name, linear in linears.items() if "merger" in name} == {None}
+    stay = [linear for name, linear in linears.items() if name.endswith(("mlp.second", "mlp.down_proj"))
+            and ".visual." in name]
+    assert stay
+    assert {linear.form for linear in stay} == {None}

@@ -2,7 +2,7 @@
 block.
 
 Which module belongs to which group of config.json: targets and ignore, by the names in the file. Scales of inputs are
-left. Source: the library's own packing and matching.
+used beside int8 by channel or tensor, else left. Source: the library's own packing, matching and rounding.
 
 N outputs, K inputs.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.checkpoint.formats.contents import FLOATS, FP8, Contents
+from npu_runner.checkpoint.formats.static_inputs import static_inputs
 from npu_runner.checkpoint.formats.stored import Grid, Matrix, PackedMatrix, QuantisedMatrix, StoredMatrix
 from npu_runner.checkpoint.quantization import refusal
 from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs
@@ -21,7 +22,7 @@ from npu_runner.errors import ModelError
 
 _PACKED, _MIXED = "pack-quantized", "mixed-precision"
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", _PACKED)
-_INPUTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+_INPUTS, _OUTPUTS = ("input_scale", "input_zero_point"), ("output_scale", "output_zero_point")
 _CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point")
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -54,12 +55,15 @@ class _Scheme:
     packed: bool
     inputs: Int8Inputs | str | None
     """As of QuantisedMatrix."""
+    has_static_inputs: bool
+    """The file has one scale of inputs for each weight of int8, and where they are not symmetric a zero point."""
 
     @property
     def form(self) -> str:
         name = f"{'fp' if self.is_float else 'int'}{self.bits}"
-        return name + {"group": f" in groups of {self.group_size}", "channel": " by row", "tensor": " by tensor",
+        found = name + {"group": f" in groups of {self.group_size}", "channel": " by row", "tensor": " by tensor",
                        "block": f" by block of {self.block[0]} x {self.block[1]}"}[self.strategy]
+        return f"{found}, static inputs" if self.has_static_inputs else found
 
 
 def read(contents: Contents, settings: dict[str, Any]) -> None:
@@ -69,7 +73,8 @@ def read(contents: Contents, settings: dict[str, Any]) -> None:
         scheme = _scheme_of(contents, module, schemes, ignored)
         if scheme is not None:
             _take(contents, module, scheme)
-            contents.leave("scales of inputs and outputs", *(f"{module}.{name}" for name in _INPUTS))
+            contents.leave("scales of inputs and outputs", *(f"{module}.{name}" for name in (
+                _OUTPUTS if scheme.has_static_inputs else (*_INPUTS, *_OUTPUTS))))
     attention = {module.rpartition(".")[0] for module in contents.suffixed(".q_proj.weight", ".k_proj.weight",
                                                                            ".k_proj.weight_packed")}
     for module in attention:
@@ -114,6 +119,8 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
         is_symmetric=bool(weights.get("symmetric", True)), group_size=int(size or -1),
         block=block, inputs=_inputs(group.get("input_activations"), strategy, block, bits=bits, is_float=is_float),
         has_order=weights.get("actorder") == "group", packed=named == _PACKED,
+        has_static_inputs=(strategy in ("tensor", "channel") and (bits, is_float) == (8, False)
+                           and _is_by_tensor(group.get("input_activations"))),
     )
 
 
@@ -136,6 +143,13 @@ def _is_by_row(inputs: Any) -> bool:
     return (isinstance(inputs, dict) and inputs.get("dynamic") is True and inputs.get("strategy") == "token"
             and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
             and bool(inputs.get("symmetric", True)))
+
+
+def _is_by_tensor(inputs: Any) -> bool:
+    """Whether inputs are int8 with a scale in the file, and maybe a zero point."""
+    return (isinstance(inputs, dict) and not inputs.get("dynamic") and inputs.get("strategy") in (None, "tensor")
+            and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
+            and inputs.get("group_size") is None)
 
 
 def _block(given: Any) -> tuple[int, int]:
@@ -193,9 +207,21 @@ def _take(contents: Contents, module: str, scheme: _Scheme) -> None:
             return
         zeros = Grid(zero_matrix, block, groups, reader)
     scales = Grid(StoredMatrix(reader, scale, shape), block, groups, reader)
+    inputs = _static_inputs(contents, module) if scheme.has_static_inputs else scheme.inputs
     contents.made[f"{module}.weight"] = QuantisedMatrix(scheme.form, values, (scales,), zeros,
-                                                        inputs=scheme.inputs if zeros is None else None,
+                                                        inputs=inputs if zeros is None else None,
                                                         bits=0 if scheme.is_float else scheme.bits)
+
+
+def _static_inputs(contents: Contents, module: str) -> Int8Inputs | None:
+    """None: a problem."""
+    scale, zero = f"{module}.input_scale", f"{module}.input_zero_point"
+    has_zero = contents.has(zero)
+    if not contents.take(scale, FLOATS, [1], []):
+        return None
+    if has_zero and not contents.take(zero, (*FLOATS, "I8", "I32"), [1], []):
+        return None
+    return static_inputs(contents.reader, scale, zero if has_zero else None)
 
 
 def _plain_values(contents: Contents, module: str, scheme: _Scheme) -> Matrix | None:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from npu_runner.checkpoint.formats.contents import FLOATS, Contents
-from npu_runner.checkpoint.formats.modelslim_static import StaticBias, StaticMatrix, StaticScale, static_inputs
+from npu_runner.checkpoint.formats.modelslim_static import StaticBias, StaticMatrix, StaticScale
+from npu_runner.checkpoint.formats.static_inputs import static_inputs
 from npu_runner.checkpoint.formats.stored import Grid, Matrix, PackedMatrix, QuantisedMatrix, StoredMatrix
 from npu_runner.checkpoint.quantization import refusal
 from npu_runner.checkpoint.weights_reader import BY_ROW

@@ -9,7 +9,6 @@ N outputs, K inputs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.checkpoint.formats.stored import FloatTensor, Matrix, QuantisedMatrix, Span, StoredMatrix
-from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Inputs
+from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import WeightsError
 
 _ROWS_AT_ONCE = 256
@@ -31,15 +30,6 @@ def deq_scale(reader: CheckpointReader, name: str) -> Tensor:
     if stored_N.dtype == torch.int64:
         stored_N = stored_N.contiguous().view(torch.int32)[::2].contiguous().view(torch.float32)
     return stored_N.double()
-
-
-def static_inputs(reader: CheckpointReader, scale_name: str, offset_name: str) -> Int8Inputs:
-    """Raises WeightsError for a scale that is none."""
-    scale, offset = (reader.read(name).double().item() for name in (scale_name, offset_name))
-    if not 0 < scale < math.inf or offset != round(offset):
-        raise WeightsError(f"{scale_name} is {scale} and {offset_name} {offset}; a scale of inputs is above 0, an "
-                           "offset a whole number; copy the checkpoint again from its source")
-    return Int8Inputs(scale, offset)
 
 
 class StaticScale(Matrix):

@@ -57,7 +57,8 @@ class RoundingReader(WeightsReader):
             yield rows, values_RK.float().mul_(scales_R[:, None])
 
     def int8_inputs(self, name: str) -> Int8Inputs | None:
-        return self._base.int8_inputs(name) or (BY_ROW if name in self._names else None)
+        """By row, also where the file has one scale for all inputs."""
+        return BY_ROW if name in self._names else self._base.int8_inputs(name)
 
     def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
         if self._base.int8_inputs(name) is not None:

@@ -153,6 +153,9 @@ class TowerBlock(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = norm(config.hidden_size), norm(config.hidden_size)
         self.attn, self.mlp = attention or VisionAttention(config, context), mlp
+        for last in mlp.modules():
+            if isinstance(last, RowParallelLinear):
+                last.stays = True
 
     def forward(self, x_PC: Tensor, update_PC: Tensor | None, cos_PH: Tensor, sin_PH: Tensor,
                 plan: Any) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,9 @@ from torch import Tensor
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.npu import grouped
 from npu_runner.platforms.npu.draw import draw_from_softmax
-from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, StaticInt8Weight, TorchOps
+from npu_runner.platforms.npu.static_int8 import add_rms_norm_rounded, static_linear
+from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, TorchOps
+from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
@@ -36,10 +38,12 @@ class NpuOps(TorchOps):
         return torch_npu.npu_quant_matmul(rows.values_TI, weight.values_OI.t(), weight.scales_O,
                                           pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
 
-    def int8_static_linear(self, x_TI: Tensor, weight: StaticInt8Weight) -> Tensor:
-        values_TI = torch_npu.npu_quantize(x_TI, weight.input_scale_1, weight.input_offset_1, torch.qint8, -1, False)
-        return torch_npu.npu_quant_matmul(values_TI, weight.values_OI.t(), weight.scales_O, bias=weight.shifts_O,
-                                          output_dtype=x_TI.dtype)
+    def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
+        return static_linear(x_TI, weight)
+
+    def add_rms_norm_int8_static(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
+                                 rounding: NormRounding) -> tuple[StaticRows, Tensor]:
+        return add_rms_norm_rounded(x_TD, residual_TD, weight_D, eps, rounding)
 
     def settled(self, weight: GroupedWeight) -> GroupedWeight:
         return grouped.settled(weight)
@@ -131,6 +135,8 @@ def _rotate(q_TNR: Tensor, k_TKR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tup
     cos_1T1R, sin_1T1R = cos_TR[None, :, None], sin_TR[None, :, None]
     q_1TNR, k_1TKR = q_TNR.unsqueeze(0), k_TKR.unsqueeze(0)
     if q_TNR.shape[-1] in _FUSED_ROTARY_HEAD_DIMS:
+        # It turns in place, and a trace takes what it returns for fresh and contiguous: so it must be that before.
+        q_1TNR, k_1TKR = q_1TNR.contiguous(), k_1TKR.contiguous()
         # BSND with one batch, by views: every CANN from 8.3 on takes it, and TND came with releases after that.
         turned = torch_npu.npu_apply_rotary_pos_emb(q_1TNR, k_1TKR, cos_1T1R, sin_1T1R, layout="BSND")
         return turned[0].squeeze(0), turned[1].squeeze(0)

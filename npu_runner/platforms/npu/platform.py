@@ -79,11 +79,19 @@ class NpuPlatform(Platform):
         if is_85(cann := cann_version() or ""):
             cann85.check_graph_mode(graph_mode, cann)
 
-    def forms_with(self, dtype: str) -> tuple[str, ...]:
-        if is_85(cann_version() or ""):  # each operator is proven at a start there, and these are not among them
-            return ()
-        # With float16 a product without scales of rows wants its own scales in a form of 10 bits.
-        return tuple(form for form in super().forms_with(dtype) if dtype != "float16" or form != "int8_static")
+    def proves_forms(self) -> bool:
+        return is_85(cann_version())
+
+    def proven_forms(self, forms: tuple[str, ...]) -> tuple[str, ...]:
+        if not self.proves_forms():
+            return forms
+        from npu_runner.platforms.npu.int8_probes import why_unproven
+
+        findings = why_unproven(forms)
+        for form, finding in findings.items():
+            logger.warning("CANN %s: a product of weights of the form %s %s; such weights are dequantised",
+                           cann_version(), form, finding)
+        return tuple(form for form in forms if form not in findings)
 
     def check_model(self, needs: ModelNeeds) -> None:
         cann = cann_version() or ""

@@ -30,6 +30,7 @@ def load(name: str) -> Any:
         _convert_rotary_in_place(module)
         _convert_cache_writes(module)
         _convert_experts(module)
+        _convert_rounding_norm(module)
         _convert_softplus(module)
         _convert_state_writes(module)
     passes = _import(f"{name}._acl_concrete_graph.graph_pass")
@@ -132,6 +133,20 @@ def _convert_experts(module: Any) -> None:
         def convert_traced_sum(permuted_tokens: Any, sorted_indices: Any, probs: Any = None, padded_mode: bool = False,
                                restore_shape: Any = None, meta_outputs: Any = None) -> Any:
             return add_up(permuted_tokens, sorted_indices, probs), permuted_tokens
+
+
+def _convert_rounding_norm(module: Any) -> None:
+    """The norm that rounds by one scale, for GE: no wheel has a converter, and GE has the operator."""
+    ge = _import("torchair.ge")
+
+    @module.register_fx_node_ge_converter(torch.ops.npu.npu_add_rms_norm_quant.default)
+    def convert(x1: Any, x2: Any, gamma: Any, scales1: Any, zero_points1: Any = None, beta: Any = None,
+                scales2: Any = None, zero_points2: Any = None, *, axis: int = -1, epsilon: float = 1e-6,
+                div_mode: bool = True, dst_type: Any = None, meta_outputs: Any = None) -> Any:
+        inputs = {"x1": x1, "x2": x2, "gamma": gamma, "scales1": scales1, "scales2": scales2,
+                  "zero_points1": zero_points1, "zero_points2": zero_points2}
+        return ge.custom_op("AddRmsNormQuant", inputs=inputs, outputs=["y1", "y2", "x"], attrs={
+            "axis": ge.attr.Int(axis), "epsilon": ge.attr.Float(epsilon), "div_mode": ge.attr.Bool(div_mode)})
 
 
 def _convert_softplus(module: Any) -> None:

@@ -83,6 +83,49 @@ def check_add_rms_norm_dynamic_quant() -> None:
         close(scales, normed.abs().amax(-1) / INT8_MAX)
 
 
+def check_add_rms_norm_quant_divides_by_one_scale() -> None:
+    """In bfloat16 from float32, in float16 from what is rounded behind each step, as its source does."""
+    for dtype, kinds in zip(HALVES, ((torch.float32, torch.int32), (torch.bfloat16, torch.bfloat16)), strict=True):
+        x, residual, weight = draw(7, 64, dtype=dtype), draw(7, 64, dtype=dtype, seed=1), draw(64, dtype=dtype, seed=2)
+        scale, offset = (torch.full((64,), value).to(kind) for value, kind in zip((0.0271, -9), kinds, strict=True))
+        values, _, total = torch_npu.npu_add_rms_norm_quant(x.npu(), residual.npu(), weight.npu(), scale.npu(),
+                                                            offset.npu(), None, epsilon=1e-6)
+        close(total, x + residual)
+        wide = (x + residual).double() if dtype == torch.float16 else x.double() + residual.double()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        normed = (normed.half() * weight).double() if dtype == torch.float16 else normed * weight.double()
+        exact = normed / scale.double() + offset.double()
+        assert values.dtype == torch.int8
+        assert int(values.min()) == -128, "what is beyond int8 is at its end"
+        off = (values.cpu().double() - exact.clamp(-128, 127)).abs().max()
+        assert float(off) <= (0.75 if dtype == torch.float16 else 0.501), "a float16 step may round the other way"
+
+
+def check_add_rms_norm_quant_refuses() -> None:
+    x, gamma = draw(4, 16).half().npu(), draw(16).half().npu()
+    scale, zero = torch.ones(16).npu(), torch.zeros(16, dtype=torch.int32).npu()
+
+    def norm(x1: Tensor = x, weight: Tensor = gamma, by: Tensor = scale, zeros: Tensor = zero, **more: object) -> None:
+        torch_npu.npu_add_rms_norm_quant(x1, x1, weight, by, zeros, None, **more)
+
+    norm()
+    with refused(PARAMETER, "gamma"):
+        norm(weight=gamma.float())
+    with refused(PARAMETER, "gamma and scales1"):
+        norm(by=scale[:1].contiguous())
+    with refused(PARAMETER, "scales1"):
+        norm(by=scale.half())
+    with refused(PARAMETER, "zeroPoints1"):
+        norm(zeros=zero.bfloat16())
+    with refused(PARAMETER, "this chip divides"):
+        norm(div_mode=False)
+    with refused(PARAMETER, "no multiple of 32 bytes"):
+        norm(*(tensor[..., :8].contiguous() for tensor in (x, gamma, scale, zero)))
+    brain = x.bfloat16()
+    with refused(PARAMETER, "scales1"):
+        norm(brain, gamma.bfloat16())
+
+
 def check_rounding_refuses() -> None:
     x = draw(4, 16)
     with refused(PARAMETER, "x"):

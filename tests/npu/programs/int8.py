@@ -18,7 +18,8 @@ from torch import Tensor
 
 from npu_runner import LLM
 from npu_runner.platforms import find_platform
-from npu_runner.platforms.ops import Int8Rows, Int8Weight, StaticInt8Weight
+from npu_runner.platforms.ops import Int8Rows, Int8Weight
+from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle.running import greedy, recorded_logits
 
@@ -38,7 +39,10 @@ def inputs_of(shape: tuple[int, int, int], dtype: str) -> dict[str, Tensor]:
     kind, seed = getattr(torch, dtype), sum(shape)
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
+    is_bfloat16 = kind == torch.bfloat16
     return {
+        "norm_scales": torch.full((num_inputs,), INPUT_SCALE).to(kind if is_bfloat16 else torch.float32),
+        "norm_offsets": torch.full((num_inputs,), INPUT_OFFSET).to(kind if is_bfloat16 else torch.int32),
         "r": torch.tensor([1 / INPUT_SCALE]).to(kind), "offset": torch.tensor([INPUT_OFFSET]).to(kind),
         "shifts": (1000 * draw(num_outputs, seed=seed + 5)).int() - INPUT_OFFSET * values.sum(1, dtype=torch.int32),
         "x": (draw(num_tokens, num_inputs, seed=seed) * 3).to(kind),
@@ -59,8 +63,14 @@ def linears() -> dict[str, dict[str, Tensor]]:
             rows, total = ops.add_rms_norm_int8(given["x"], given["residual"], given["gamma"], EPS)
             assert isinstance(rows, Int8Rows), "rounded with the norm"
             static = StaticInt8Weight(*(given[name] for name in ("values", "shifts", "scales", "r", "offset")))
+            rounding = NormRounding(given["norm_scales"], given["norm_offsets"])
+            static_rows, again = ops.add_rms_norm_int8_static(given["x"], given["residual"], given["gamma"], EPS,
+                                                              rounding)
+            assert isinstance(static_rows, StaticRows), "rounded with the norm"
+            assert torch.equal(again.cpu(), total.cpu())
             found[f"{dtype} {shape}"] = {
-                "static": ops.int8_static_linear(given["x"], static).cpu() if dtype == "bfloat16" else None,
+                "static": ops.int8_static_linear(given["x"], static).cpu(),
+                "static behind a norm": ops.int8_static_linear(static_rows, static).cpu(),
                 "product": ops.int8_linear(given["x"], weight, given["bias"]).cpu(),
                 "behind a norm": ops.int8_linear(rows, weight, None).cpu(), "total": total.cpu()}
     return found

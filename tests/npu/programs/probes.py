@@ -1,10 +1,11 @@
 """Probes of a start on CANN 8.5, with one operator of the platform computed otherwise, as another kernel might.
 
-    python -m tests.npu.programs.probes MODEL BARE
+    python -m tests.npu.programs.probes MODEL BARE W8A8
 
 writes {name: what the start says, or the second choices it takes} as JSON on the last line. MODEL is started with
 replays that keep old lengths, and with a cache write that computes otherwise. BARE, a checkpoint without weights, is
-started with keys that are rotated backwards.
+started with keys that are rotated backwards. W8A8, a checkpoint of int8 with dynamic inputs, is started as it should be
+and with a product that computes otherwise.
 """
 
 from __future__ import annotations
@@ -42,6 +43,19 @@ FIRST_KERNELS: dict[str, tuple[str, str, Change]] = {
     "images see each other, first choice": (
         "VISION_ATTENTIONS", "npu_fused_infer_attention_score",
         lambda good: lambda q, k, v, totals, scale: good(q, k, v, totals[-1:], scale)),
+}
+# Of a form of weights, what is computed otherwise.
+PRODUCTS: dict[str, tuple[str, str, Change]] = {
+    "nothing of int8": ("NpuOps", "int8_linear", lambda good: good),
+    "rows by their squares": ("NpuOps", "int8_linear", lambda good: lambda self, x, weight, bias: good(
+        self, x, weight._replace(scales_O=weight.scales_O * weight.scales_O), bias)),
+    "a norm by another scale": ("NpuOps", "add_rms_norm_int8", lambda good: lambda self, x, residual, weight, eps: good(
+        self, x, residual, 2 * weight, eps)),
+    "the bias twice": ("NpuOps", "int8_static_linear", lambda good: lambda self, x, weight: good(
+        self, x, weight._replace(shifts_O=2 * weight.shifts_O))),
+    "an offset that is lost": ("NpuOps", "add_rms_norm_int8_static", lambda good: lambda self, x, r, w, eps, by: good(
+        self, x, r, w, eps, by._replace(offsets_D=torch.zeros_like(by.offsets_D)))),
+    "no such operator": ("NpuOps", "int8_linear", lambda good: _fail),
 }
 REPLAYS: dict[str, tuple[str, str, Change]] = {
     "nothing, captured": ("AclGraphCompiler", "before_replay", lambda good: good),
@@ -108,6 +122,12 @@ def prove(asked: Any) -> str:
     return ", ".join(name for job, name in vars(taken).items() if name != usual[job])
 
 
+def prove_products(asked: Any) -> dict[str, str]:
+    from npu_runner.platforms.npu.int8_probes import why_unproven
+
+    return why_unproven(("int8", "int8_static"))
+
+
 def prove_replay(asked: Any) -> str:
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.npu.graphs import AclGraphCompiler
@@ -120,7 +140,7 @@ def prove_replay(asked: Any) -> str:
     return why_no_replay(AclGraphCompiler(npu.attention), npu, Side.of_cpu(asked), asked) or ""
 
 
-def start(model: str, graph_mode: str = "reduce-overhead") -> dict[str, Any] | str:
+def start(model: str, graph_mode: str = "reduce-overhead", **settings: Any) -> dict[str, Any] | str:
     """What a whole start says of itself, and its tokens, or its refusal."""
     from npu_runner import LLM, SamplingParams
     from npu_runner.errors import ConfigError
@@ -128,18 +148,18 @@ def start(model: str, graph_mode: str = "reduce-overhead") -> dict[str, Any] | s
     graphs: dict[str, Any] = {} if graph_mode == "eager" else {"graph_batch_sizes": [2]}
     try:
         with LLM(model, platform="npu", dtype="bfloat16", graph_mode=graph_mode, max_model_len=512, max_num_seqs=2,
-                 vision_cache_bytes=0, **graphs) as llm:
+                 vision_cache_bytes=0, **graphs, **settings) as llm:
             outputs = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
             return {**llm.engine.describe(), "graphs": llm.engine.info.graphs, "tokens": outputs[0].token_ids}
     except ConfigError as refusal:
         return str(refusal)
 
 
-def main(model: str, bare: str) -> None:
+def main(model: str, bare: str, w8a8: str) -> None:
     torch.npu.set_device(0)
     said: dict[str, Any] = {}
     with torch.inference_mode():
-        for changes, run in ((OPERATORS, prove), (REPLAYS, prove_replay)):
+        for changes, run in ((OPERATORS, prove), (PRODUCTS, prove_products), (REPLAYS, prove_replay)):
             for name, change in changes.items():
                 with changed(*change):
                     said[name] = run(needs(4, 2, tower=(2, 72)))
@@ -156,6 +176,10 @@ def main(model: str, bare: str) -> None:
         said["started with a second choice"] = start(model, "eager")
     with changed(*OPERATORS["rotated backwards"]):
         said["started backwards"] = start(bare)
+    said["started with int8"] = start(w8a8)
+    with changed(*PRODUCTS["rows by their squares"]):
+        said["started without int8"] = start(w8a8, "eager")
+        said["asked for int8"] = start(bare, "eager", quantization="int8")
     print(json.dumps(said))
 
 

@@ -45,6 +45,17 @@ def add_rms_norm_dynamic_quant(call: Call) -> list[Tensor]:
     return [values, none[0], total, scales, none[1]]
 
 
+@register("AddRmsNormQuant")
+def add_rms_norm_quant(call: Call) -> list[Tensor]:
+    x1, x2, gamma, scales = (on_device(call[name]) for name in ("x1", "x2", "gamma", "scales1"))
+    total, values = device_empty(x1.shape, x1.dtype), device_empty(x1.shape, torch.int8)
+    call_aclnn("AddRmsNormQuantV2", x1, x2, gamma, scales, *(given(call, name) for name in (
+        "scales2", "zero_points1", "zero_points2", "beta")), int(call.attribute("axis", -1)),
+               float(call.attribute("epsilon", 1e-6)), bool(call.attribute("div_mode", True)), values, None, total,
+               None)
+    return [values, device_empty([0], torch.int8), total]
+
+
 @register("QuantBatchMatmulV3")
 def quant_matmul(call: Call) -> Tensor:
     x1, x2 = on_device(call["x1"]), on_device(call["x2"])
