@@ -51,7 +51,7 @@ class CudaPlatform(Platform):
     attention_backends = ("triton", "flashinfer")
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
-    weight_forms = ("int8", "fp8", "fp8_blocks")
+    weight_forms = ("int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts")
     modes_without_forms = ("max-autotune",)
     copies_rows_to_experts = False
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
@@ -82,7 +82,7 @@ class CudaPlatform(Platform):
 
         if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _QUANTISED_ON:
             return ()
-        return tuple(form for form in super().forms_with(dtype) if form == "int8" or dtype == "bfloat16")
+        return tuple(form for form in super().forms_with(dtype) if form.startswith("int8") or dtype == "bfloat16")
 
     def share(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
         # Each process would start a thread for every core of the host.
