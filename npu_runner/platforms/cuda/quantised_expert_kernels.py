@@ -58,7 +58,7 @@ def gate_up(x, x_scales, weights, scales, order, block_experts, block_rows, firs
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, depth, DEPTH):
-            inputs, by_row = _inputs(rows, x_scales + tokens, start, stride_s, ROUNDS)
+            inputs, by_row = _inputs(rows, x_scales + tokens, start, stride_s, ROUNDS, ROWS)
             products = tl.dot(inputs, tl.load(first + start))
             gate += products * (by_row * tl.load(of_gate + start // 128))[:, None]
             products = tl.dot(inputs, tl.load(second + start))
@@ -100,7 +100,7 @@ def down(hidden, hidden_scales, weights, scales, order, block_experts, block_row
         of_block = scales + (expert * (width // 128) + begin // 128) * (depth // 128)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, depth, DEPTH):
-            inputs, by_row = _inputs(rows, hidden_scales + places, start, stride_s, ROUNDS)
+            inputs, by_row = _inputs(rows, hidden_scales + places, start, stride_s, ROUNDS, ROWS)
             products = tl.dot(inputs, tl.load(matrix + start))
             total += products * (by_row * tl.load(of_block + start // 128))[:, None]
     place = out + places[:, None] * width + columns[None, :]
@@ -108,14 +108,14 @@ def down(hidden, hidden_scales, weights, scales, order, block_experts, block_row
 
 
 @triton.jit
-def _inputs(rows, scales, start, stride_s, ROUNDS: tl.constexpr):
+def _inputs(rows, scales, start, stride_s, ROUNDS: tl.constexpr, ROWS: tl.constexpr):
     """128 inputs of each row from `start` on in FP8, and their scales: `quantised_inputs` rounds alike."""
     if ROUNDS:
         values = tl.load(rows + start).to(tl.float32)
         largest = tl.max(tl.abs(values), 1)
-        by_row = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+        by_row = tl.div_rn(largest, tl.full((ROWS,), 448.0, tl.float32))
         divisor = tl.where(by_row > 0.0, by_row, 1.0)
-        inputs = tl.div_rn(values, tl.broadcast_to(divisor[:, None], values.shape))
+        inputs = tl.div_rn(values, tl.broadcast_to(divisor[:, None], (ROWS, 128)))
         inputs = tl.minimum(tl.maximum(inputs, -448.0), 448.0).to(tl.float8e4nv)
     else:
         inputs = tl.load(rows + start)
