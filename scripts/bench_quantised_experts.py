@@ -31,7 +31,6 @@ from triton.runtime.errors import OutOfResources
 from npu_runner import LLM
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.cuda import experts, quantised_experts
-from npu_runner.platforms.cuda.compile_ahead import compile_ahead
 from npu_runner.platforms.cuda.experts import Tile, Tiling
 from npu_runner.platforms.ops import FP8_BLOCK, QuantisedExperts
 
@@ -119,12 +118,6 @@ def sweep(shape: Shape, weights: str, x_TD: Any, choices: Any, layers: Any) -> N
             quantised_experts.products(x_TD, weights_TK, pairs, *layers[index % 2], tiling)
 
         tiled.append((tiling, call))
-    device = torch.cuda.current_device()
-    for tiling, call in list(tiled):
-        try:
-            compile_ahead(lambda call=call: call(0), lambda: torch.cuda.set_device(device))  # type: ignore[misc]
-        except OutOfResources:
-            tiled.remove((tiling, call))
     for tiling, call in tiled:
         try:
             kernels = measure(Case(name="", call=call, num_bytes=0))["kernels"]

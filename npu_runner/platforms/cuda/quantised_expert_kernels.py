@@ -1,8 +1,7 @@
 """Triton kernels of experts in 8 bits: the products of `expert_kernels`, with inputs and weights in int8 or FP8.
 
 int8 has a scale for each row of inputs and for each output; sums of integers are exact. FP8 has one for each row and
-128 inputs, and for each block of 128 x 128 of a weight; sums of a block are added in float32. ROUNDS, FP8 only: inputs
-are in 16 bits, and each program rounds those that it reads. That saves a launch where programs have few rows.
+128 inputs, and for each block of 128 x 128 of a weight; sums of a block are added in float32.
 
 Blocks, pairs and the letters are those of `expert_kernels`; G groups of 128 inputs.
 """
@@ -21,8 +20,7 @@ _CHANGES = ["stride_s"]
 @triton.jit(do_not_specialize=_CHANGES)
 def gate_up(x, x_scales, weights, scales, order, block_experts, block_rows, first_expert, num_experts, hidden, stride_x,
             stride_s, top_k, depth, width, IS_SORTED: tl.constexpr, HOLDS_ALL: tl.constexpr, IS_EVEN: tl.constexpr,
-            IS_INT8: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-            DEPTH: tl.constexpr):
+            IS_INT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """silu(x gate^T) * (x up^T) of one block's pairs, some of the I columns, in 16 bits. weights (E, 2I, D), hidden (P,
     I), scales (E, 2I) or (E, 2I / 128, G); x_scales (T,), or of group g from g * `stride_s` on."""
     tiles = tl.cdiv(width, COLUMNS)
@@ -58,7 +56,8 @@ def gate_up(x, x_scales, weights, scales, order, block_experts, block_rows, firs
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, depth, DEPTH):
-            inputs, by_row = _inputs(rows, x_scales + tokens, start, stride_s, ROUNDS, ROWS)
+            inputs = tl.load(rows + start)
+            by_row = tl.load(x_scales + tokens + (start // 128).to(tl.int64) * stride_s)
             products = tl.dot(inputs, tl.load(first + start))
             gate += products * (by_row * tl.load(of_gate + start // 128))[:, None]
             products = tl.dot(inputs, tl.load(second + start))
@@ -73,7 +72,7 @@ def gate_up(x, x_scales, weights, scales, order, block_experts, block_rows, firs
 @triton.jit(do_not_specialize=_CHANGES)
 def down(hidden, hidden_scales, weights, scales, order, block_experts, block_rows, first_expert, num_experts, out,
          stride_s, depth, width, IS_SORTED: tl.constexpr, HOLDS_ALL: tl.constexpr, IS_EVEN: tl.constexpr,
-         IS_INT8: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+         IS_INT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """hidden down^T of one block's pairs, some of the D = `width` columns. weights (E, D, I), out (P, D), scales (E, D)
     or (E, D / 128, G); hidden_scales (P,), or of group g from g * `stride_s` on."""
     tiles = tl.cdiv(width, COLUMNS)
@@ -100,24 +99,8 @@ def down(hidden, hidden_scales, weights, scales, order, block_experts, block_row
         of_block = scales + (expert * (width // 128) + begin // 128) * (depth // 128)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, depth, DEPTH):
-            inputs, by_row = _inputs(rows, hidden_scales + places, start, stride_s, ROUNDS, ROWS)
-            products = tl.dot(inputs, tl.load(matrix + start))
+            by_row = tl.load(hidden_scales + places + (start // 128).to(tl.int64) * stride_s)
+            products = tl.dot(tl.load(rows + start), tl.load(matrix + start))
             total += products * (by_row * tl.load(of_block + start // 128))[:, None]
     place = out + places[:, None] * width + columns[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < width)[None, :])
-
-
-@triton.jit
-def _inputs(rows, scales, start, stride_s, ROUNDS: tl.constexpr, ROWS: tl.constexpr):
-    """128 inputs of each row from `start` on in FP8, and their scales: `quantised_inputs` rounds alike."""
-    if ROUNDS:
-        values = tl.load(rows + start).to(tl.float32)
-        largest = tl.max(tl.abs(values), 1)
-        by_row = tl.div_rn(largest, tl.full((ROWS,), 448.0, tl.float32))
-        divisor = tl.where(by_row > 0.0, by_row, 1.0)
-        inputs = tl.div_rn(values, tl.broadcast_to(divisor[:, None], (ROWS, 128)))
-        inputs = tl.minimum(tl.maximum(inputs, -448.0), 448.0).to(tl.float8e4nv)
-    else:
-        inputs = tl.load(rows + start)
-        by_row = tl.load(scales + (start // 128).to(tl.int64) * stride_s)
-    return inputs, by_row

@@ -21,18 +21,19 @@ from npu_runner.platforms.cuda.experts import (
     unsorted,
 )
 from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
-from npu_runner.platforms.ops import FP8_BLOCK, HeldExperts, QuantisedExperts
+from npu_runner.platforms.ops import HeldExperts, QuantisedExperts
 
-# Of so many rows a program rounds its FP8 inputs itself.
-_MOST_ROUNDED_ROWS = 32
+# The quickest of those that `python scripts/bench_quantised_experts.py --part layer --sweep` tries, on an H100.
 _IN_FP8 = (
-    Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4)),
-    Tiling(most_pairs_per_expert=48, rows=32, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4)),
-    Tiling(most_pairs_per_expert=float("inf"), rows=128, gate_up=Tile(64, 128, 8, 3), down=Tile(128, 128, 8, 3)),
+    Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(64, 128, 4, 5), down=Tile(128, 128, 4, 5)),
+    Tiling(most_pairs_per_expert=32, rows=32, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4)),
+    Tiling(most_pairs_per_expert=128, rows=64, gate_up=Tile(128, 128, 8, 3), down=Tile(128, 128, 8, 3)),
+    Tiling(most_pairs_per_expert=float("inf"), rows=128, gate_up=Tile(128, 128, 8, 3), down=Tile(128, 128, 8, 4)),
 )
 _IN_INT8 = (
-    Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4)),
-    Tiling(most_pairs_per_expert=48, rows=32, gate_up=Tile(128, 128, 4, 3), down=Tile(256, 128, 4, 3)),
+    Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(64, 256, 4, 3), down=Tile(128, 256, 4, 2)),
+    Tiling(most_pairs_per_expert=32, rows=32, gate_up=Tile(128, 128, 4, 3), down=Tile(256, 128, 4, 3)),
+    Tiling(most_pairs_per_expert=128, rows=64, gate_up=Tile(128, 128, 8, 3), down=Tile(128, 128, 8, 3)),
     Tiling(most_pairs_per_expert=float("inf"), rows=128, gate_up=Tile(128, 128, 8, 3), down=Tile(256, 128, 8, 3)),
 )
 
@@ -67,24 +68,22 @@ def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Q
 
 def products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up: QuantisedExperts, down: QuantisedExperts,
              tiling: Tiling) -> Tensor:
-    """(T, D). FP8 is rounded inside the products of few rows, and else, as int8 is, by kernels of its own."""
+    """(T, D). Inputs of both products are rounded before."""
     num_tokens, hidden_size = x_TD.shape
     top_k, width = weights_TK.shape[1], down.values.shape[2]
-    is_int8 = gate_up.values.dtype == torch.int8
-    rounds = not is_int8 and tiling.rows <= _MOST_ROUNDED_ROWS
-    shared = {"IS_SORTED": pairs.is_sorted, "HOLDS_ALL": pairs.held is None, "IS_INT8": is_int8, "ROUNDS": rounds,
-              "ROWS": tiling.rows}
+    shared = {"IS_SORTED": pairs.is_sorted, "HOLDS_ALL": pairs.held is None,
+              "IS_INT8": gate_up.values.dtype == torch.int8, "ROWS": tiling.rows}
     here = (pairs.first_expert, len(gate_up.values))
     blocks = (pairs.order, pairs.block_experts, pairs.block_rows, *here)
     hidden_PI = torch.empty((num_tokens * top_k, width), dtype=x_TD.dtype, device=x_TD.device)
-    rows, scales, stride = _inputs(x_TD, gate_up, rounds=rounds)
+    rows, scales, stride = _rounded(x_TD, gate_up)
     tile = tiling.gate_up
     kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.columns),)](
         rows, scales, *gate_up, *blocks, hidden_PI, rows.stride(0), stride, top_k, hidden_size, width,
         IS_EVEN=hidden_size % tile.depth == 0, COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **shared)
     outputs_PD = torch.empty((num_tokens * top_k, hidden_size), dtype=x_TD.dtype, device=x_TD.device)
-    rows, scales, stride = _inputs(hidden_PI, down, rounds=rounds)
+    rows, scales, stride = _rounded(hidden_PI, down)
     tile = tiling.down
     kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.columns),)](
         rows, scales, *down, *blocks, outputs_PD, stride, width, hidden_size, IS_EVEN=width % tile.depth == 0,
@@ -92,12 +91,8 @@ def products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up: QuantisedE
     return combine(outputs_PD, weights_TK, pairs, here)
 
 
-def _inputs(x_MI: Tensor, weight: QuantisedExperts, *, rounds: bool) -> tuple[Tensor, Tensor, int]:
-    """Rows as a product reads them, their scales, and the stride from one group's to the next. With `rounds` the
-    product makes its own."""
-    if rounds:
-        return x_MI, weight.scales, 0
+def _rounded(x_MI: Tensor, weight: QuantisedExperts) -> tuple[Tensor, Tensor, int]:
+    """Rows as a product with `weight` takes them, their scales, and the stride from one group's to the next."""
     in_groups = weight.scales.dim() == 3
-    assert not in_groups or x_MI.shape[1] % FP8_BLOCK == 0, "blocks of a weight are whole"
     rows, scales = quantise_rows(x_MI, weight.values.dtype, in_groups=in_groups)
     return rows, scales, scales.stride(1) if in_groups else 0
