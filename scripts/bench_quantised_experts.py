@@ -162,7 +162,7 @@ def of_steps(shape: Shape, weights: str, repeats: int) -> dict[str, Any]:
             config = json.loads((path / "config.json").read_text())
             config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
             (path / "config.json").write_text(json.dumps(config))
-        with LLM(path, platform="cuda", load_format="dummy", max_num_seqs=max(BATCHES), graph_batch_sizes=list(BATCHES),
+        with LLM(path, platform="cuda", load_format="dummy", max_num_seqs=max(BATCHES), memory_utilization=0.97,
                  max_model_len=2 * sizes.context + 4 * sizes.decode_steps,
                  quantization="int8" if weights == "int8" else "auto") as llm:
             milliseconds = {size: statistics.median(_decode_steps(llm, size, sizes, repeats)["milliseconds"])
