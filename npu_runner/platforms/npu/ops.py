@@ -50,8 +50,9 @@ class NpuOps(TorchOps):
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:
-        values_TD, _, total_TD, scales_T, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x_TD, residual_TD, weight_D,
-                                                                                      epsilon=eps)
+        # The mask is spelled out: before release 26.2.0, torch_npu cannot read its own default of it.
+        values_TD, _, total_TD, scales_T, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
+            x_TD, residual_TD, weight_D, epsilon=eps, output_mask=[True, False])
         return Int8Rows(values_TD, scales_T, x_TD.dtype), total_TD
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

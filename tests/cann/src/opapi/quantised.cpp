@@ -87,7 +87,8 @@ ACLNN(AddRmsNormDynamicQuantV2, In(x1), In(x2), In(gamma), Opt(smooth1), Opt(smo
   opapi::require_same_dtype(x1, gamma, "x1 and gamma");
   opapi::require_same_dtype(x1, x, "x1 and x");
   require(gamma.sizes() == cpu::Ints{x1.size(-1)}, "gamma ", gamma.sizes(), ", x1 ", x1.sizes());
-  require(!is_there(smooth2) && !is_there(beta) && output_mask.empty(), "smoothScale2, beta and outputMask are not emulated");
+  require(!is_there(smooth2) && !is_there(beta), "smoothScale2 and beta are not emulated");
+  require(output_mask.empty() || output_mask == std::vector<bool>{true, false}, "outputMask other than {true, false} is not emulated");
   return [=] {
     Tensor sum = (x1.to(cpu::kFloat) + x2.to(cpu::kFloat)).to(x1.type()), wide = sum.to(cpu::kFloat);
     Tensor rstd = cpu::op("rsqrt", cpu::op("mean", wide * wide, cpu::Ints{-1}, true) + cpu::Scalar(epsilon));
