@@ -63,13 +63,14 @@ class RoundingReader(WeightsReader):
         """One matrix of a stack after the other, as it lies there."""
         is_turned = name in self._turned
         first, count = (start, length) if dim == 0 else (0, self.shape(name)[0])
-        cut = (dim, start, length) if dim in (1, 2) else (1, 0, self.shape(name)[1])
+        axis = dim or 1
+        cut = (start, length) if dim else (0, self.shape(name)[1])
         for place in range(count):
             member = Member(first + place, is_turned)
             parts = [values_RK.float() * scales_R[:, None]
                      for _, values_RK, scales_R in self.int8_pieces(name + member.suffix)]
             whole = torch.cat(parts)
-            yield slice(place, place + 1), (whole.T if is_turned else whole).narrow(cut[0] - 1, *cut[1:])[None]
+            yield slice(place, place + 1), (whole.T if is_turned else whole).narrow(axis - 1, *cut)[None]
 
     def int8_inputs(self, name: str) -> Int8Inputs | None:
         return self._base.int8_inputs(name) or (BY_ROW if name in self._names else None)
