@@ -260,9 +260,9 @@ class RunnerConfig:
     """safetensors reads the checkpoint; dummy draws random weights on the device, for benchmarks."""
     quantization: str = one_of("auto", "int8")
     """auto: as the checkpoint is; quantised weights that the platform has no products for are dequantised while
-    loading. int8 makes int8 of the linears of decoder and tower, stored in 16 bits or FP8, while loading, and rounds
-    their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). cpu rounds the weights alike and
-    multiplies in float32."""
+    loading. int8 makes int8 of the linears of decoder and tower and of experts, stored in 16 bits or FP8, while
+    loading, and rounds their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). cpu rounds the
+    weights alike and multiplies in float32."""
     lora: str | None = dataclasses.field(default=None, metadata={"values": "PATH"})
     """Folder of a LoRA adapter that PEFT has saved. It is merged into the weights while they are read, in float32, and
     so serves all requests. None: no adapter."""

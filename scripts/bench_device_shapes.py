@@ -57,6 +57,11 @@ TEXT: dict[str, dict[str, Any]] = {
                    "num_attention_heads": 16, "tie_word_embeddings": True},
     "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
                  "num_attention_heads": 32, "tie_word_embeddings": False},
+    "qwen3-30b-a3b": {**_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+                      "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+                      "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+                      "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+                      "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False},
     "tiny": {**_QWEN3, **_TINY_TEXT, "tie_word_embeddings": True},
     **_HYBRID_TEXT,
 }

@@ -57,6 +57,27 @@ class GroupedPiece(NamedTuple):
     """float32 (R, G), whole numbers."""
 
 
+class Member(NamedTuple):
+    """One matrix of a stack, a tensor of three dims. What reads it alone is called by the stack's name and `suffix`.
+    `is_turned`: it lies as (inputs, outputs), and is read as (outputs, inputs)."""
+
+    index: int
+    is_turned: bool = False
+
+    @property
+    def suffix(self) -> str:
+        return f"[{self.index}]" + (".T" if self.is_turned else "")
+
+
+def split_member(name: str) -> tuple[str, Member | None]:
+    """The tensor that is stored, and which of its matrices is meant; None: it is no stack, or all of it is."""
+    found = _MEMBER.fullmatch(name)
+    return (name, None) if found is None else (found[1], Member(int(found[2]), bool(found[3])))
+
+
+_MEMBER = re.compile(r"(.*)\[(\d+)\](\.T)?")
+
+
 class WeightsReader(ABC):
     """Float tensors of a checkpoint, by name. A context manager."""
 
@@ -84,16 +105,16 @@ class WeightsReader(ABC):
 
     def int8_inputs(self, name: str) -> Int8Inputs | None:
         """How inputs of products with this matrix are rounded, where it is one of int8, by row and without zeros; None:
-        it is not, or inputs stay as they are."""
+        it is not, or inputs stay as they are. Of a stack: with each of its matrices."""
         return None
 
     def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
-        """As `pieces`, not multiplied out. Asked for where there are `int8_inputs`."""
+        """As `pieces`, not multiplied out. Asked for where there are `int8_inputs`, of a stack for each `Member`."""
         raise AssertionError(f"{name} is not int8 by row")
 
     def fp8_form(self, name: str) -> str | None:
         """fp8: a matrix of FP8 (e4m3) with a scale for each row. fp8_blocks: one for each block of 128 x 128. Both are
-        for products whose inputs are rounded to FP8, too. None: it is neither."""
+        for products whose inputs are rounded to FP8, too. None: it is neither. Of a stack: that of its matrices."""
         return None
 
     def fp8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,

@@ -95,7 +95,7 @@ class LayerContext:
     """Operators, attention, parallel group, dtype and device that a model is built for.
 
     `gated_delta` is there where the model has Gated DeltaNet layers. `weight_forms`: the forms of quantised weights
-    (platforms/ops.py) that linears hold as they are. With any, a linear has no weight before `HeldLinear.hold`.
+    (platforms/ops.py) that linears and experts hold as they are. With any, they have no weights before `hold`.
     """
 
     ops: Ops
@@ -132,6 +132,9 @@ class WeightPart:
     is_transposed: bool = False
     is_elsewhere: bool = False
     axes: tuple[int, ...] | None = None
+    member: str = ""
+    """What reads one matrix of a stack alone adds this to its name (weights_reader.Member): `shape` is the stack's, and
+    `dim` counts in the matrix, (outputs, inputs)."""
     offset: float = 0.0
     """Added to each value, in the parameter's dtype: norms are stored less 1 by some."""
 

@@ -1,25 +1,34 @@
-"""Which form the weight of each linear has: as the checkpoint stores it, where the platform multiplies that. Reads no
-weight.
+"""Which form the weights of each linear and of each layer's experts have: as the checkpoint stores them, where the
+platform multiplies that. Reads no weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import nn
 
 from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_tensor
+from npu_runner.layers.expert_weights import FORMS_OF_EXPERTS, ExpertWeights
 from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.linear import HeldLinear, form_of
 
 
+def match_experts(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> None:
+    """Let experts be read as they lie in the checkpoint. `renamed` as in `load_weights`."""
+    for name, experts in _experts(model):
+        found = renamed_tensor(name.removesuffix("experts"), renamed)
+        experts.match_checkpoint(found, reader.names, reader.shape)
+
+
 def hold_as_stored(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> set[str]:
-    """Allocate the weights of linears that wait for their form; returns the checkpoint's names of those that are held
-    quantised.
+    """Allocate the weights of linears and experts that wait for their form; returns the checkpoint's names of those
+    that are held quantised.
 
     `renamed` as in `load_weights`.
     """
     there = reader.names
+    match_experts(model, reader, renamed)
     return _hold(model, renamed, lambda name: how_stored(reader, name) if name in there else None)
 
 
@@ -29,8 +38,8 @@ def how_stored(reader: WeightsReader, name: str) -> Held | None:
 
 
 def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
-    """The checkpoint's names of weights that `quantization` int8 means: those of the decoder's linears, and of a
-    tower's blocks.
+    """The checkpoint's names of weights that `quantization` int8 means: those of the decoder's linears and experts, as
+    `match_experts` found them, and of a tower's blocks.
 
     Embeddings, output head, routers, gates, convolutions and mergers stay as they are, and so does the last linear of a
     tower's MLPs.
@@ -39,8 +48,22 @@ def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
     if (tower := getattr(model, "visual", None)) is not None:
         parts.append(tower.blocks)
     inside = {id(module) for part in parts for module in part.modules()}
-    return {stored for name, linear in _linears(model) if id(linear) in inside and not linear.stays
-            for part, stored in _parts(name, linear, renamed) if part not in linear.gates}
+    of_linears = {stored for name, linear in _linears(model) if id(linear) in inside and not linear.stays
+                  for part, stored in _parts(name, linear, renamed) if part not in linear.gates}
+    return of_linears | {stored for name, experts in _experts(model) if id(experts) in inside
+                         for stored in _of_experts(name, experts, renamed)}
+
+
+def turned_stacks(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
+    """The checkpoint's names of experts' tensors that lie as (experts, inputs, outputs)."""
+    return {stored for name, experts in _experts(model) if experts.layout == "fused_transposed"
+            for stored in _of_experts(name, experts, renamed)}
+
+
+def forms_of_random(how: Held | None, weight_forms: Collection[str]) -> tuple[str, ...]:
+    """The forms of a model with random weights. `how` as of `hold_rounded`; `weight_forms`: of the platform."""
+    form = "" if how is None else form_of(how)
+    return tuple(each for each in (form, FORMS_OF_EXPERTS.get(form)) if each is not None and each in weight_forms)
 
 
 def hold_rounded(model: nn.Module, how: Held = BY_ROW) -> None:
@@ -64,11 +87,28 @@ def _hold(model: nn.Module, renamed: Mapping[str, str],
             linear.hold([each if each is not None and form_of(each) in linear.forms else None for each in found])
         if linear.scales is not None:
             held |= {stored for _, stored in _parts(name, linear, renamed)}
+    for name, experts in _experts(model):
+        stored_names = _of_experts(name, experts, renamed)
+        if not experts.is_held:
+            found = [inputs_of(stored) for stored in stored_names]
+            experts.hold([None if each is None else form_of(each) for each in found])
+        if experts.form is not None:
+            held |= stored_names
     return held
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, HeldLinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, HeldLinear))
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, ExpertWeights]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, ExpertWeights))
+
+
+def _of_experts(name: str, experts: ExpertWeights, renamed: Mapping[str, str]) -> set[str]:
+    """The checkpoint's names of all experts' tensors."""
+    prefix = name.removesuffix("experts")
+    return {renamed_tensor(prefix + part.name, renamed) for parts in experts.weight_parts.values() for part in parts}
 
 
 def _parts(name: str, linear: HeldLinear, renamed: Mapping[str, str]) -> list[tuple[str, str]]:

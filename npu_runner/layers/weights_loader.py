@@ -18,7 +18,6 @@ from torch import nn
 from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_tensor
 from npu_runner.errors import WeightsError
 from npu_runner.layers import grouped_weights
-from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.linear import HeldLinear
 from npu_runner.layers.parallel import WeightPart
@@ -44,10 +43,6 @@ def load_weights(model: nn.Module, reader: WeightsReader, *, ignored: tuple[str,
     read.
     """
     hold_as_stored(model, reader, renamed or {})
-    for name, module in model.named_modules():
-        if isinstance(module, ExpertWeights):
-            found = renamed_tensor(name.removesuffix("experts"), renamed or {})
-            module.match_checkpoint(found, reader.names, reader.shape)
     wanted = [each._replace(part=dataclasses.replace(each.part, name=renamed_tensor(each.part.name, renamed or {})))
               for each in _wanted(model)]
     left_out = {name for name in reader.names if name.startswith(ignored_prefixes)}
@@ -82,7 +77,7 @@ def fill_with_random_weights(model: nn.Module, seed: int, how: Held = BY_ROW) ->
             whole = torch.randint(-127, 128, parameter.shape, generator=generator, device=parameter.device,
                                   dtype=torch.int8)
             parameter.data.copy_(whole.to(torch.bfloat16))
-        elif name.endswith(".scales"):
+        elif name.endswith("scales"):
             parameter.data.fill_(_RANDOM_SCALE)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
@@ -108,11 +103,12 @@ def _fill(wanted: _Wanted, reader: WeightsReader) -> int:
     if grouped is not None:
         return grouped_weights.fill(grouped, part, reader)
     target, num_bytes = part.place(parameter.data), 0
-    if scales is not None and parameter.dtype == torch.float8_e4m3fn:
-        return _fill_fp8(target, scales.data, part, reader)
     if scales is not None:
-        scales_O = scales.data.narrow(0, part.target_start, part.length) if part.dim == 0 else scales.data
-        for rows, values, scales_R in reader.int8_pieces(part.name, part.dim, part.start, part.length):
+        own = scales.data if part.index is None else scales.data[part.index]
+        if parameter.dtype == torch.float8_e4m3fn:
+            return _fill_fp8(target, own, part, reader)
+        scales_O = own.narrow(0, part.target_start, part.length) if part.dim == 0 else own
+        for rows, values, scales_R in reader.int8_pieces(part.name + part.member, part.dim, part.start, part.length):
             target[rows].copy_(values)
             scales_O[rows].copy_(scales_R)
             if sums is not None:
@@ -130,7 +126,7 @@ def _fill(wanted: _Wanted, reader: WeightsReader) -> int:
 
 def _fill_fp8(target: torch.Tensor, scales: torch.Tensor, part: WeightPart, reader: WeightsReader) -> int:
     """`scales`: of all rows, or (rows / 128, columns / 128)."""
-    asked = (part.name, part.dim, part.start, part.length)
+    asked = (part.name + part.member, part.dim, part.start, part.length)
     num_bytes = 0
     for rows, values in reader.fp8_pieces(*asked):
         target[rows].copy_(values)
@@ -161,7 +157,7 @@ def _wanted(model: nn.Module) -> Iterator[_Wanted]:
             seen.add(id(parameter))
             offset = getattr(module, "weight_offset", 0.0)
             parts = declared.get(name, [WeightPart(f"{own_name}.{name}", tuple(parameter.shape), offset=offset)])
-            scales = getattr(module, "scales", None) if name == "weight" else None
+            scales = getattr(module, "scales" if name == "weight" else f"{name}_scales", None)
             sums = None if scales is None else getattr(module, "shifts", None)
             grouped = module.grouped if scales is not None and isinstance(module, HeldLinear) else None
             for part in parts:

@@ -24,6 +24,7 @@ from npu_runner.platforms.ops import (
     HeldExperts,
     Int8Rows,
     Int8Weight,
+    QuantisedExperts,
     TorchOps,
 )
 from npu_runner.platforms.static_int8 import StaticInt8Weight, StaticRows
@@ -150,6 +151,23 @@ class MetaOps(TorchOps):
         outputs_PD = x_TD.new_empty(num_pairs, hidden_size)
         out_TD = torch.empty_like(x_TD)
         del rows_PD, hidden_PI, outputs_PD
+        return out_TD
+
+
+    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
+                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
+        """As `experts`, inputs of both products in 8 bits. Where rows are copied, products of gate and up are int32.
+        Else they are of x's dtype, and so is what is rounded for the second product."""
+        num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
+        width = down.values.numel() // (len(down.values) * hidden_size)
+        rows_PD = x_TD.new_empty(num_pairs if self._copies_rows else len(x_TD), hidden_size, dtype=torch.int8)
+        both_P2I = x_TD.new_empty(num_pairs if self._copies_rows else 0, 2 * width, dtype=torch.int32)
+        hidden_PI = x_TD.new_empty(0 if self._copies_rows else num_pairs, width)
+        rounded_PI = x_TD.new_empty(num_pairs, width, dtype=torch.int8)
+        del both_P2I
+        outputs_PD = x_TD.new_empty(num_pairs, hidden_size)
+        out_TD = torch.empty_like(x_TD)
+        del rows_PD, hidden_PI, rounded_PI, outputs_PD
         return out_TD
 
 

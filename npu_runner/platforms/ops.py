@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +26,7 @@ from npu_runner.platforms.static_int8 import (
     static_product,
     static_rows,
 )
+from npu_runner.platforms.token_look_up import TokenLookUp
 
 AllowedDraw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits (B, V), temperatures (B, 1) float32, uniforms (B, 1) float32, words (C, W) int32, masks (B,) int32: the mask
@@ -77,6 +77,19 @@ class Fp8Weight(NamedTuple):
     """float8_e4m3fn, contiguous."""
     scales: Tensor
     """float32, (O,), or (O / 128, I / 128)."""
+
+
+INT8_EXPERTS, FP8_EXPERTS = "int8_experts", "fp8_block_experts"
+"""The forms of experts that `QuantisedExperts` holds: int8 by row, and FP8 with a scale for each block of 128 x 128."""
+
+
+class QuantisedExperts(NamedTuple):
+    """Of each expert what `Int8Weight` or `Fp8Weight` holds of a weight: values * scales."""
+
+    values: Tensor
+    """int8 or float8_e4m3fn, contiguous: (E, O, I), or (E, I, O) with `Ops.experts_in_out`."""
+    scales: Tensor
+    """(E, O) of int8, float32 or as `Ops.down_scales_dtype` says; float32 (E, O / 128, I / 128) of FP8."""
 
 
 class Int8Rows(NamedTuple):
@@ -236,6 +249,24 @@ class Ops(ABC):
         which experts these are; the others of a token add nothing. None: they are all.
         """
 
+    down_scales_dtype: torch.dtype | None = None
+    """Of the scales of int8 experts' second product, where the model is bfloat16 and they are not float32."""
+
+    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
+                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
+        """`experts` whose products are those of `int8_linear` or `fp8_linear`. Asked for where the platform's
+        `weight_forms` name INT8_EXPERTS or FP8_EXPERTS."""
+        first = 0 if held is None else held.first
+        return _one_by_one(x_TD, weights_TK, experts_TK, range(first, first + len(gate_up.values)),
+                           lambda rows, expert: self._expert_product(rows, gate_up, expert),
+                           lambda rows, expert: self._expert_product(rows, down, expert))
+
+    def _expert_product(self, rows: Tensor, weight: QuantisedExperts, expert: int) -> Tensor:
+        values, scales = weight.values[expert], weight.scales[expert]
+        if values.dtype == torch.int8:
+            return self.int8_linear(rows, Int8Weight(values, scales), None)
+        return self.fp8_linear(rows, Fp8Weight(values, scales), None)
+
     def add_gated(self, x_TD: Tensor, y_TD: Tensor, gate_T1: Tensor) -> Tensor:
         """x + sigmoid(gate) * y, (T, D): the experts that were chosen, and the one that every token sees."""
         return x_TD + torch.sigmoid(gate_T1) * y_TD
@@ -334,26 +365,6 @@ class TorchOps(Ops):
         return TokenLookUp()
 
 
-class TokenLookUp:
-    """`Ops.allow_tokens` by a look-up for each byte. Bits are not shifted and masked separately: each would be a pass
-    over all tokens, slow on some devices."""
-
-    def __init__(self) -> None:
-        self._masks_of_bytes: Tensor | None = None
-        """float32 (256, 8): what is added for the bits of each byte, 0 or -inf."""
-
-    def __call__(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
-        num_rows, num_words = words_CW.shape
-        if self._masks_of_bytes is None:
-            bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-            masks = torch.from_numpy(np.where(bits == 1, np.float32(0.0), np.float32(-np.inf)))
-            self._masks_of_bytes = masks.to(words_CW.device)
-        bytes_ = words_CW.view(torch.uint8).view(-1).to(torch.int32)
-        masks_CV = self._masks_of_bytes.index_select(0, bytes_).view(num_rows, 32 * num_words)
-        taken_CV = logits_BV if rows_C is None else logits_BV.index_select(0, rows_C)
-        return taken_CV + masks_CV[:, : logits_BV.shape[1]]
-
-
 def fp8_rows(x_TI: Tensor, *, in_blocks: bool) -> Fp8Rows:
     """Rows rounded to the nearest, the largest at 448, of each row or of each 128 of one. Zeros have scale 0."""
     wide_TGI = x_TI.float().unflatten(-1, (-1, FP8_BLOCK if in_blocks else x_TI.shape[-1]))
@@ -400,15 +411,22 @@ def experts_one_by_one(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gat
                        down_EDI: Tensor, first: int) -> Tensor:
     """`Ops.experts` if the host may read the routing: one product for each expert with tokens. `first`: as of
     `HeldExperts`."""
+    return _one_by_one(x_TD, weights_TK, experts_TK, range(first, first + len(gate_up_E2ID)),
+                       lambda rows, expert: F.linear(rows, gate_up_E2ID[expert]),
+                       lambda rows, expert: F.linear(rows, down_EDI[expert]))
+
+
+def _one_by_one(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, held: range,
+                gate_up: Callable[[Tensor, int], Tensor], down: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """`gate_up` and `down`: of rows, and an expert counted from the first of `held`."""
     out_TD = torch.zeros_like(x_TD)
     order = experts_TK.flatten().argsort(stable=True)
-    counts = torch.bincount(experts_TK.flatten(), minlength=first + len(gate_up_E2ID)).tolist()
-    held = order.split(counts)[first : first + len(gate_up_E2ID)]
-    for expert, places in enumerate(held):
+    counts = torch.bincount(experts_TK.flatten(), minlength=held.stop).tolist()
+    for expert, places in enumerate(order.split(counts)[held.start : held.stop]):
         if len(places):
             tokens = places // experts_TK.shape[1]
-            gate, up = F.linear(x_TD[tokens], gate_up_E2ID[expert]).chunk(2, dim=-1)
-            hidden = F.linear(F.silu(gate) * up, down_EDI[expert])
+            gate, up = gate_up(x_TD[tokens], expert).chunk(2, dim=-1)
+            hidden = down(F.silu(gate) * up, expert)
             out_TD.index_add_(0, tokens, hidden * weights_TK.flatten()[places, None])
     return out_TD
 

@@ -16,9 +16,15 @@ from npu_runner.checkpoint.quantization import AWQ, GPTQ
 from npu_runner.checkpoint.weights_reader import BY_ROW, GroupedForm, WeightsReader
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
 from npu_runner.layers.grouped_weights import Held
-from npu_runner.layers.linear import form_of
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.layers.weight_forms import hold_as_stored, how_stored, names_to_round
+from npu_runner.layers.weight_forms import (
+    forms_of_random,
+    hold_as_stored,
+    how_stored,
+    match_experts,
+    names_to_round,
+    turned_stacks,
+)
 from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.platforms.devices import Memory
 from npu_runner.platforms.ops import FP8, FP8_BLOCK, FP8_BLOCKS, INT8
@@ -42,8 +48,8 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
     rounds = checkpoint.config.quantization == INT8
     if checkpoint.config.load_format == "dummy":
         how = BY_ROW if rounds else _named_form(checkpoint)
-        forms = (form_of(how),) if how is not None and form_of(how) in settings.weight_forms else ()
-        model = strategy.build(model_config, settings.max_model_len, dataclasses.replace(context, weight_forms=forms))
+        context = dataclasses.replace(context, weight_forms=forms_of_random(how, settings.weight_forms))
+        model = strategy.build(model_config, settings.max_model_len, context)
         fill_with_random_weights(model, checkpoint.config.seed, how or BY_ROW)
         return model
     if rounds or checkpoint.quantization is not None:
@@ -121,11 +127,13 @@ def _planned(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Sett
                                         dataclasses.replace(context, device=torch.device("meta")))
     if not rounds:
         return reader, on_meta
-    names = names_to_round(on_meta, checkpoint.strategy.renamed(reader.names))
+    renamed = checkpoint.strategy.renamed(reader.names)
+    match_experts(on_meta, reader, renamed)
+    names = names_to_round(on_meta, renamed)
     if not names:
         raise ConfigError(f"quantization int8: {type(checkpoint.strategy).__name__} builds no linears of ours, which "
                           "are what is made int8; leave it at auto")
-    return RoundingReader(reader, names), on_meta
+    return RoundingReader(reader, names, turned_stacks(on_meta, renamed)), on_meta
 
 
 def _check_fit(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,

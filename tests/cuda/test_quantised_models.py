@@ -5,6 +5,7 @@ float64 than twice what transformers' model with the same formula in plain bfloa
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,26 @@ def forms_of(llm: LLM) -> set[str | None]:
                                                           layer.mlp.gate_up_proj, layer.mlp.down_proj)}
 
 
+def forms_of_experts(llm: LLM) -> set[str | None]:
+    return {layer.mlp.experts.form for layer in runner_of(llm).model.decoder.layers}
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_logits_are_as_near_as_plain_torch(name: str, checkpoint: Any, tmp_path: Path) -> None:
-    path, settings = checkpoint("qwen3", **SIZES), {}
+    assert_logits(name, checkpoint("qwen3", **SIZES), {FORMS[name]}, forms_of, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "form"), [("w8a8", "int8_experts"), ("fp8-block", "fp8_block_experts"),
+                                            ("int8", "int8_experts")])
+def test_logits_of_experts_are_as_near_as_plain_torch(name: str, form: str, checkpoint: Any, tmp_path: Path) -> None:
+    """Each token sees all experts: rounding would choose others."""
+    path = checkpoint("qwen3_moe", **SIZES, moe_intermediate_size=256, num_experts=4, num_experts_per_tok=4)
+    assert_logits(name, path, {form}, forms_of_experts, tmp_path)
+
+
+def assert_logits(name: str, path: Path, forms: set[str | None], forms_of: Callable[[LLM], set[str | None]],
+                  tmp_path: Path) -> None:
+    settings: dict[str, Any] = {}
     if name == "int8":
         quantised, settings = path, {"quantization": "int8"}
     else:
@@ -61,7 +79,7 @@ def test_logits_are_as_near_as_plain_torch(name: str, checkpoint: Any, tmp_path:
     for mode in MODES:
         with LLM(quantised, platform="cuda", dtype="bfloat16", max_num_seqs=4, max_model_len=256,
                  kv_cache_bytes=1 << 26, **mode, **settings) as llm, recorded_logits(llm) as steps:
-            assert forms_of(llm) == {FORMS[name]}
+            assert forms_of(llm) == forms
             (output,) = llm.generate([PromptInputs(PROMPT)], greedy(COUNT))
             found.append((output.token_ids, torch.cat([step[:1] for step in steps if len(step)][:COUNT])))
             assert "multiplied as" in llm.engine.describe()["quantization"]
@@ -80,6 +98,6 @@ def test_which_forms_a_dtype_has() -> None:
     from npu_runner.platforms import find_platform
 
     forms_with = find_platform("cuda").forms_with
-    assert forms_with("bfloat16") == ("int8", "fp8", "fp8_blocks", "grouped")
-    assert forms_with("float16") == ("int8", "grouped")
+    assert forms_with("bfloat16") == ("int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts", "grouped")
+    assert forms_with("float16") == ("int8", "int8_experts", "grouped")
     assert forms_with("float32") == ()

@@ -1,5 +1,5 @@
-"""transformers' models with linears that round their inputs as ours do: in float64 by the references of int8 and FP8,
-else by the formula in plain torch. And with linears of integers in groups, whose inputs stay.
+"""transformers' models with linears and experts that round their inputs as ours do: in float64 by the references of
+int8 and FP8, else by the formula in plain torch. And with linears of integers in groups, whose inputs stay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from npu_runner.checkpoint.weights_reader import Int8Inputs, WeightsReader
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.ops import Fp8Weight, Int8Weight
+from npu_runner.platforms.ops import Fp8Weight, Int8Weight, QuantisedExperts
+from tests.oracle.expert_reference import mixture
 from tests.oracle.fp8_reference import fp8_product
 from tests.oracle.int8_reference import rounded_product, static_product
 
@@ -69,9 +70,23 @@ class Dequantised(nn.Module):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
+class RoundedExperts(nn.Module):
+    """A layer's experts, (values, scales) of gate and up and of down, in the place of transformers' module."""
+
+    def __init__(self, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]):
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if x_TD.dtype == torch.float64:
+            return mixture(x_TD, weights_TK, experts_TK, self.gate_up, self.down)
+        weights = QuantisedExperts(*self.gate_up), QuantisedExperts(*self.down)
+        return CpuOps().quantised_experts(x_TD, weights_TK.to(x_TD.dtype), experts_TK, *weights)
+
+
 def rounded_models(checkpoint: Path, reader: WeightsReader, dtype: torch.dtype = torch.bfloat16
                    ) -> tuple[nn.Module, nn.Module]:
-    """The model with such linears where `reader` has int8, FP8 or groups: in float64, and in `dtype`."""
+    """The model with such linears and experts where `reader` has int8, FP8 or groups: in float64, and in `dtype`."""
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
@@ -82,7 +97,24 @@ def rounded_models(checkpoint: Path, reader: WeightsReader, dtype: torch.dtype =
             plain.set_submodule(name, Rounded(held, bias))
         elif isinstance(linear, nn.Linear) and _has_groups(reader, f"{name}.weight"):
             plain.set_submodule(name, Dequantised(reader.read(f"{name}.weight"), linear.bias))
+    for name, experts in list(plain.named_modules()):
+        if isinstance(getattr(experts, "gate_up_proj", None), nn.Parameter):
+            matrices = _held_experts(reader, name, len(experts.gate_up_proj))
+            if matrices is not None:
+                plain.set_submodule(name, RoundedExperts(*matrices))
     return copy.deepcopy(plain).double(), plain
+
+
+def _held_experts(reader: WeightsReader, name: str, count: int) -> list[tuple[Tensor, Tensor]] | None:
+    """Of gate and up, and of down; experts lie one by one in the file."""
+    found = {each: [_held(reader, f"{name}.{e}.{each}.weight") for e in range(count)]
+             for each in ("gate_proj", "up_proj", "down_proj")}
+    if any(part is None for parts in found.values() for part in parts):
+        return None
+    stacks = {each: [torch.stack([part[place] for part in parts if part is not None]) for place in (0, 1)]
+              for each, parts in found.items()}
+    gate_up = [torch.cat((stacks["gate_proj"][place], stacks["up_proj"][place]), 1) for place in (0, 1)]
+    return [(gate_up[0], gate_up[1]), (stacks["down_proj"][0], stacks["down_proj"][1])]
 
 
 def _has_groups(reader: WeightsReader, name: str) -> bool:

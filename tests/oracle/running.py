@@ -65,7 +65,8 @@ def recorded_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
 
 
 def assert_equals_reference(path: Path, llm: LLM, prompts: Sequence[PromptInputs],
-                            images: Sequence[Sequence[Any]] | None = None) -> None:
+                            images: Sequence[Sequence[Any]] | None = None, *,
+                            tolerance: float = LOGITS_TOLERANCE) -> None:
     """All prompts together give, each, the tokens that transformers gives it alone; and alone, the same logits."""
     images = images or [[] for _ in prompts]
     expected = [reference.generate(path, prompt.token_ids, images, max_new_tokens=MAX_NEW_TOKENS)
@@ -74,14 +75,15 @@ def assert_equals_reference(path: Path, llm: LLM, prompts: Sequence[PromptInputs
     for index, (output, (tokens, _)) in enumerate(zip(together, expected, strict=True)):
         assert output.token_ids == tokens, f"prompt {index} of {len(prompts)}"
         assert output.finish_reason == "length"
-    assert_logits_equal(llm, prompts[-1], *expected[-1])
+    assert_logits_equal(llm, prompts[-1], *expected[-1], tolerance=tolerance)
 
 
-def assert_logits_equal(llm: LLM, prompt: PromptInputs, tokens: list[int], logits: torch.Tensor) -> None:
+def assert_logits_equal(llm: LLM, prompt: PromptInputs, tokens: list[int], logits: torch.Tensor, *,
+                        tolerance: float = LOGITS_TOLERANCE) -> None:
     with recorded_logits(llm) as steps:
         (alone,) = llm.generate([prompt], greedy())
     assert alone.token_ids == tokens
     ours = torch.cat([step for step in steps if len(step)])
     assert ours.shape == logits.shape
     worst = (ours - logits).abs().max().item()
-    assert worst < LOGITS_TOLERANCE * logits.abs().max().item(), f"logits differ by {worst:.2e}"
+    assert worst < tolerance * logits.abs().max().item(), f"logits differ by {worst:.2e}"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from npu_runner import LLM
 from scripts.quantised.writing import quantise
 from tests.oracle.quantised_folders import read_all
-from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_devices
+from tests.oracle.running import LOGITS_TOLERANCE, SMALL, assert_equals_reference, greedy, need_devices
 from tests.oracle.test_families import prompts_of
 
 Make = Callable[..., tuple[Path, Path]]
@@ -29,6 +29,10 @@ FULL = [("qwen3", name) for name in ("w8a8", "fp8-dynamic", "awq", "gptq", "mode
     ("qwen3_vl_moe", "fp8-block"), ("qwen3_5_moe", "fp8-block"), ("qwen3_5_text", "modelslim-w4a16"),
     ("qwen3_next", "w8a8"), ("qwen2_5_vl", "awq"),
 ]
+# Where weights that move by one rounding of float32 move the logits, in float64, by as much as the usual tolerance
+# (2.2e-5 of the largest; 7e-6 with int8 or float32 weights of this model). transformers' own float32 is 1.5e-5 to
+# 2.3e-5 from its float64, by the number of threads.
+ILL_CONDITIONED = {("qwen3_5_moe", "fp8-block"): 6e-5}
 BY_TRANSFORMERS = {("qwen3", name) for name in ("fp8-block", "w4a16-asym", "w8a8", "fp8-dynamic")}
 
 
@@ -70,11 +74,12 @@ def by_transformers(quantised: Path, target: Path, source: Path) -> None:
     save_file(theirs, target / "model.safetensors", metadata={"format": "pt"})
 
 
-def compare(folders: tuple[Path, Path], model_type: str, platform_name: str, **settings: Any) -> None:
+def compare(folders: tuple[Path, Path], model_type: str, platform_name: str, *, tolerance: float = LOGITS_TOLERANCE,
+            **settings: Any) -> None:
     quantised, dequantised = folders
     with LLM(quantised, platform=platform_name, max_num_batched_tokens=128, **SMALL, **settings) as llm:
         prompts, images = prompts_of(llm, model_type)
-        assert_equals_reference(dequantised, llm, prompts, images)
+        assert_equals_reference(dequantised, llm, prompts, images, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("model_type", "name"), FAST)
@@ -86,7 +91,8 @@ def test_tokens_and_logits_equal_transformers_on_dequantised_weights(
 @pytest.mark.full("other formats and layers; the readers are all compared in the fast set")
 @pytest.mark.parametrize(("model_type", "name"), FULL)
 def test_more_formats_and_layers(model_type: str, name: str, made: Make, platform_name: str) -> None:
-    compare(made(model_type, name), model_type, platform_name)
+    tolerance = ILL_CONDITIONED.get((model_type, name), LOGITS_TOLERANCE)
+    compare(made(model_type, name), model_type, platform_name, tolerance=tolerance)
 
 
 @pytest.mark.full("an engine of its own for other names of the same tensors")

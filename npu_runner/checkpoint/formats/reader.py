@@ -18,7 +18,7 @@ import torch
 
 from npu_runner.checkpoint.formats import grouped
 from npu_runner.checkpoint.formats.contents import Contents
-from npu_runner.checkpoint.formats.stored import QuantisedMatrix
+from npu_runner.checkpoint.formats.stored import QuantisedMatrix, QuantisedStack
 from npu_runner.checkpoint.quantization import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, MODELSLIM, Quantization
 from npu_runner.checkpoint.weights_reader import (
     CheckpointReader,
@@ -27,6 +27,7 @@ from npu_runner.checkpoint.weights_reader import (
     Int8Inputs,
     Int8Piece,
     WeightsReader,
+    split_member,
 )
 from npu_runner.errors import WeightsError
 from npu_runner.request.limits import size
@@ -102,9 +103,8 @@ class DequantisingReader(WeightsReader):
             yield rows, made.read([span, *rest])
 
     def int8_inputs(self, name: str) -> Int8Inputs | None:
-        made = self._contents.made.get(name)
-        inputs = made.inputs if isinstance(made, QuantisedMatrix) else None
-        return inputs if isinstance(inputs, Int8Inputs) else None
+        made = self._quantised(name)
+        return made.inputs if made is not None and isinstance(made.inputs, Int8Inputs) else None
 
     def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
         made, first, columns = self._matrix(name, dim, start, length)
@@ -112,9 +112,8 @@ class DequantisingReader(WeightsReader):
             yield rows, *made.read_int8(span, columns)
 
     def fp8_form(self, name: str) -> str | None:
-        made = self._contents.made.get(name)
-        inputs = made.inputs if isinstance(made, QuantisedMatrix) else None
-        return inputs if isinstance(inputs, str) else None
+        made = self._quantised(name)
+        return made.inputs if made is not None and isinstance(made.inputs, str) else None
 
     def fp8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
                    ) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -142,10 +141,18 @@ class DequantisingReader(WeightsReader):
     def _matrix(self, name: str, dim: int | None, start: int, length: int
                 ) -> tuple[QuantisedMatrix, tuple[int, int], tuple[int, int]]:
         """A matrix, and the rows and columns that are wanted of it."""
-        made = self._contents.made[name]
-        assert isinstance(made, QuantisedMatrix), f"{name} is no matrix"
+        made = self._quantised(name)
+        assert made is not None, f"{name} is no matrix"
         first, columns = _spans(made.shape, dim, start, length)
         return made, first, columns
+
+    def _quantised(self, name: str) -> QuantisedMatrix | None:
+        """A matrix, the `Member` of a stack, or, of a stack, one as all of them are."""
+        stored, member = split_member(name)
+        made = self._contents.made.get(stored)
+        if isinstance(made, QuantisedStack):
+            made = made.matrices[0 if member is None else member.index]
+        return made if isinstance(made, QuantisedMatrix) and not (member and member.is_turned) else None
 
     def close(self) -> None:
         self._stored.close()

@@ -12,7 +12,16 @@ from types import EllipsisType
 import torch
 
 from npu_runner.checkpoint.formats.reader import DequantisingReader, some_rows
-from npu_runner.checkpoint.weights_reader import BY_ROW, GroupedForm, GroupedPiece, Int8Inputs, Int8Piece, WeightsReader
+from npu_runner.checkpoint.weights_reader import (
+    BY_ROW,
+    GroupedForm,
+    GroupedPiece,
+    Int8Inputs,
+    Int8Piece,
+    Member,
+    WeightsReader,
+    split_member,
+)
 from npu_runner.errors import ConfigError, WeightsError
 
 _INT8_MAX = 127.0
@@ -22,11 +31,12 @@ class RoundingReader(WeightsReader):
     """Tensors of `base`; those called `names` are rounded to the nearest of 255 steps, the row's largest at 127.
 
     Scales are those of whole rows, whichever columns are wanted. Matrices that are int8 by row already stay as they
-    are. Raises ConfigError for those that are stored in other integers.
+    are. Raises ConfigError for those that are stored in other integers. `turned`: the stacks among `names` whose
+    matrices lie as (inputs, outputs); a row is what makes one output.
     """
 
-    def __init__(self, base: WeightsReader, names: Collection[str]):
-        self.path, self._base, self._names = base.path, base, set(names)
+    def __init__(self, base: WeightsReader, names: Collection[str], turned: Collection[str] = ()):
+        self.path, self._base, self._names, self._turned = base.path, base, set(names), set(turned)
         for name in sorted(names):
             form = base.form(name) if isinstance(base, DequantisingReader) else None
             if form is not None and not form.startswith("fp8") and base.int8_inputs(name) is None:
@@ -52,9 +62,24 @@ class RoundingReader(WeightsReader):
                ) -> Iterator[tuple[slice | EllipsisType, torch.Tensor]]:
         if name not in self._names:
             yield from self._base.pieces(name, dim, start, length)
-            return
-        for rows, values_RK, scales_R in self.int8_pieces(name, dim, start, length):
-            yield rows, values_RK.float().mul_(scales_R[:, None])
+        elif len(self.shape(name)) == 3:
+            yield from self._experts(name, dim, start, length)
+        else:
+            for rows, values_RK, scales_R in self.int8_pieces(name, dim, start, length):
+                yield rows, values_RK.float().mul_(scales_R[:, None])
+
+    def _experts(self, name: str, dim: int | None, start: int, length: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """One matrix of a stack after the other, as it lies there."""
+        is_turned = name in self._turned
+        first, count = (start, length) if dim == 0 else (0, self.shape(name)[0])
+        axis = dim or 1
+        cut = (start, length) if dim else (0, self.shape(name)[1])
+        for place in range(count):
+            member = Member(first + place, is_turned)
+            parts = [values_RK.float() * scales_R[:, None]
+                     for _, values_RK, scales_R in self.int8_pieces(name + member.suffix)]
+            whole = torch.cat(parts)
+            yield slice(place, place + 1), (whole.T if is_turned else whole).narrow(axis - 1, *cut)[None]
 
     def int8_inputs(self, name: str) -> Int8Inputs | None:
         """By row, also where the file has one scale for all inputs."""
@@ -64,17 +89,27 @@ class RoundingReader(WeightsReader):
         if self._base.int8_inputs(name) is not None:
             yield from self._base.int8_pieces(name, dim, start, length)
             return
-        num_rows, num_inputs = self.shape(name)
-        first = (start, length) if dim == 0 else (0, num_rows)
         columns = slice(start, start + length) if dim == 1 else slice(None)
-        for rows, (begin, count) in some_rows(first, num_inputs):
-            weight_RK = self._base.read(name, 0, begin, count).float()
+        for rows, weight_RK in self._rows(name, (start, length) if dim == 0 else None):
             scales_R = weight_RK.abs().amax(1) / _INT8_MAX
             if not bool(scales_R.isfinite().all()):
                 raise WeightsError(f"{name} holds values that are no numbers; copy the checkpoint again from its "
                                    "source")
             weight_RK.div_(scales_R.masked_fill(scales_R == 0, 1.0)[:, None]).round_()
             yield rows, weight_RK[:, columns].to(torch.int8), scales_R
+
+    def _rows(self, name: str, span: tuple[int, int] | None) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Whole rows in float32, some at a time; None: all. A matrix of a stack is read whole."""
+        stored, member = split_member(name)
+        if member is None:
+            num_rows, num_inputs = self.shape(name)
+            for rows, (begin, count) in some_rows(span or (0, num_rows), num_inputs):
+                yield rows, self._base.read(name, 0, begin, count).to(torch.float32, copy=True)
+            return
+        whole = self._base.read(stored, 0, member.index, 1)[0]
+        whole_NK = whole.T if member.is_turned else whole
+        for rows, (begin, count) in some_rows(span or (0, len(whole_NK)), whole_NK.shape[1]):
+            yield rows, whole_NK[begin : begin + count].to(torch.float32, copy=True)
 
     def fp8_form(self, name: str) -> str | None:
         return None if name in self._names else self._base.fp8_form(name)

@@ -52,8 +52,11 @@ class SparseMoE(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         weights_TK, experts_TK = self.ops.route(self.gate(x_TD), self.top_k, self.renormalises)
-        out_TD = self.ops.experts(x_TD, weights_TK, experts_TK, self.experts.gate_up, self.experts.down,
-                                  self.experts.held)
+        experts = self.experts
+        if experts.form is None:
+            out_TD = self.ops.experts(x_TD, weights_TK, experts_TK, experts.gate_up, experts.down, experts.held)
+        else:
+            out_TD = self.ops.quantised_experts(x_TD, weights_TK, experts_TK, *experts.quantised, experts.held)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out_TD = self.ops.add_gated(out_TD, self.shared_expert(x_TD), self.shared_expert_gate(x_TD))
         return self.tp.all_reduce(out_TD)

@@ -15,10 +15,10 @@ from torch import Tensor
 from npu_runner.platforms.cuda import expert_kernels as kernels
 from npu_runner.platforms.ops import HeldExperts
 
-# Pairs that one program of the sort takes at a time; up to `_FEW_PAIRS` a single program sorts them all.
-_SORT_PAIRS, _FEW_PAIRS = 1024, 4096
+# Pairs that one program of the sort takes at a time; up to `FEW_PAIRS` a single program sorts them all.
+_SORT_PAIRS, FEW_PAIRS = 1024, 4096
 # Up to here tokens share so few experts that their pairs need no order.
-_UNSORTED_TOKENS = 2
+UNSORTED_TOKENS = 2
 _COMBINE_COLUMNS = 1024
 
 
@@ -95,7 +95,7 @@ def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2
     """`Ops.experts`."""
     num_experts = len(gate_up_E2ID)
     choices = tilings(x_TD.dtype)
-    if x_TD.shape[0] <= _UNSORTED_TOKENS:
+    if x_TD.shape[0] <= UNSORTED_TOKENS:
         return _products(x_TD, weights_TK, unsorted(experts_TK, held), gate_up_E2ID, down_EDI, choices[0])
     average = experts_TK.numel() / (num_experts if held is None else held.total)
     tiling = next(tiling for tiling in choices if average <= tiling.most_pairs_per_expert)
@@ -109,7 +109,7 @@ def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2
     token = x_TD[:1], weights_TK[:1]
     _products(*token, unsorted(experts_TK[:1], held), gate_up_E2ID, down_EDI, tilings(x_TD.dtype)[0])
     for tiling in tilings(x_TD.dtype):
-        for few in (0, _FEW_PAIRS):
+        for few in (0, FEW_PAIRS):
             pairs = sort_pairs(experts_TK[:1], len(gate_up_E2ID), tiling.rows, few, held=held)
         _products(*token, pairs, gate_up_E2ID, down_EDI, tiling)
 
@@ -119,7 +119,7 @@ def unsorted(experts_TK: Tensor, held: HeldExperts | None = None) -> Pairs:
     return Pairs(experts_TK, experts_TK, experts_TK, experts_TK, experts_TK.numel(), is_sorted=False, held=held)
 
 
-def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int = _FEW_PAIRS, *,
+def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int = FEW_PAIRS, *,
                held: HeldExperts | None = None) -> Pairs:
     """Pairs of one expert together, in blocks of `rows`; up to `few` pairs in one launch. `num_experts` are here."""
     num_pairs = experts_TK.numel()
@@ -167,9 +167,15 @@ def _products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tens
         HOLDS_ALL=holds_all, IS_EVEN=width % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
-    out_TD = torch.empty((num_tokens, hidden_size), dtype=x_TD.dtype, device=x_TD.device)
+    return combine(outputs_PD, weights_TK, pairs, here)
+
+
+def combine(outputs_PD: Tensor, weights_TK: Tensor, pairs: Pairs, here: tuple[int, int]) -> Tensor:
+    """Each token's sum of its pairs' outputs by weight, (T, D). `here`: the first expert that is, and how many."""
+    (num_tokens, top_k), hidden_size = weights_TK.shape, outputs_PD.shape[1]
+    out_TD = torch.empty((num_tokens, hidden_size), dtype=outputs_PD.dtype, device=outputs_PD.device)
     kernels.combine[(triton.cdiv(hidden_size, _COMBINE_COLUMNS), num_tokens)](
-        outputs_PD, weights_TK, pairs.experts, out_TD, *here, hidden_size, TOP_K=top_k, HOLDS_ALL=holds_all,
+        outputs_PD, weights_TK, pairs.experts, out_TD, *here, hidden_size, TOP_K=top_k, HOLDS_ALL=pairs.held is None,
         COLUMNS=_COMBINE_COLUMNS, num_warps=4,
     )
     return out_TD

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import draw, experts, grouped_products, products, token_masks
+from npu_runner.platforms.cuda import draw, experts, grouped_products, products, quantised_experts, token_masks
 from npu_runner.platforms.cuda import quantised_inputs as inputs
 from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
@@ -31,6 +31,7 @@ from npu_runner.platforms.ops import (
     Int8Rows,
     Int8Weight,
     Ops,
+    QuantisedExperts,
     RoundedRows,
 )
 
@@ -201,6 +202,14 @@ class TritonOps(Ops):
             self._compiled.add(kind)
             experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
         return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
+
+    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
+                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
+        kind = (*gate_up.values.shape, experts_TK.shape[1], held, gate_up.scales.dim(), _QUANTISED)
+        if kind not in self._compiled:
+            self._compiled.add(kind)
+            quantised_experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
+        return quantised_experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return self._draw_from_softmax

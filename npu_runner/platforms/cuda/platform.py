@@ -52,7 +52,7 @@ class CudaPlatform(Platform):
     attention_backends = ("triton", "flashinfer")
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
-    weight_forms = ("int8", "fp8", "fp8_blocks", "grouped")
+    weight_forms = ("int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts", "grouped")
     modes_without_forms = ("max-autotune",)
     fp8_cache_backends = ("triton",)
     copies_rows_to_experts = False
@@ -84,8 +84,7 @@ class CudaPlatform(Platform):
 
         if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _QUANTISED_ON:
             return ()
-        of_16_bits = ("int8", "grouped")
-        return tuple(form for form in super().forms_with(dtype) if form in of_16_bits or dtype == "bfloat16")
+        return tuple(form for form in super().forms_with(dtype) if not form.startswith("fp8") or dtype == "bfloat16")
 
     def why_no_fp8_cache(self) -> str | None:
         import torch

@@ -16,8 +16,9 @@ from torch import Tensor
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.npu import grouped
 from npu_runner.platforms.npu.draw import draw_from_softmax
+from npu_runner.platforms.npu.experts import run_experts, run_int8_experts
 from npu_runner.platforms.npu.static_int8 import add_rms_norm_rounded, static_linear
-from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, TorchOps
+from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, QuantisedExperts, TorchOps
 from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
@@ -28,6 +29,7 @@ class NpuOps(TorchOps):
     experts_form = "npu_moe_init_routing_v2 and npu_grouped_matmul"
     fuses_rounding = True
     experts_in_out = True  # the grouped product takes (groups, in, out)
+    down_scales_dtype = torch.bfloat16
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TD, weight_OD, bias_O)
@@ -53,8 +55,9 @@ class NpuOps(TorchOps):
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:
-        values_TD, _, total_TD, scales_T, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x_TD, residual_TD, weight_D,
-                                                                                      epsilon=eps)
+        # The mask is spelled out: before release 26.2.0, torch_npu cannot read its own default of it.
+        values_TD, _, total_TD, scales_T, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
+            x_TD, residual_TD, weight_D, epsilon=eps, output_mask=[True, False])
         return Int8Rows(values_TD, scales_T, x_TD.dtype), total_TD
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -99,24 +102,11 @@ class NpuOps(TorchOps):
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
                 held: HeldExperts | None = None) -> Tensor:
-        first, total = held or (0, gate_up.shape[0])
-        # The range is spelled out: without it torch_npu looks into an empty list for some shapes.
-        rows, places, counts_E, _ = torch_npu.npu_moe_init_routing_v2(
-            x_TD, experts_TK, active_num=experts_TK.numel(), expert_num=total, expert_tokens_num_type=1,
-            expert_tokens_num_flag=True, active_expert_range=[first, first + gate_up.shape[0]], quant_mode=-1,
-            row_idx_type=0,
-        )
-        hidden = torch_npu.npu_swiglu(_grouped(rows, gate_up, counts_E))
-        outputs = _grouped(hidden, down, counts_E)
-        # The graph engine has no converter of npu_moe_token_unpermute: torchair.py brings one.
-        if held is None:
-            return torch_npu.npu_moe_token_unpermute(outputs, places, probs=weights_TK)
-        # Pairs of other ranks' experts have place -1. They take row 0 with weight 0, and rows behind the pairs that are
-        # here are undefined: row 0 is, where there are none.
-        is_away_TK = (places < 0).view_as(weights_TK)
-        weights_TK = weights_TK.masked_fill(is_away_TK, 0.0)
-        out_TD = torch_npu.npu_moe_token_unpermute(outputs, torch.relu(places), probs=weights_TK)
-        return out_TD.masked_fill_(is_away_TK.all(), 0.0)
+        return run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
+
+    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
+                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
+        return run_int8_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return draw_from_softmax
@@ -142,11 +132,3 @@ def _rotate(q_TNR: Tensor, k_TKR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tup
         return turned[0].squeeze(0), turned[1].squeeze(0)
     q, k = (torch_npu.npu_rotary_mul(x, cos_1T1R, sin_1T1R).squeeze(0) for x in (q_1TNR, k_1TKR))
     return q, k
-
-
-def _grouped(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Each group's rows, of which there are `counts`, times its weight (in, out)."""
-    # As counts (type 1) a list of one is refused; as running totals (type 0) it says the same.
-    kind = 0 if counts.shape[0] == 1 else 1
-    return torch_npu.npu_grouped_matmul([rows], [weight], split_item=2, group_type=0, group_list=counts,
-                                        group_list_type=kind)[0]

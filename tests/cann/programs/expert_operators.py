@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .emulation import close
 from .fused_operators import TYPES, draw
+from .quantised_operators import integers, rounded
 
 
 def routed(num_tokens: int = 5, k: int = 3, num_experts: int = 8, seed: int = 0) -> Tensor:
@@ -22,11 +23,16 @@ def routed(num_tokens: int = 5, k: int = 3, num_experts: int = 8, seed: int = 0)
 
 def sort_tokens(x: Tensor, experts: Tensor, num_experts: int, **changes: object) -> tuple[Tensor, Tensor, Tensor]:
     """npu_moe_init_routing_v2 as a runner calls it: rows by expert, their places, counts."""
+    return routing(x, experts, num_experts, **changes)[:3]
+
+
+def routing(x: Tensor, experts: Tensor, num_experts: int, **changes: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All that it gives: the scales of rounded rows, too."""
     arguments: dict[str, object] = dict(
         active_num=experts.numel(), expert_num=num_experts, expert_tokens_num_type=1, expert_tokens_num_flag=True,
         active_expert_range=[0, num_experts], quant_mode=-1, row_idx_type=0,
     )  # fmt: skip
-    return torch_npu.npu_moe_init_routing_v2(x.npu(), experts.npu(), **(arguments | changes))[:3]
+    return torch_npu.npu_moe_init_routing_v2(x.npu(), experts.npu(), **(arguments | changes))
 
 
 def check_gating_chooses_the_largest() -> None:
@@ -98,6 +104,60 @@ def check_grouped_matmul_by_counts_and_by_totals() -> None:
         [x.npu()], [turned], split_item=2, group_type=0, group_list=counts.npu(), group_list_type=1
     )
     close(again, whole)
+
+
+def check_init_routing_rounds_rows() -> None:
+    experts = routed()
+    for dtype in TYPES:
+        x = draw(5, 16, dtype=dtype)
+        for bounds in ([0, 8], [2, 5]):
+            arguments = {"active_expert_range": bounds, "quant_mode": 1}
+            values, places, _ = (each.cpu() for each in sort_tokens(x, experts, 8, **arguments))
+            scales = routing(x, experts, 8, **arguments)[3].cpu()
+            is_here = places >= 0
+            rows = x.repeat_interleave(3, 0)[is_here]
+            expected = rounded(rows)
+            assert (values.dtype, scales.dtype) == (torch.int8, torch.float32)
+            assert torch.equal(values[places[is_here].long()], expected[0]), dtype
+            close(scales[places[is_here].long()], expected[1])
+
+
+def check_grouped_matmul_of_int8() -> None:
+    counts = torch.tensor([3, 0, 4, 1])
+    x, weight = integers(8, 32), integers(4, 32, 24, seed=1)
+    rows, outputs = draw(8).abs() / 10, draw(4, 24, seed=2).abs() / 100
+    groups = torch.arange(4).repeat_interleave(counts)
+    sums = torch.einsum("mk,mkn->mn", x.double(), weight[groups].double())
+
+    def product(counts: Tensor, **scales: object) -> Tensor:
+        (out,) = torch_npu.npu_grouped_matmul([x.npu()], [weight.npu()], split_item=2, group_type=0,
+                                              group_list=counts.npu(), group_list_type=1, **scales)
+        return out
+
+    assert torch.equal(product(counts, output_dtype=torch.int32).cpu(), sums.int())
+    for dtype in (torch.bfloat16, torch.float16):
+        scale = outputs.to(torch.bfloat16) if dtype == torch.bfloat16 else outputs
+        out = product(counts, scale=[scale.npu()], per_token_scale=[rows.npu()], output_dtype=dtype)
+        close(out, (sums * scale[groups].double() * rows.double()[:, None]).to(dtype), rtol=1e-2, atol=1e-2)
+    few = torch.tensor([3, 0, 2, 1])
+    assert torch.equal(product(few, output_dtype=torch.int32).cpu()[:5], sums.int()[:5])
+
+
+def check_dequant_swiglu_quant() -> None:
+    """Sums of integers, as the first product of an expert leaves them, and a group without rows."""
+    counts, width = torch.tensor([3, 0, 4, 1]), 32
+    sums = torch.randint(-90000, 90000, (9, 2 * width), generator=torch.Generator().manual_seed(0)).int()
+    outputs, rows = draw(4, 2 * width, seed=1).abs() / 100, draw(9, seed=2).abs() / 100
+    values, scales = torch_npu.npu_dequant_swiglu_quant(
+        sums.npu(), weight_scale=outputs.npu(), activation_scale=rows.npu(), group_index=counts.npu(),
+        activate_left=True, quant_mode=1)
+    wide = sums[:8].double() * outputs[torch.arange(4).repeat_interleave(counts)].double() * rows[:8].double()[:, None]
+    gate, up = wide.chunk(2, -1)
+    expected = rounded((torch.nn.functional.silu(gate) * up).float())
+    assert (values.dtype, scales.dtype) == (torch.int8, torch.float32)
+    assert int((values[:8].cpu().int() - expected[0].int()).abs().max()) <= 1, "ties of another order of operations"
+    close(scales[:8], expected[1])
+    assert scales.cpu()[8:].isnan().all(), "undefined"
 
 
 def check_unpermute_weighs_and_adds() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch_npu
+from torch import Tensor
 
 from .emulation import refused
 from .expert_operators import routed, sort_tokens
 from .fused_operators import draw
 from .gated_delta_operators import BF16, BLOCKS, K_DIM, V_DIM, V_HEADS, inputs, step
+from .quantised_operators import integers
 from .refusals import KERNEL, PARAMETER, TILING
 
 
@@ -61,6 +63,59 @@ def check_grouped_matmul_refuses() -> None:
     with refused(TILING, "below 65536"):
         torch_npu.npu_grouped_matmul([x], [torch.zeros(3, 8, 65536).npu()], split_item=2, group_type=0,
                                      group_list_type=1, group_list=counts.npu())
+
+
+def check_products_of_int8_refuse() -> None:
+    x, weight, counts = integers(4, 8).npu(), integers(3, 8, 64, seed=1).npu(), torch.tensor([1, 2, 1]).npu()
+    scale, rows = draw(3, 64).bfloat16().npu(), draw(4, seed=1).npu()
+
+    def product(**changes: object) -> Tensor:
+        arguments: dict[str, object] = dict(scale=[scale], per_token_scale=[rows], output_dtype=torch.bfloat16)
+        (out,) = torch_npu.npu_grouped_matmul([x], [weight], split_item=2, group_type=0, group_list=counts,
+                                              group_list_type=1, **(arguments | changes))
+        return out
+
+    product()
+    with refused(PARAMETER, "scale"):
+        product(scale=[scale.float()])
+    with refused(PARAMETER, "scale"):
+        product(output_dtype=torch.float16)
+    with refused(PARAMETER, "perTokenScale"):
+        product(per_token_scale=[rows.bfloat16()])
+    with refused(PARAMETER, "wants scale and perTokenScale"):
+        product(per_token_scale=None)
+    with refused(PARAMETER, "with an int32 output"):
+        product(output_dtype=torch.int32)
+    with refused(TILING, "perTokenScale"):
+        product(per_token_scale=[rows[:3].contiguous()])
+    with refused(TILING, "quantMode"):
+        sort_tokens(draw(5, 16), routed(), 8, quant_mode=0)
+
+
+def check_dequant_swiglu_quant_refuses() -> None:
+    sums, counts, rows = torch.zeros(4, 64, dtype=torch.int32).npu(), torch.tensor([1, 2, 1]).npu(), draw(4).npu()
+    scale = draw(3, 64).npu()
+
+    def product(x: Tensor = sums, by: Tensor | None = scale, **changes: object) -> None:
+        arguments: dict[str, object] = dict(activation_scale=rows, group_index=counts, activate_left=True, quant_mode=1)
+        torch_npu.npu_dequant_swiglu_quant(x, weight_scale=by, **(arguments | changes))
+
+    product()
+    for width in (48, 7296):
+        with refused(PARAMETER, "multiple of 64, at most 7232"):
+            product(torch.zeros(4, width, dtype=torch.int32).npu(), draw(3, width).npu())
+    with refused(PARAMETER, "weightScale"):
+        product(by=scale.bfloat16())
+    with refused(PARAMETER, "weightScale"):
+        product(by=None)
+    with refused(PARAMETER, "groupIndex"):
+        product(group_index=None)
+    with refused(PARAMETER, "activationScale"):
+        product(activation_scale=rows[:3].contiguous())
+    with refused(PARAMETER, "static"):
+        product(quant_mode=0)
+    with refused(KERNEL, "groupIndex leads to row 5"):
+        product(group_index=torch.tensor([1, 3, 1]).npu())
 
 
 def check_unpermute_refuses() -> None:

@@ -223,7 +223,8 @@ def check_int8_products() -> None:
 
     def function(a: Tensor, b: Tensor, g: Tensor, w: Tensor, s: Tensor, bias: Tensor) -> Results:
         values, rows = torch_npu.npu_dynamic_quant(a)
-        normed, _, total, normed_rows, _ = torch_npu.npu_add_rms_norm_dynamic_quant(a, b, g, epsilon=1e-5)
+        normed, _, total, normed_rows, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
+            a, b, g, epsilon=1e-5, output_mask=[True, False])
         products = (torch_npu.npu_quant_matmul(each, w.t(), s, pertoken_scale=by, bias=bias, output_dtype=a.dtype)
                     for each, by in ((values, rows), (normed, normed_rows)))
         of_one_scale = torch_npu.npu_quantize(a, g[:1], g[1:2], torch.qint8, -1, False)
@@ -251,6 +252,33 @@ def check_products_with_integers_in_groups() -> None:
                                           draw(2, 16, seed=1).bfloat16(), draw(16))]
     with torch.inference_mode():
         # Outside the graph these were compared with their definitions (grouped_operators.py).
+        for got, wanted in zip(compiled(function)(*inputs), function(*inputs), strict=True):
+            close(got, wanted.cpu())
+
+
+def check_int8_experts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.tensor([[2, 0], [1, 3], [0, 1], [3, 2]], dtype=torch.int32)
+    gate_up, down = (torch.randint(-127, 128, size, generator=generator, dtype=torch.int8)
+                     for size in ((4, 16, 64), (4, 32, 16)))
+
+    def function(a: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, of_both: Tensor, of_down: Tensor) -> Results:
+        rows, places, counts, by_row = torch_npu.npu_moe_init_routing_v2(
+            a, chosen, active_num=8, expert_num=4, expert_tokens_num_type=1, expert_tokens_num_flag=True,
+            active_expert_range=[0, 4], quant_mode=1, row_idx_type=0)
+        (sums,) = torch_npu.npu_grouped_matmul([rows], [gate_up], split_item=2, group_type=0, group_list=counts,
+                                               group_list_type=1, output_dtype=torch.int32)
+        hidden, of_hidden = torch_npu.npu_dequant_swiglu_quant(
+            sums, weight_scale=of_both, activation_scale=by_row, group_index=counts, activate_left=True, quant_mode=1)
+        (out,) = torch_npu.npu_grouped_matmul([hidden], [down], split_item=2, group_type=0, group_list=counts,
+                                              group_list_type=1, scale=[of_down], per_token_scale=[of_hidden],
+                                              output_dtype=a.dtype)
+        return rows, places, counts, by_row, sums, hidden, of_hidden, out
+
+    scales = draw(4, 64).abs() / 1000, draw(4, 16, seed=1).abs().bfloat16() / 100
+    inputs = [tensor.npu() for tensor in (draw(4, 16).bfloat16(), experts, gate_up, down, *scales)]
+    with torch.inference_mode():
+        # Outside the graph these were compared with their definitions (expert_operators.py).
         for got, wanted in zip(compiled(function)(*inputs), function(*inputs), strict=True):
             close(got, wanted.cpu())
 

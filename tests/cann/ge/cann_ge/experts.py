@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .memory import GraphEngineError, call_aclnn, device_empty
+from .graph import GE_TYPES
+from .memory import ACL_TYPES, GraphEngineError, call_aclnn, device_empty
 from .operators import Call, on_device, register
+
+_OUTPUT_OF_INT8 = {0: torch.float16, 1: torch.bfloat16, 2: torch.int32}
+"""By GroupedMatmul's attribute `dtype`."""
 
 
 def given(call: Call, name: str) -> Tensor | None:
@@ -37,13 +41,15 @@ def init_routing(call: Call) -> list[Tensor]:
     x, experts = on_device(call["x"]), on_device(call["expert_idx"])
     first, last = call.attribute("active_expert_range")
     pairs = experts.numel()
-    outputs = [device_empty([pairs, x.shape[1]], x.dtype), device_empty([pairs], torch.int32),
-               device_empty([last - first], torch.int64), device_empty([pairs], torch.float32)]
+    quant_mode = int(call.attribute("quant_mode", 0))
+    rows = device_empty([pairs, x.shape[1]], torch.int8 if quant_mode == 1 else x.dtype)
+    outputs = [rows, device_empty([pairs], torch.int32), device_empty([last - first], torch.int64),
+               device_empty([pairs], torch.float32)]
     call_aclnn(
         "MoeInitRoutingV3", x, experts, given(call, "scale"), given(call, "offset"),
         *(int(call.attribute(name, 0)) for name in (
             "active_num", "expert_capacity", "expert_num", "drop_pad_mode", "expert_tokens_num_type")),
-        bool(call.attribute("expert_tokens_num_flag", False)), int(call.attribute("quant_mode", 0)), [first, last],
+        bool(call.attribute("expert_tokens_num_flag", False)), quant_mode, [first, last],
         int(call.attribute("row_idx_type", 0)), *outputs,
     )
     return outputs
@@ -52,14 +58,32 @@ def init_routing(call: Call) -> list[Tensor]:
 @register("GroupedMatmul")
 def grouped_matmul(call: Call) -> Tensor:
     (x,), (weight,) = lists(call, "x"), lists(call, "weight")
-    for name in ("bias", "scale", "offset", "antiquant_scale", "antiquant_offset"):
+    for name in ("bias", "offset", "antiquant_scale", "antiquant_offset"):
         if lists(call, name):
             raise GraphEngineError(f"{name} of a grouped product is not emulated")
-    out = device_empty([x.shape[0], weight.shape[-1]], x.dtype)
+    scales, row_scale = lists(call, "scale"), given(call, "per_token_scale")
+    dtype = _OUTPUT_OF_INT8[int(call.attribute("dtype", -1))] if x.dtype == torch.int8 else x.dtype
+    out = device_empty([x.shape[0], weight.shape[-1]], dtype)
     numbers = [int(call.attribute(name, 0)) for name in ("split_item", "group_type", "group_list_type", "act_type")]
-    call_aclnn("GroupedMatmulV5", [x], [weight], *[None] * 6, given(call, "group_list"), *[None] * 3, *numbers,
+    call_aclnn("GroupedMatmulV5", [x], [weight], None, scales or None, *[None] * 3,
+               None if row_scale is None else [row_scale], given(call, "group_list"), *[None] * 3, *numbers,
                call.attribute("tuning_config", [0]), [out], None, None)
     return out
+
+
+@register("DequantSwigluQuant")
+def dequant_swiglu_quant(call: Call) -> list[Tensor]:
+    x = on_device(call["x"])
+    outputs = [device_empty([x.shape[0], x.shape[1] // 2], torch.int8), device_empty([x.shape[0]], torch.float32)]
+    call_aclnn(
+        "DequantSwigluQuantV2", x, *(given(call, name) for name in (
+            "weight_scale", "activation_scale", "bias", "quant_scale", "quant_offset", "group_index")),
+        bool(call.attribute("activate_left", False)), str(call.attribute("quant_mode", "static")),
+        ACL_TYPES[GE_TYPES[int(call.attribute("dst_type", 2))]], str(call.attribute("round_mode", "rint")),
+        int(call.attribute("activate_dim", -1)), int(call.attribute("swiglu_mode", 0)),
+        *(float(call.attribute(name, default)) for name, default in (
+            ("clamp_limit", 7.0), ("glu_alpha", 1.702), ("glu_bias", 1.0))), *outputs)
+    return outputs
 
 
 @register("MoeFinalizeRoutingV2")

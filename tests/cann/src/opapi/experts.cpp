@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "op.h"
+#include "rounding.h"
 
 using cpu::Tensor;
 using opapi::device_check;
@@ -12,6 +13,8 @@ using opapi::require_dtype;
 namespace {
 
 constexpr auto kFloats = {cpu::kFloat, cpu::kHalf, cpu::kBFloat16};
+// What integers hold that no operator wrote.
+constexpr double kNoNumber = 1 << 30;
 
 template <class... Parts>
 void require_tiling(bool holds, const Parts&... parts) {
@@ -53,9 +56,10 @@ struct Routing {
   int64_t first, last, row_idx_type;
 };
 
-// Rows of x in the order of their experts: the pairs (token, choice) of active experts first, stable within an expert.
+// Rows of x in the order of their experts: the pairs (token, choice) of active experts first, stable within an expert. With
+// `expanded_scale` they are rounded by their largest values.
 void route(const Routing& routing, const Tensor& x, const Tensor& expert_idx, const opapi::Output& expanded_x, const opapi::Output& row_idx,
-           const opapi::Output& counts) {
+           const opapi::Output& counts, const opapi::Output* expanded_scale) {
   int64_t k = expert_idx.size(1), pairs = expert_idx.numel();
   Tensor flat = expert_idx.reshape({-1}).to(cpu::kLong);
   Tensor is_idle = cpu::op("logical_or", flat < cpu::Scalar(routing.first), flat >= cpu::Scalar(routing.last));
@@ -63,8 +67,16 @@ void route(const Routing& routing, const Tensor& x, const Tensor& expert_idx, co
   auto active = static_cast<int64_t>(cpu::op("sum", cpu::op("logical_not", is_idle)).item());
   Tensor first = order.narrow(0, 0, active), places = cpu::arange(pairs).narrow(0, 0, active);
   // Rows behind the active ones keep whatever the memory held, as documented: the worst of it.
-  if (active < pairs && x.type() != cpu::kChar) expanded_x.narrow(0, active, pairs - active).fill_(std::nan(""));
-  expanded_x.narrow(0, 0, active).copy_(x.index_select(0, cpu::op("floor_divide", first, k)));
+  if (active < pairs && expanded_x.type() != cpu::kChar) expanded_x.narrow(0, active, pairs - active).fill_(std::nan(""));
+  Tensor rows = x.index_select(0, cpu::op("floor_divide", first, k));
+  if (expanded_scale != nullptr) {
+    auto [values, scales] = opapi::rounded_rows(rows.to(cpu::kFloat));
+    expanded_x.narrow(0, 0, active).copy_(values);
+    expanded_scale->narrow(0, 0, active).copy_(scales);
+    if (active < pairs) expanded_scale->narrow(0, active, pairs - active).fill_(std::nan(""));
+  } else {
+    expanded_x.narrow(0, 0, active).copy_(rows);
+  }
   if (routing.row_idx_type == 0) {
     row_idx.fill_(-1);
     row_idx.index_put_({first}, places.to(cpu::kInt));
@@ -78,14 +90,22 @@ void route(const Routing& routing, const Tensor& x, const Tensor& expert_idx, co
 
 }  // namespace
 
-// Dropless, without quantisation, counts by expert: the rest is not emulated. activeNum has to be T * K in the older documents.
+// Dropless, rows as they are or rounded to int8 (quantMode 1), counts by expert: the rest is not emulated. activeNum has to be T * K in the older documents.
 ACLNN(MoeInitRoutingV3, In(x), In(expert_idx), Opt(scale), Opt(offset), Int(active_num), Int(expert_capacity), Int(expert_num),
       Int(drop_pad_mode), Int(expert_tokens_num_type), Flag(expert_tokens_num_flag), Int(quant_mode), OptInts(active_expert_range),
       Int(row_idx_type), Out(expanded_x), Out(expanded_row_idx), Out(expert_tokens), OptOut(expanded_scale)) {
   require_dtype(x, {cpu::kFloat, cpu::kHalf, cpu::kBFloat16, cpu::kChar}, "x");
   require_dtype(expert_idx, {cpu::kInt}, "expertIdx");
   require_dtype(expert_tokens, {cpu::kLong}, "expertTokensCountOrCumsum");
-  require(!scale.is_given() && !offset.is_given() && quant_mode == -1, "quantMode ", quant_mode, ", scale and offset are not emulated");
+  require(!scale.is_given() && !offset.is_given(), "scale and offset are not emulated");
+  require_tiling(quant_mode == -1 || quant_mode == 1, "quantMode is ", quant_mode, ": -1 and 1 are emulated");
+  bool rounds = quant_mode == 1;
+  if (rounds) {
+    require_dtype(x, kFloats, "x to be rounded");
+    require_dtype(expanded_x, {cpu::kChar}, "expandedX");
+    require_dtype(expanded_scale, {cpu::kFloat}, "expandedScale");
+    require_tiling(expanded_scale.sizes() == cpu::Ints{expert_idx.numel()}, "expandedScale ", expanded_scale.sizes(), ", expertIdx ", expert_idx.sizes());
+  }
   require_tiling(x.dim() == 2 && expert_idx.dim() == 2 && x.size(0) == expert_idx.size(0), "x ", x.sizes(), ", expertIdx ", expert_idx.sizes());
   require_tiling(x.is_contiguous() && expert_idx.is_contiguous(), "x and expertIdx have to be contiguous");
   require_tiling(active_num == expert_idx.numel(), "activeNum is ", active_num, ", not the ", expert_idx.numel(), " pairs of tokens and experts");
@@ -100,7 +120,7 @@ ACLNN(MoeInitRoutingV3, In(x), In(expert_idx), Opt(scale), Opt(offset), Int(acti
   require_tiling(expert_tokens.sizes() == cpu::Ints{range[1] - range[0]}, "expertTokensCountOrCumsum ", expert_tokens.sizes(), " for experts ", range);
   return [=] {
     opapi::device_check_index(expert_idx, 0, expert_num, "expertIdx");
-    route({range[0], range[1], row_idx_type}, x, expert_idx, expanded_x, expanded_row_idx, expert_tokens);
+    route({range[0], range[1], row_idx_type}, x, expert_idx, expanded_x, expanded_row_idx, expert_tokens, rounds ? &expanded_scale : nullptr);
   };
 }
 
@@ -110,16 +130,51 @@ namespace {
 void refuse_lists(std::initializer_list<std::vector<opapi::Input>> lists) {
   for (const auto& list : lists) {
     for (const auto& tensor : list) {
-      require(!tensor.is_given() || tensor.numel() == 0, "bias, quantisation and activation arguments are not emulated, one is ",
+      require(!tensor.is_given() || tensor.numel() == 0, "bias, offsets, weights alone in integers and activation are not emulated, one is ",
               opapi::describe(tensor));
     }
   }
 }
 
-void check_groups(const Tensor& x, const Tensor& weight, const opapi::Input& group_list, const Tensor& y) {
-  require_dtype(x, kFloats, "x");
+// Scales of outputs and of rows, where there are some; of products of int8.
+struct GroupScales {
+  const opapi::Input *outputs = nullptr, *rows = nullptr;
+};
+
+const opapi::Input* only(const std::vector<opapi::Input>& list, const char* name) {
+  const opapi::Input* found = nullptr;
+  for (const auto& tensor : list) {
+    if (!tensor.is_given() || tensor.numel() == 0) continue;
+    require(found == nullptr, "lists of several ", name, " are not emulated");
+    found = &tensor;
+  }
+  return found;
+}
+
+// What the documents list of int8: int32 without scales; bfloat16 with scales in bfloat16, float16 with scales in float32, both
+// beside float32 scales of rows.
+void check_int8(const Tensor& x, const Tensor& weight, const GroupScales& scales, const Tensor& y) {
+  require_dtype(y, {cpu::kInt, cpu::kHalf, cpu::kBFloat16}, "y");
+  if (y.type() == cpu::kInt) {
+    require(scales.outputs == nullptr && scales.rows == nullptr, "scale or perTokenScale with an int32 output");
+    return;
+  }
+  require(scales.outputs != nullptr && scales.rows != nullptr, "an output of 16 bits wants scale and perTokenScale");
+  require_dtype(*scales.outputs, {y.type() == cpu::kBFloat16 ? cpu::kBFloat16 : cpu::kFloat}, "scale");
+  require_dtype(*scales.rows, {cpu::kFloat}, "perTokenScale");
+  require_tiling(scales.outputs->sizes() == cpu::Ints({weight.size(0), weight.size(2)}), "scale ", scales.outputs->sizes(), ", weight ", weight.sizes());
+  require_tiling(scales.rows->sizes() == cpu::Ints{x.size(0)}, "perTokenScale ", scales.rows->sizes(), ", x ", x.sizes());
+}
+
+void check_groups(const Tensor& x, const Tensor& weight, const opapi::Input& group_list, const GroupScales& scales, const Tensor& y) {
   opapi::require_same_dtype(x, weight, "x and weight");
-  opapi::require_same_dtype(x, y, "x and y");
+  if (x.type() == cpu::kChar) {
+    check_int8(x, weight, scales, y);
+  } else {
+    require_dtype(x, kFloats, "x");
+    opapi::require_same_dtype(x, y, "x and y");
+    require(scales.outputs == nullptr && scales.rows == nullptr, "scales of products that are not int8");
+  }
   require_tiling(x.dim() == 2 && weight.dim() == 3 && x.size(1) == weight.size(1), "x ", x.sizes(), ", weight ", weight.sizes(),
                  ": (rows, in) and (groups, in, out)");
   opapi::require_contiguous(x, "x");
@@ -132,8 +187,16 @@ void check_groups(const Tensor& x, const Tensor& weight, const opapi::Input& gro
   require_tiling(y.sizes() == cpu::Ints({x.size(0), weight.size(2)}), "y ", y.sizes(), ", x ", x.sizes(), ", weight ", weight.sizes());
 }
 
-opapi::Run grouped_matmul(const std::vector<opapi::Input>& xs, const std::vector<opapi::Input>& weights, const opapi::Input& group_list,
-                          int64_t split_item, int64_t group_type, int64_t group_list_type, int64_t act_type,
+// One group's rows times its weight; integers exactly, then by their scales in float32.
+Tensor of_a_group(const Tensor& x, const Tensor& weight, int64_t group, const GroupScales& scales, int64_t row, bool is_scaled) {
+  if (x.type() != cpu::kChar) return cpu::op("mm", x, weight[group]);
+  Tensor sums = cpu::op("mm", x.to(cpu::kDouble), weight[group].to(cpu::kDouble));
+  if (!is_scaled) return sums;
+  return sums.to(cpu::kFloat) * (*scales.outputs)[group].to(cpu::kFloat) * scales.rows->narrow(0, row, x.size(0)).unsqueeze(-1);
+}
+
+opapi::Run grouped_matmul(const std::vector<opapi::Input>& xs, const std::vector<opapi::Input>& weights, const std::vector<opapi::Input>& scale_list,
+                          const std::vector<opapi::Input>& row_scale_list, const opapi::Input& group_list, int64_t split_item, int64_t group_type, int64_t group_list_type, int64_t act_type,
                           const std::vector<opapi::Output>& ys) {
   require(xs.size() == 1 && weights.size() == 1 && ys.size() == 1, "lists of ", xs.size(), " x and ", weights.size(), " weights are not emulated");
   require_tiling(group_type == 0 && (split_item == 2 || split_item == 3), "groupType ", group_type, " with splitItem ", split_item,
@@ -142,7 +205,10 @@ opapi::Run grouped_matmul(const std::vector<opapi::Input>& xs, const std::vector
   require_tiling(group_list_type == 0 || group_list_type == 1, "groupListType is ", group_list_type);
   opapi::Input x = xs[0], weight = weights[0];
   opapi::Output y = ys[0];
-  check_groups(x, weight, group_list, y);
+  const opapi::Input *of_outputs = only(scale_list, "scale"), *of_rows = only(row_scale_list, "perTokenScale");
+  check_groups(x, weight, group_list, {of_outputs, of_rows}, y);
+  bool is_scaled = of_outputs != nullptr;
+  opapi::Input output_scales = is_scaled ? *of_outputs : x, row_scales = is_scaled ? *of_rows : x;
   require_tiling(group_list_type == 0 || weight.size(0) > 1, "groupListType 1 takes no groupList of length 1");
   return [=] {
     int64_t row = 0;
@@ -150,11 +216,13 @@ opapi::Run grouped_matmul(const std::vector<opapi::Input>& xs, const std::vector
       auto number = static_cast<int64_t>(group_list[group].item());
       int64_t rows = group_list_type == 1 ? number : number - row;
       device_check(rows >= 0 && row + rows <= x.size(0), "groupList leads to row ", row + rows, ", x has ", x.size(0));
-      if (rows > 0) y.narrow(0, row, rows).copy_(cpu::op("mm", x.narrow(0, row, rows), weight[group]));
+      if (rows > 0) {
+        y.narrow(0, row, rows).copy_(of_a_group(x.narrow(0, row, rows), weight, group, {&output_scales, &row_scales}, row, is_scaled));
+      }
       row += rows;
     }
     // What groupList does not cover is not updated, as documented: here it holds the worst.
-    if (row < x.size(0)) y.narrow(0, row, x.size(0) - row).fill_(std::nan(""));
+    if (row < x.size(0)) y.narrow(0, row, x.size(0) - row).fill_(y.type() == cpu::kInt ? kNoNumber : std::nan(""));
   };
 }
 
@@ -164,14 +232,14 @@ opapi::Run grouped_matmul(const std::vector<opapi::Input>& xs, const std::vector
 ACLNN(GroupedMatmulV4, Ins(x), Ins(weight), OptIns(bias), OptIns(scale), OptIns(offset), OptIns(antiquant_scale), OptIns(antiquant_offset),
       OptIns(per_token_scale), Opt(group_list), OptIns(activation_input), OptIns(activation_scale), OptIns(activation_offset), Int(split_item),
       Int(group_type), Int(group_list_type), Int(act_type), Outs(y), OptIns(activation_out), OptIns(scale_out)) {
-  refuse_lists({bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale, activation_input, activation_scale, activation_offset});
-  return grouped_matmul(x, weight, group_list, split_item, group_type, group_list_type, act_type, y);
+  refuse_lists({bias, offset, antiquant_scale, antiquant_offset, activation_input, activation_scale, activation_offset});
+  return grouped_matmul(x, weight, scale, per_token_scale, group_list, split_item, group_type, group_list_type, act_type, y);
 }
 ACLNN(GroupedMatmulV5, Ins(x), Ins(weight), OptIns(bias), OptIns(scale), OptIns(offset), OptIns(antiquant_scale), OptIns(antiquant_offset),
       OptIns(per_token_scale), Opt(group_list), OptIns(activation_input), OptIns(activation_scale), OptIns(activation_offset), Int(split_item),
       Int(group_type), Int(group_list_type), Int(act_type), OptInts(tuning), Outs(y), OptIns(activation_out), OptIns(scale_out)) {
-  refuse_lists({bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale, activation_input, activation_scale, activation_offset});
-  return grouped_matmul(x, weight, group_list, split_item, group_type, group_list_type, act_type, y);
+  refuse_lists({bias, offset, antiquant_scale, antiquant_offset, activation_input, activation_scale, activation_offset});
+  return grouped_matmul(x, weight, scale, per_token_scale, group_list, split_item, group_type, group_list_type, act_type, y);
 }
 
 namespace {

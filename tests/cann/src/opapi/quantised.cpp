@@ -1,6 +1,9 @@
-// Products of int8: inputs rounded by row, alone or behind a norm, and the product with its scales. Sums of integers are exact,
-// all else is float32 and rounded once. M rows, K inputs, N outputs.
+// Products of int8: inputs rounded by row, alone or behind a norm or behind silu(gate) * up, and the product with its scales. Sums of
+// integers are exact, all else is float32 and rounded once. M rows, K inputs, N outputs.
+#include <cmath>
+
 #include "op.h"
+#include "rounding.h"
 
 // bool[2], of which null means the default
 #define EMU_C_OptFlags(x) const aclBoolArray* x
@@ -28,13 +31,6 @@ cpu::Ints without_last(const Tensor& x) {
   return sizes;
 }
 
-// Rows by their largest value: int8, and what they are to be multiplied with. A row of zeros stays zeros.
-std::pair<Tensor, Tensor> rounded_rows(const Tensor& wide) {
-  Tensor scale = cpu::op("amax", cpu::op("abs", wide), cpu::Ints{-1}, true) / cpu::Scalar(127.0);
-  Tensor divisor = scale.masked_fill(cpu::op("eq.Scalar", scale, 0.0), 1.0);
-  return {cpu::op("round", wide / divisor).to(cpu::kChar), scale.squeeze(-1)};
-}
-
 void check_rounded(const Tensor& x, const opapi::Input& smooth, const Tensor& y, const Tensor& scale) {
   require_dtype(x, kHalves, "x");
   require_dtype(y, {cpu::kChar}, "y");
@@ -56,7 +52,7 @@ ACLNN(DynamicQuantV2, In(x), Opt(smooth_scales), Opt(group_index), Int(dst_type)
   require(!is_there(group_index) && !is_there(offset), "groupIndex and asymmetric rounding are not emulated");
   require(dst_type == kInt8InAcl, "dstType is ", dst_type, ": int8 is emulated");
   return [=] {
-    auto [values, scales] = rounded_rows(smoothed(x.to(cpu::kFloat), smooth_scales));
+    auto [values, scales] = opapi::rounded_rows(smoothed(x.to(cpu::kFloat), smooth_scales));
     y.write(values);
     scale.write(scales);
   };
@@ -91,11 +87,12 @@ ACLNN(AddRmsNormDynamicQuantV2, In(x1), In(x2), In(gamma), Opt(smooth1), Opt(smo
   opapi::require_same_dtype(x1, gamma, "x1 and gamma");
   opapi::require_same_dtype(x1, x, "x1 and x");
   require(gamma.sizes() == cpu::Ints{x1.size(-1)}, "gamma ", gamma.sizes(), ", x1 ", x1.sizes());
-  require(!is_there(smooth2) && !is_there(beta) && output_mask.empty(), "smoothScale2, beta and outputMask are not emulated");
+  require(!is_there(smooth2) && !is_there(beta), "smoothScale2 and beta are not emulated");
+  require(output_mask.empty() || output_mask == std::vector<bool>{true, false}, "outputMask other than {true, false} is not emulated");
   return [=] {
     Tensor sum = (x1.to(cpu::kFloat) + x2.to(cpu::kFloat)).to(x1.type()), wide = sum.to(cpu::kFloat);
     Tensor rstd = cpu::op("rsqrt", cpu::op("mean", wide * wide, cpu::Ints{-1}, true) + cpu::Scalar(epsilon));
-    auto [values, scales] = rounded_rows(smoothed(wide * rstd * gamma.to(cpu::kFloat), smooth1));
+    auto [values, scales] = opapi::rounded_rows(smoothed(wide * rstd * gamma.to(cpu::kFloat), smooth1));
     y1.write(values);
     x.write(sum);
     scale1.write(scales);
@@ -164,5 +161,47 @@ ACLNN(QuantMatmulV5, In(x1), In(x2), Opt(x1_scale), In(x2_scale), Opt(y_scale), 
       scaled = sums;
     }
     out.write(scaled.reshape(out.sizes()));
+  };
+}
+
+// silu(half) * the other of sums of integers, group by group, rounded by row again. Rows behind the last group are not written.
+ACLNN(DequantSwigluQuantV2, In(x), Opt(weight_scale), Opt(activation_scale), Opt(bias), Opt(quant_scale), Opt(quant_offset), Opt(group_index),
+      Flag(activate_left), Text(quant_mode), Int(dst_type), Text(round_mode), Int(activate_dim), Int(swiglu_mode), Double(clamp_limit),
+      Double(glu_alpha), Double(glu_bias), Out(y), Out(scale)) {
+  require_dtype(x, {cpu::kInt}, "x of other types than int32 is not emulated: x");
+  require_dtype(y, {cpu::kChar}, "y");
+  require_dtype(scale, {cpu::kFloat}, "scale");
+  require(x.dim() == 2 && x.numel() > 0, "x ", x.sizes(), " has not 2 dimensions, or is empty");
+  int64_t rows = x.size(0), width = x.size(1);
+  require(width % 64 == 0 && width <= 7232, "x ", x.sizes(), ": its last dim is a multiple of 64, at most 7232");
+  require(is_there(group_index) && group_index.dim() == 1, "groupIndex of one dimension has to be given");
+  require_dtype(group_index, {cpu::kLong}, "groupIndex");
+  require(is_there(weight_scale), "weightScale has to be given where x is int32");
+  require_dtype(weight_scale, {cpu::kFloat}, "weightScale");
+  require(weight_scale.sizes() == cpu::Ints({group_index.size(0), width}), "weightScale ", weight_scale.sizes(), ", groupIndex ", group_index.sizes(),
+          ", x ", x.sizes());
+  require(is_there(activation_scale), "x without activationScale is not emulated");
+  require_dtype(activation_scale, {cpu::kFloat}, "activationScale");
+  require(activation_scale.sizes() == cpu::Ints{rows}, "activationScale ", activation_scale.sizes(), ", x ", x.sizes());
+  require(y.sizes() == cpu::Ints({rows, width / 2}) && scale.sizes() == cpu::Ints{rows}, "y ", y.sizes(), ", scale ", scale.sizes(), ", x ", x.sizes());
+  require(!is_there(bias) && !is_there(quant_scale) && !is_there(quant_offset), "bias, quantScale and quantOffset are not emulated");
+  require(quant_mode == "dynamic" && dst_type == kInt8InAcl && round_mode == "rint" && activate_dim == -1 && swiglu_mode == 0, "quantMode ", quant_mode,
+          ", dstType ", dst_type, ", roundMode ", round_mode, ", activateDim ", activate_dim, ", swigluMode ", swiglu_mode,
+          ": dynamic, int8, rint, -1 and 0 are emulated");
+  return [=] {
+    int64_t row = 0;
+    for (int64_t group = 0; group < group_index.size(0); ++group) {
+      auto count = static_cast<int64_t>(group_index[group].item());
+      opapi::device_check(count >= 0 && row + count <= rows, "groupIndex leads to row ", row + count, ", x has ", rows);
+      if (count > 0) {
+        Tensor wide = x.narrow(0, row, count).to(cpu::kFloat) * weight_scale[group] * activation_scale.narrow(0, row, count).unsqueeze(-1);
+        Tensor left = wide.narrow(1, 0, width / 2), right = wide.narrow(1, width / 2, width / 2);
+        auto [values, scales] = opapi::rounded_rows(activate_left ? cpu::op("silu", left) * right : left * cpu::op("silu", right));
+        y.narrow(0, row, count).copy_(values);
+        scale.narrow(0, row, count).copy_(scales);
+      }
+      row += count;
+    }
+    if (row < rows) scale.narrow(0, row, rows - row).fill_(std::nan(""));
   };
 }

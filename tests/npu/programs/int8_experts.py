@@ -1,0 +1,90 @@
+"""Experts of int8 on the npu platform, all of them and in ranges as ranks hold them, and their launches.
+
+    python -m tests.npu.programs.int8_experts RESULTS.pt
+
+RESULTS: {"outputs": {name: (all experts (T, D), the sum of ranges, the largest that a token has of a range of which it
+chose none)}, "launches": {kind: {operator: count}}}.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_runner.platforms import pick_platform
+from npu_runner.platforms.ops import HeldExperts, QuantisedExperts
+
+NUM_EXPERTS, TOP_K, HIDDEN = 7, 2, 128
+WIDTHS = (96, 40)
+"""Whose kernel rounds silu(gate) * up, and one that it does not take."""
+RANGES = ((0, 4), (4, 5), (5, 7))
+DTYPES = (torch.bfloat16, torch.float16)
+TOKENS = (1, 5, 40)
+
+
+def cases() -> list[tuple[str, int, int, torch.dtype]]:
+    return [(f"{num_tokens} tokens, width {width}, {str(dtype).removeprefix('torch.')}", num_tokens, width, dtype)
+            for dtype in DTYPES for width in WIDTHS for num_tokens in TOKENS]
+
+
+def draw(num_tokens: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """x (T, D), weights and experts (T, K), and values (E, O, I) and scales (E, O) of both products."""
+    generator = torch.Generator().manual_seed(num_tokens + width)
+
+    def matrices(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+        values = torch.randint(-127, 128, (NUM_EXPERTS, outputs, inputs), generator=generator, dtype=torch.int8)
+        return values, (torch.rand(NUM_EXPERTS, outputs, generator=generator) + 0.2) / 73 * inputs**-0.5
+
+    (gate_up, gate_up_scales), (down, down_scales) = matrices(2 * width, HIDDEN), matrices(HIDDEN, width)
+    experts_TK = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(1)[:, :TOP_K].int()
+    return {"x": torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype), "experts": experts_TK.contiguous(),
+            "weights": torch.rand(num_tokens, TOP_K, generator=generator).to(dtype), "gate_up": gate_up,
+            "gate_up_scales": gate_up_scales, "down": down, "down_scales": down_scales}
+
+
+class Experts:
+    """As `ExpertWeights` holds them for the platform."""
+
+    def __init__(self, given: dict[str, Tensor]):
+        self.ops = pick_platform("npu").make_ops()
+        dtype = given["x"].dtype
+        of_down = self.ops.down_scales_dtype if dtype == torch.bfloat16 else None
+        self.chosen = [given[name].npu() for name in ("x", "weights", "experts")]
+        self.weights = [(given[name].transpose(1, 2).contiguous().npu(), given[f"{name}_scales"].to(kind).npu())
+                        for name, kind in (("gate_up", torch.float32), ("down", of_down or torch.float32))]
+
+    def run(self, first: int = 0, last: int = NUM_EXPERTS, held: HeldExperts | None = None) -> Tensor:
+        taken = [QuantisedExperts(values[first:last], scales[first:last]) for values, scales in self.weights]
+        return self.ops.quantised_experts(*self.chosen, *taken, held)
+
+
+def main(results: str) -> None:
+    from tests.cann.programs.emulation import calls, reset_counters  # where the emulation is loaded
+
+    outputs: dict[str, Any] = {}
+    launches: dict[str, Any] = {}
+    with torch.inference_mode():
+        for name, num_tokens, width, dtype in cases():
+            given = draw(num_tokens, width, dtype)
+            experts = Experts(given)
+            total, of_nothing = torch.zeros(num_tokens, HIDDEN, dtype=torch.float64), 0.0
+            for first, last in RANGES:
+                part = experts.run(first, last, HeldExperts(first, NUM_EXPERTS)).cpu().double()
+                is_away = ((given["experts"] < first) | (given["experts"] >= last)).all(1)
+                of_nothing = max([of_nothing, *part[is_away].abs().flatten().tolist()])
+                total += part
+            outputs[name] = (experts.run().cpu(), total, of_nothing)
+            if (num_tokens, dtype) == (5, torch.bfloat16):
+                torch.npu.synchronize()
+                reset_counters()
+                experts.run()
+                torch.npu.synchronize()
+                launches[str(width)] = calls("launches")
+    torch.save({"outputs": outputs, "launches": launches}, results)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

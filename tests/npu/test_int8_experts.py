@@ -1,0 +1,97 @@
+"""Experts of int8 on the npu platform: no further from float64 than twice what the same formula in plain torch is, by
+layer and for logits; whole experts, ranks, graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_runner.checkpoint.formats.reader import open_weights
+from npu_runner.checkpoint.quantization import read_quantization
+from npu_runner.platforms.cpu.ops import CpuOps
+from npu_runner.platforms.ops import QuantisedExperts
+from scripts.quantised.writing import quantise
+from tests.cann.environment import has_real_cann, run_python
+from tests.npu.programs.generate import Case
+from tests.npu.programs.int8_experts import cases, draw
+from tests.npu.running import SMALL, on_cpu, on_npu
+from tests.npu.test_int8 import GRAPH_ENGINE, LIMIT, MODES, assert_near, case, distance, logits, run
+from tests.oracle.expert_reference import mixture
+from tests.oracle.rounded_models import rounded_models
+
+pytestmark = [pytest.mark.npu, pytest.mark.slow]
+
+LAUNCHES = {"96": 5, "40": 8}
+"""Routing, two products, what rounds between them, the sum: as many as in bfloat16. Where no kernel takes the width:
+scales in bfloat16, silu and rounding by themselves."""
+SIZES = {"head_dim": 64, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 4,
+         "moe_intermediate_size": 32}
+"""Each token sees all experts: rounding would choose others."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    results = tmp_path_factory.mktemp("int8_experts") / "out.pt"
+    done = run_python(["-m", "tests.npu.programs.int8_experts", str(results)])
+    assert done.returncode == 0, done.stderr[-6000:]
+    return dict(torch.load(results))
+
+
+def test_experts_are_as_near_as_plain_torch_and_ranges_add_up(found: dict[str, Any]) -> None:
+    for name, num_tokens, width, dtype in cases():
+        given = draw(num_tokens, width, dtype)
+        weights = [(given[each], given[f"{each}_scales"]) for each in ("gate_up", "down")]
+        chosen = given["x"], given["weights"], given["experts"]
+        exact = mixture(*chosen, *weights)
+        plain = CpuOps().quantised_experts(*chosen, *(QuantisedExperts(*each) for each in weights))
+        whole, of_ranges, of_nothing = found["outputs"][name]
+        assert_near(whole, exact, plain)
+        assert_near(of_ranges, exact, plain)
+        assert of_nothing == 0, name  # NaN is not 0
+
+
+@pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN counts launches")
+def test_they_take_as_many_launches_as_in_bfloat16(found: dict[str, Any]) -> None:
+    assert {width: sum(calls.values()) for width, calls in found["launches"].items()} == LAUNCHES, found["launches"]
+
+
+def assert_logits(checkpoint: Path, quantised: Path, modes: list[dict[str, Any]], folder: Path) -> None:
+    found = run([case(quantised, **mode) for mode in modes], folder)
+    with open_weights(quantised, read_quantization(quantised)) as reader:
+        exact, plain = rounded_models(checkpoint, reader)
+    for tokens, ours in found["logits"]:
+        assert_near(ours, logits(exact, tokens), logits(plain, tokens))
+
+
+def test_logits_are_as_near_as_plain_torch_eager_and_captured(checkpoint: Any, tmp_path: Path) -> None:
+    """transformers' model with experts and linears that round their inputs; one expert's width is 32."""
+    plain = checkpoint("qwen3_moe", **SIZES)
+    quantise(plain, tmp_path / "w8a8", "modelslim-w8a8-dynamic")
+    assert_logits(plain, tmp_path / "w8a8", MODES, tmp_path)
+
+
+@pytest.mark.full("the graph engine, in a process of its own; eager and captured steps stay")
+def test_logits_of_the_graph_engine(checkpoint: Any, tmp_path: Path) -> None:
+    plain = checkpoint("qwen3_moe", **SIZES)
+    quantise(plain, tmp_path / "w8a8", "w8a8")
+    assert_logits(plain, tmp_path / "w8a8", GRAPH_ENGINE, tmp_path)
+
+
+@pytest.mark.full("two and four ranks start; slices of experts are compared in tests/oracle/test_quantised_experts.py")
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_ranks_are_as_near_to_inputs_that_are_not_rounded_as_one_is(is_whole: bool, checkpoint: Any, tmp_path: Path
+                                                                    ) -> None:
+    sizes = {"head_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+             "moe_intermediate_size": 128}
+    quantise(checkpoint("qwen3_moe", **sizes), tmp_path / "w8a8", "w8a8")
+    settings = {"graph_mode": "eager", **SMALL, "dtype": "bfloat16"}
+    whole = Case(str(tmp_path / "w8a8"), settings, "texts", 4, max_tokens=2, logprobs=20)
+    exact = on_cpu(dataclasses.replace(whole, settings={**settings, "dtype": "float32"}))["logprobs"]
+    of_ranks = [{"tensor_parallel_size": size, "enable_expert_parallel": is_whole and size > 1} for size in (1, 2, 4)]
+    cases = [dataclasses.replace(whole, settings={**settings, **each}) for each in of_ranks]
+    one, *several = (distance(found["logprobs"], exact) for found in on_npu(cases, tmp_path, num_devices=4))
+    assert 0 < max(several) <= LIMIT * one, (one, several)
