@@ -61,12 +61,12 @@ class Member(NamedTuple):
     """One matrix of a stack, a tensor of three dims. What reads it alone is called by the stack's name and `suffix`.
     `is_turned`: it lies as (inputs, outputs), and is read as (outputs, inputs)."""
 
-    index: int
+    place: int
     is_turned: bool = False
 
     @property
     def suffix(self) -> str:
-        return f"[{self.index}]" + (".T" if self.is_turned else "")
+        return f"[{self.place}]" + (".T" if self.is_turned else "")
 
 
 def split_member(name: str) -> tuple[str, Member | None]:

@@ -126,10 +126,9 @@ def _kv_cache_dtype(config: RunnerConfig, platform: Platform, dtype: str) -> str
     asked = config.cache.kv_cache_dtype
     if asked == "auto":
         return dtype
+    problem = platform.why_no_fp8_cache()
     if config.attention_backend != "auto" and config.attention_backend not in platform.fp8_cache_backends:
         problem = f"attention_backend {config.attention_backend} keeps keys and values in the model's dtype"
-    else:
-        problem = platform.why_no_fp8_cache()
     if problem is not None:
         raise ConfigError(f"kv_cache_dtype {asked}: {problem}; leave it at auto")
     return "float8_e4m3fn"

@@ -40,6 +40,11 @@ TOKENS = torch.randn(5, K, generator=torch.Generator().manual_seed(9)) * 3
 NAMES = ("q_proj", "k_proj", "v_proj")
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 def compressed(bits: int, size: int, *, symmetric: bool = True, form: str = "pack-quantized", inputs: Any = None
                ) -> dict[str, Any]:
     strategy = {"strategy": "channel"} if size == -1 else {"strategy": "group", "group_size": size}

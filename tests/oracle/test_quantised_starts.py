@@ -90,7 +90,7 @@ def test_int8_bytes_are_counted_before_and_after_loading(checkpoint: Any, tmp_pa
         assert main([*asked, *arguments]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["weights_bytes"] - saved == found[1]["weights_bytes"] == found[2]["weights_bytes"]
-    assert found[1]["quantization"].startswith("compressed-tensors, int8 with dynamic inputs multiplied as int8")
+    assert found[1]["quantization"].startswith("compressed-tensors, int8 with dynamic and static inputs multiplied")
     with_products(monkeypatch)
     with LLM(plain, platform="cpu", **SMALL) as llm:
         whole = weights_bytes(runner_of(llm).model)

@@ -151,7 +151,7 @@ class DequantisingReader(WeightsReader):
         stored, member = split_member(name)
         made = self._contents.made.get(stored)
         if isinstance(made, QuantisedStack):
-            made = made.matrices[0 if member is None else member.index]
+            made = made.matrices[0 if member is None else member.place]
         return made if isinstance(made, QuantisedMatrix) and not (member and member.is_turned) else None
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class RoundingReader(WeightsReader):
             for rows, (begin, count) in some_rows(span or (0, num_rows), num_inputs):
                 yield rows, self._base.read(name, 0, begin, count).to(torch.float32, copy=True)
             return
-        whole = self._base.read(stored, 0, member.index, 1)[0]
+        whole = self._base.read(stored, 0, member.place, 1)[0]
         whole_NK = whole.T if member.is_turned else whole
         for rows, (begin, count) in some_rows(span or (0, len(whole_NK)), whole_NK.shape[1]):
             yield rows, whole_NK[begin : begin + count].to(torch.float32, copy=True)
