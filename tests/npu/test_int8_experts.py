@@ -17,7 +17,7 @@ from npu_runner.platforms.ops import QuantisedExperts
 from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
 from tests.npu.programs.generate import Case
-from tests.npu.programs.int8_experts import cases, draw
+from tests.npu.programs.int8_experts import DTYPES, cases, draw
 from tests.npu.running import SMALL, on_cpu, on_npu
 from tests.npu.test_int8 import GRAPH_ENGINE, LIMIT, MODES, assert_near, case, distance, logits, run
 from tests.oracle.expert_reference import mixture
@@ -25,7 +25,7 @@ from tests.oracle.rounded_models import rounded_models
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
-LAUNCHES = {"96": 5, "40": 8}
+LAUNCHES = {"96": 5, "40": 7}
 """Routing, two products, what rounds between them, the sum: as many as in bfloat16. Where no kernel takes the width:
 scales in bfloat16, silu and rounding by themselves."""
 SIZES = {"head_dim": 64, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 4,
@@ -42,16 +42,24 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_experts_are_as_near_as_plain_torch_and_ranges_add_up(found: dict[str, Any]) -> None:
+    """Over all cases of a dtype: whether a number is rounded to the other side in between is chance."""
+    errors: dict[torch.dtype, list[tuple[float, float]]] = {dtype: [] for dtype in DTYPES}
     for name, num_tokens, width, dtype in cases():
         given = draw(num_tokens, width, dtype)
-        weights = [(given[each], given[f"{each}_scales"]) for each in ("gate_up", "down")]
+        # In bfloat16 the grouped product takes no other scales; the fused operator behind the first has its own.
+        narrow = () if dtype != torch.bfloat16 else ("down",) if width % 32 == 0 else ("gate_up", "down")
+        weights = [(given[each], given[f"{each}_scales"].bfloat16().float() if each in narrow else
+                    given[f"{each}_scales"]) for each in ("gate_up", "down")]
         chosen = given["x"], given["weights"], given["experts"]
         exact = mixture(*chosen, *weights)
         plain = CpuOps().quantised_experts(*chosen, *(QuantisedExperts(*each) for each in weights))
         whole, of_ranges, of_nothing = found["outputs"][name]
-        assert_near(whole, exact, plain)
-        assert_near(of_ranges, exact, plain)
+        theirs = float((plain.double() - exact).abs().max())
+        errors[dtype] += [(float((ours.double() - exact).abs().max()), theirs) for ours in (whole, of_ranges)]
         assert of_nothing == 0, name  # NaN is not 0
+    for dtype, pairs in errors.items():
+        ours, theirs = (max(each) for each in zip(*pairs, strict=True))
+        assert 0 < ours <= LIMIT * theirs, f"{dtype}: {ours:.3e} from float64, plain torch {theirs:.3e}"
 
 
 @pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN counts launches")

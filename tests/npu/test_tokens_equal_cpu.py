@@ -17,7 +17,7 @@ from tests.npu.test_families import emulated, tiny
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
-NUM_IMAGES, FEW_IMAGES = 40, 24
+NUM_IMAGES, FEW_IMAGES = 40, 16
 # The worst step shows the tower pairs of frames, as many as a step has room for, in float32.
 ROOM = 2 << 30
 BUCKETS, FEW_BUCKETS = [1, 4, 16], [16]

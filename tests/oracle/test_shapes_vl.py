@@ -36,8 +36,18 @@ def drawn(num_images: int) -> Iterator[Example]:
         yield example
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize("name", ["shapes-vl"])
 def test_every_token_equals_transformers_generate(name: str, platform_name: str) -> None:
+    assert_every_token_is_equal(name, platform_name)
+
+
+@pytest.mark.full("the second embedded model; its layers stay with tiny models (test_hybrid_models)")
+@pytest.mark.parametrize("name", ["shapes-hybrid"])
+def test_every_token_of_the_hybrid_equals_transformers_generate(name: str, platform_name: str) -> None:
+    assert_every_token_is_equal(name, platform_name)
+
+
+def assert_every_token_is_equal(name: str, platform_name: str) -> None:
     assert_equals_generate(name, list(drawn(FEW_IMAGES)), platform_name)
 
 

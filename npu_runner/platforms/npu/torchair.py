@@ -9,6 +9,7 @@ import functools
 import importlib
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ def load(name: str) -> Any:
         _convert_rounding_norm(module)
         _convert_softplus(module)
         _convert_state_writes(module)
+    else:
+        _let_integers_in_groups_pass(module)
     passes = _import(f"{name}._acl_concrete_graph.graph_pass")
     # Writing into caches and states is missing from torchair's list of operators that may stay in place: as shipped it
     # copies all of them out and in again, for every layer of every step. Numbers are the arguments that are written.
@@ -42,6 +45,13 @@ def load(name: str) -> Any:
     passes.register_inplaceable_npu_op("npu_recurrent_gated_delta_rule_functional",
                                        "npu_recurrent_gated_delta_rule_in_list", mutated_arg=[3])
     return module
+
+
+def _let_integers_in_groups_pass(npugraph_ex: Any) -> None:
+    """Where a graph has npu_weight_quant_batchmatmul, npugraph_ex of torch_npu 2.13 turns off an option of torchair's
+    that its own settings lack, and ends the compilation. It gets something to turn off."""
+    if not hasattr(npugraph_ex.CompilerConfig, "experimental_config"):
+        npugraph_ex.CompilerConfig.experimental_config = SimpleNamespace()
 
 
 @functools.cache
