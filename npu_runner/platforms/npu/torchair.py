@@ -47,11 +47,12 @@ def load(name: str) -> Any:
     return module
 
 
-def _let_integers_in_groups_pass(npugraph_ex: Any) -> None:
+def _let_integers_in_groups_pass(package: Any) -> None:
     """Where a graph has npu_weight_quant_batchmatmul, npugraph_ex of torch_npu 2.13 turns off an option of torchair's
     that its own settings lack, and ends the compilation. It gets something to turn off."""
-    if not hasattr(npugraph_ex.CompilerConfig, "experimental_config"):
-        npugraph_ex.CompilerConfig.experimental_config = SimpleNamespace()
+    settings = vars(package).get("CompilerConfig")
+    if settings is not None and not hasattr(settings, "experimental_config"):
+        settings.experimental_config = SimpleNamespace()
 
 
 @functools.cache
