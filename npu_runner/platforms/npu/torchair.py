@@ -5,8 +5,10 @@ Importing torchair (or its sibling npugraph_ex) replaces the handlers of SIGINT 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import operator
 import signal
 import threading
 from types import SimpleNamespace
@@ -50,9 +52,10 @@ def load(name: str) -> Any:
 def _let_integers_in_groups_pass(package: Any) -> None:
     """Where a graph has npu_weight_quant_batchmatmul, npugraph_ex of torch_npu 2.13 turns off an option of torchair's
     that its own settings lack, and ends the compilation. It gets something to turn off."""
-    settings = vars(package).get("CompilerConfig")
-    if settings is not None and not hasattr(settings, "experimental_config"):
-        settings.experimental_config = SimpleNamespace()
+    with contextlib.suppress(AttributeError):  # a wheel without such settings has none to mend
+        settings = operator.attrgetter("CompilerConfig")(package)
+        if not hasattr(settings, "experimental_config"):
+            settings.experimental_config = SimpleNamespace()
 
 
 @functools.cache
