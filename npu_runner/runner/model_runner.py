@@ -136,13 +136,9 @@ class ModelRunner(ModelRunnerBase):
         self.platform.check_model(model_needs(self.settings, self.model_config, num_heads, self._num_kv_heads))
         self.settings = with_proven_forms(self.settings, self.checkpoint, self.platform)
         self.attention = self.platform.make_attention(
-            self.config.attention_backend,
-            num_heads=num_heads,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self.model_config.head_dim,
-            block_size=self.settings.block_size,
-            dtype=self.dtype,
-        )
+            self.config.attention_backend, num_heads=num_heads, num_kv_heads=self._num_kv_heads,
+            head_dim=self.model_config.head_dim, block_size=self.settings.block_size, dtype=self.dtype,
+        )  # fmt: skip
         logger.info("attention: %s", self.attention.name)
         self.ops = self.platform.make_ops()
         self.delta_shape = gated_delta_shape(self.model_config, self.tp)
