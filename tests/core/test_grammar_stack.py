@@ -10,7 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from npu_runner.grammars.stack import CHECK_STACK_BYTES, GRAMMAR_STACK_BYTES, call_with_stack, thread_stacks
+from npu_runner.grammars.stack import (
+    CHECK_STACK_BYTES,
+    GRAMMAR_STACK_BYTES,
+    NUM_THREADS,
+    call_with_stack,
+    thread_stacks,
+)
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks glibc for a thread's stack")
 
@@ -47,8 +53,9 @@ def test_what_a_call_raises_is_raised_and_the_size_is_given_back() -> None:
 
 
 def test_the_thread_is_kept_and_a_fork_has_its_own() -> None:
-    first, second = (call_with_stack(CHECK_STACK_BYTES, threading.get_ident) for _ in range(2))
-    assert first == second
+    # a thread gives its result before it is free again, so the next call may start one more, up to the few there are
+    seen = {call_with_stack(CHECK_STACK_BYTES, threading.get_native_id) for _ in range(50)}
+    assert len(seen) <= NUM_THREADS
     child = os.fork()
     if child == 0:  # only what needs no lock that another thread may have held
         is_right = call_with_stack(CHECK_STACK_BYTES, stack_bytes) == CHECK_STACK_BYTES
