@@ -4,6 +4,7 @@
 compares the two token for token. Ends with one line of JSON; exit status 1 when tokens differ.
 
     python scripts/eval_shapes_vl.py --engine both --num-pictures 1000
+    python scripts/eval_shapes_vl.py --engine runner --model FOLDER --settings '{"platform": "npu"}'
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=("hf", "runner", "both"), default="hf")
     parser.add_argument("--model", type=Path, default=SHAPES_VL)
     parser.add_argument("--num-pictures", type=int, default=1000, help="questions, each about images of its own")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="of the runner's")
+    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON",
+                        help='of the runner\'s LLM, as {"platform": "npu", "quantization": "int8"}')
     parser.add_argument("--json", action="store_true", help="ask for JSON objects instead (without a grammar)")
     parser.add_argument("--processes", type=int, default=1, help="processes that share transformers' part")
     parser.add_argument("--first-seed", type=int, default=EVAL_SEEDS[0])
@@ -103,11 +105,11 @@ def expand_images(token_ids: Sequence[int], grids_thw: Any, image_token_id: int)
     return [copy for token in token_ids for copy in [token] * (next(counts) if token == image_token_id else 1)]
 
 
-def runner_answers(model_path: Path, examples: Sequence[Example], kv_cache_dtype: str) -> Iterator[Answer]:
+def runner_answers(model_path: Path, examples: Sequence[Example], settings: dict[str, Any]) -> Iterator[Answer]:
     from npu_runner import LLM, SamplingParams
 
     conversations = [example.conversation() for example in examples]
-    with LLM(str(model_path), kv_cache_dtype=kv_cache_dtype) as llm:
+    with LLM(str(model_path), **settings) as llm:
         outputs = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=MAX_NEW_TOKENS))
     ends = set(json.loads((model_path / "generation_config.json").read_text())["eos_token_id"])
     for output in outputs:
@@ -147,7 +149,7 @@ def main() -> int:
     examples = [(draw_json_example if arguments.json else draw_example)(seed) for seed in seeds]
     engines: dict[str, Callable[[Path, Sequence[Example]], Iterator[Answer]]] = {
         "hf": partial(hf_answers, processes=arguments.processes),
-        "runner": partial(runner_answers, kv_cache_dtype=arguments.kv_cache_dtype),
+        "runner": partial(runner_answers, settings=arguments.settings),
     }
     wanted = list(engines) if arguments.engine == "both" else [arguments.engine]
     result: dict[str, Any] = {
@@ -156,6 +158,7 @@ def main() -> int:
         "questions": len(examples),
         "pictures": sum(len(example.images) for example in examples),
         "machine": platform.machine(),
+        "settings": arguments.settings,
     }
     answers: dict[str, list[Answer]] = {}
     for engine in wanted:

@@ -38,9 +38,9 @@ from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.platforms import pick_platform, reference_platform
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.platform import Platform
+from npu_runner.platforms.pools import zeros
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload_together
-from npu_runner.runner.states import flat_zeros
 
 _SEED = 20
 _BLOCK_SIZE = 128
@@ -152,13 +152,13 @@ def _decode(config: ModelConfig, model: nn.Module, context: LayerContext, dtype:
     tables_BW, num_blocks = _block_tables()
     sizes = (len(config.attention_layers), num_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     if config.attention_layers:
-        bind_kv_cache(model, *(flat_zeros(sizes, context.dtype, context.device) for _ in range(2)))
+        bind_kv_cache(model, *(zeros(sizes, context.dtype, context.device) for _ in range(2)))
     if context.gated_delta is not None:
         delta = gated_delta_shape(config, TensorParallel())
         assert delta is not None, "there is a backend for it"
         counts = (len(config.state_layers), len(_PROMPT_LENS) + 1)
-        bind_states(model, flat_zeros((*counts, *delta.conv_state_shape), context.dtype, context.device),
-                    flat_zeros((*counts, *delta.state_shape), torch.float32, context.device))
+        bind_states(model, zeros((*counts, *delta.conv_state_shape), context.dtype, context.device),
+                    zeros((*counts, *delta.state_shape), torch.float32, context.device))
     generator = torch.Generator().manual_seed(_SEED + 1)
     outputs = []
     for done_lens, new_lens in (((0,) * len(_PROMPT_LENS), _PROMPT_LENS), (_PROMPT_LENS, (1,) * len(_PROMPT_LENS))):

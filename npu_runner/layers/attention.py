@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.platforms.ops import HeadNorms
+from npu_runner.platforms.pools import zeros
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 # T tokens in the step, N query heads, K kv heads, H head dim, R dims that turn, NB blocks, S block size
@@ -56,10 +55,9 @@ def make_kv_cache(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     """Keys and values, zeros, (layers, NB, S, K, H) each.
 
     Tensors of their own: graph compilers leave a write in place only where the arguments that it writes do not share
-    their memory. Flat at first: a device may keep memory of five dimensions in a layout that no other view of it has.
+    their memory.
     """
-    keys, values = (torch.zeros(math.prod(sizes), dtype=dtype, device=device).view(sizes) for _ in range(2))
-    return keys, values
+    return zeros(sizes, dtype, device), zeros(sizes, dtype, device)
 
 
 def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:

@@ -157,20 +157,22 @@ class ModelRunner(ModelRunnerBase):
         return self.model
 
     def profile_run(self) -> MemoryProfile:
-        """Run the worst step the settings allow, and measure what it takes.
+        """Run the worst step the settings allow, and measure what it takes; a small one where nothing is measured.
 
         Over a cache of one block; a runner that is ready keeps the cache it has, and its graphs count as activations.
         """
+        most_tokens, longest = self.settings.max_num_batched_tokens, self.max_model_len - 1
+        batch_size = min(self.settings.max_num_seqs, most_tokens)
+        few = min(_ROWS_AHEAD, batch_size)
+        small = min(most_tokens, few * min(_TOKENS_A_ROW_AHEAD, longest)), few
         if not self._is_ready:
             self._bind_cache(num_blocks=1)
             self._progress("compiling kernels")
             # Variants do not depend on how much a step does, so a small one meets them all.
-            few = min(_ROWS_AHEAD, self.settings.max_num_seqs)
-            num_tokens = few * min(_TOKENS_A_ROW_AHEAD, self.max_model_len - 1)
-            self._compiled_late = self.platform.devices.compile_ahead(lambda: self.dummy_run(num_tokens, few))
+            self._compiled_late = self.platform.devices.compile_ahead(lambda: self.dummy_run(*small))
         self._progress("profiling memory")
-        batch_size = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
-        num_tokens = min(self.settings.max_num_batched_tokens, batch_size * (self.max_model_len - 1))
+        is_measured = self.platform.memory.info() is not None
+        num_tokens, batch_size = (min(most_tokens, batch_size * longest), batch_size) if is_measured else small
         staging_bytes = self._profile_staging(num_tokens, batch_size)
         self._meter.start_step()
         self.dummy_run(num_tokens, batch_size)

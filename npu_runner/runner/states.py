@@ -9,16 +9,16 @@ L layers with states, W convolution kernel, C channels, Nv value heads, K and V 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from npu_runner.layers.gated_delta import bind_states
 from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.pools import zeros
 from npu_runner.platforms.transfers import HOST
 from npu_runner.request.limits import GIB, size
 
@@ -108,8 +108,8 @@ class StatePool:
 
     def __init__(self, plan: StatePlan, shape: StateShape, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.plan = plan
-        self.conv_states = flat_zeros((shape.num_layers, plan.num_slots, *shape.layer.conv_state_shape), dtype, device)
-        self.states = flat_zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
+        self.conv_states = zeros((shape.num_layers, plan.num_slots, *shape.layer.conv_state_shape), dtype, device)
+        self.states = zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
         bind_states(model, self.conv_states, self.states)
 
     @property
@@ -137,8 +137,3 @@ class StatePool:
         finally:
             for tensor, values in zip((self.conv_states, self.states), kept, strict=True):
                 tensor[:, :num_seqs].copy_(values)
-
-
-def flat_zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that were allocated flat: a device may keep memory of five dimensions in a layout that other views lack."""
-    return torch.zeros(math.prod(sizes), dtype=dtype, device=device).view(sizes)

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from npu_runner.config import RunnerConfig
+from npu_runner.core.batch import ScheduledBatch
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.runner.clocks import PhaseClock
+from npu_runner.runner.model_runner import ModelRunner
+from npu_runner.runner.step import StepUnderWay
 from npu_runner.strategies import open_checkpoint
 from npu_runner.strategies.base import LoadStrategy
 
@@ -50,6 +53,21 @@ def test_a_start_tells_its_phases_in_order(checkpoint: Callable[..., Path]) -> N
         assert list(engine.info.start_seconds) == [
             "reading config and tokenizer", "setting the device", "loading weights", "compiling kernels",
             "profiling memory", "allocating the KV cache"]
+
+
+def test_where_nothing_is_measured_a_small_step_is_run(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+                                                      ) -> None:
+    """A worst step has 4,096 tokens here, which is a minute for a model of 0.6 billion weights."""
+    sizes = []
+    submit = ModelRunner.submit
+
+    def measured(runner: ModelRunner, batch: ScheduledBatch) -> StepUnderWay:
+        sizes.append(int(batch.query_lens_B.sum()))
+        return submit(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "submit", measured)
+    with LLMEngine(open_checkpoint(RunnerConfig.from_keywords(checkpoint("qwen3"), platform="cpu"))):
+        assert sizes == [32, 4], "a prefill and a decode step"
 
 
 def test_seconds_belong_to_the_phase_they_pass_in(monkeypatch: pytest.MonkeyPatch) -> None:
