@@ -366,7 +366,8 @@ class ModelRunner(ModelRunnerBase):
         if self.steps.buckets is not None:
             self.steps.buckets.compiler.release()
         del self.steps, self.model, self.k_cache, self.v_cache, self.states, self.attention, self.ops
-        gc.collect()  # modules, compiled callables and their frames hold each other
+        if self.settings.graph_mode != "eager":
+            gc.collect()  # compiled callables and their frames hold each other; all else goes at once
         try:
             self.platform.memory.empty_cache()
         except RuntimeError as failure:  # why the device failed has been said: closing comes after that
