@@ -24,10 +24,11 @@ from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight
 from scripts.quantised.writing import quantise
 from tests.cann.environment import run_python
 from tests.npu.programs.generate import Case
-from tests.npu.programs.int8 import DTYPES, EPS, SHAPES, inputs_of
+from tests.npu.programs.int8 import DTYPES, EPS, SHAPES, inputs_of, picture
 from tests.npu.running import SMALL, on_cpu, on_npu
 from tests.oracle.int8_reference import rounded_product
 from tests.oracle.quantised_folders import one_range
+from tests.oracle.reference import model_inputs
 from tests.oracle.rounded_models import rounded_models
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
@@ -51,9 +52,9 @@ def run(cases: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     return found
 
 
-def case(model: Path, **settings: Any) -> dict[str, Any]:
-    return {"model": str(model), "settings": {**SMALL, "dtype": "bfloat16", **settings}, "prompt": PROMPT,
-            "count": COUNT}
+def case(model: Path, *, prompt: list[int] | None = PROMPT, **settings: Any) -> dict[str, Any]:
+    given = {} if prompt is None else {"prompt": prompt}
+    return {"model": str(model), "settings": {**SMALL, "dtype": "bfloat16", **settings}, "count": COUNT, **given}
 
 
 def assert_near(found: Tensor, exact: Tensor, plain: Tensor) -> None:
@@ -68,10 +69,10 @@ def static_product(given: dict[str, Tensor], x: Tensor, step: float) -> Tensor:
 
 
 @torch.inference_mode()
-def logits(model: nn.Module, tokens: list[int]) -> Tensor:
+def logits(model: nn.Module, tokens: list[int], prompt: list[int] = PROMPT, **images: Tensor) -> Tensor:
     """(count, V), of each token that was chosen."""
-    ids = torch.tensor([PROMPT + tokens[:-1]])
-    return model(ids).logits[0, len(PROMPT) - 1:]
+    inputs = images or {"input_ids": torch.tensor([prompt + tokens[:-1]])}
+    return model(**inputs).logits[0, len(prompt) - 1:]
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +148,27 @@ def test_more_modes_and_checkpoints(checkpoint: Any, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "fp8", "fp8-block", group_size=16)
     found = run([case(tmp_path / "fp8", quantization="int8", graph_mode="eager")], tmp_path)
     assert found["said"] == ["fp8, made int8 by row at load, multiplied as int8, inputs rounded by row"]
+
+
+@pytest.mark.full("two more models start; a dense one stays")
+@pytest.mark.parametrize("graph_mode", ["eager", "reduce-overhead"])
+def test_layers_with_a_state(graph_mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    plain = checkpoint("qwen3_5_text")
+    quantise(plain, tmp_path / "w8a8", "w8a8")
+    assert_logits(plain, tmp_path / "w8a8", [mode for mode in MODES if mode["graph_mode"] == graph_mode], tmp_path)
+
+
+@pytest.mark.full("a tower in two forms; a dense model stays")
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-static"])
+def test_a_tower(name: str, checkpoint: Any, tmp_path: Path) -> None:
+    plain = checkpoint("qwen3_vl", vision={"hidden_size": 64, "intermediate_size": 128})
+    quantise(plain, tmp_path / "w8a8", name, with_tower=True, ranges=one_range(plain))
+    found = run([case(tmp_path / "w8a8", prompt=None, graph_mode="eager")], tmp_path)
+    with open_weights(tmp_path / "w8a8", read_quantization(tmp_path / "w8a8")) as stored:
+        exact, rounded = rounded_models(plain, stored)
+    (tokens, ours), prompt = found["logits"][0], found["prompts"][0]
+    images = model_inputs(plain, prompt + tokens[:-1], [picture()])
+    assert_near(ours, logits(exact, tokens, prompt, **images), logits(rounded, tokens, prompt, **images))
 
 
 @pytest.mark.full("two and four ranks start; ranks of linears are compared in tests/oracle/test_int8_linears.py")

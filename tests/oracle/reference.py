@@ -21,14 +21,18 @@ IMAGES_OF_VIDEOS = ("glm4v", "glm46v", "glm_ocr")
 
 @lru_cache(maxsize=8)
 def load_model(path: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    model_type = AutoConfig.from_pretrained(path).model_type
-    model_class = AutoModelForImageTextToText if sees_images(model_type) else AutoModelForCausalLM
-    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
-    if model_type in ONE_RUN:
+    model = new_model(path, torch.float32)
+    if model.config.model_type in ONE_RUN:
         go_on_behind_the_largest_position(model.model)
     return model
+
+
+def new_model(path: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_seeing = sees_images(AutoConfig.from_pretrained(path).model_type)
+    model_class = AutoModelForImageTextToText if is_seeing else AutoModelForCausalLM
+    return model_class.from_pretrained(path, dtype=dtype).eval()
 
 
 @lru_cache(maxsize=8)

@@ -18,6 +18,7 @@ from npu_runner.platforms.ops import Fp8Weight, Int8Weight, QuantisedExperts
 from tests.oracle.expert_reference import mixture
 from tests.oracle.fp8_reference import fp8_product
 from tests.oracle.int8_reference import rounded_product, static_product
+from tests.oracle.reference import new_model
 
 
 class Held(NamedTuple):
@@ -87,9 +88,7 @@ class RoundedExperts(nn.Module):
 def rounded_models(checkpoint: Path, reader: WeightsReader, dtype: torch.dtype = torch.bfloat16
                    ) -> tuple[nn.Module, nn.Module]:
     """The model with such linears and experts where `reader` has int8, FP8 or groups: in float64, and in `dtype`."""
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+    plain = new_model(checkpoint, dtype)
     for name, linear in list(plain.named_modules()):
         held = _held(reader, f"{name}.weight") if isinstance(linear, nn.Linear) else None
         if held is not None:

@@ -2,8 +2,9 @@
 
     python -m tests.npu.programs.int8 SPEC.json RESULTS.pt
 
-SPEC: {"cases": [{"model": folder, "settings": {...}, "prompt": [ids], "count": 6}]}. RESULTS: {"linears": ...,
-"logits": [(tokens, logits (count, V)) of each case], "said": [the arithmetic of each]}.
+SPEC: {"cases": [{"model": folder, "settings": {...}, "prompt": [ids], "count": 6}]}; without a prompt it is a question
+about `picture()`. RESULTS: {"linears": ..., "logits": [(tokens, logits (count, V)) of each case], "prompts": [the ids
+of each], "said": [the arithmetic of each]}.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from npu_runner import LLM
@@ -21,6 +24,7 @@ from npu_runner.platforms import find_platform
 from npu_runner.platforms.ops import Int8Rows, Int8Weight
 from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 from npu_runner.request.prompt_inputs import PromptInputs
+from tests.oracle.reference import random_image
 from tests.oracle.running import greedy, recorded_logits
 
 SHAPES = ((5, 48, 32), (37, 256, 96), (1, 160, 64))
@@ -76,10 +80,18 @@ def linears() -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def logits_of(case: dict[str, Any]) -> tuple[list[int], Tensor, str]:
+def picture() -> Image.Image:
+    return random_image(np.random.default_rng(8), 96, 64)
+
+
+def logits_of(case: dict[str, Any]) -> tuple[list[int], Tensor, list[int], str]:
+    question = [{"type": "image", "image": picture()}, {"type": "text", "text": "which"}]
     with LLM(case["model"], platform="npu", **case["settings"]) as llm, recorded_logits(llm) as steps:
-        (output,) = llm.generate([PromptInputs(case["prompt"])], greedy(case["count"]))
-        return output.token_ids, torch.cat([step[:1] for step in steps]), llm.engine.describe()["quantization"]
+        prompt = (PromptInputs(case["prompt"]) if "prompt" in case else
+                  llm.engine.processor([{"role": "user", "content": question}]))
+        (output,) = llm.generate([prompt], greedy(case["count"]))
+        logits_TV = torch.cat([step[:1] for step in steps])
+        return output.token_ids, logits_TV, prompt.token_ids, llm.engine.describe()["quantization"]
 
 
 def main(spec_path: str, results_path: str) -> None:
@@ -87,7 +99,8 @@ def main(spec_path: str, results_path: str) -> None:
     with torch.inference_mode():
         found: dict[str, Any] = {"linears": linears()}
     answers = [logits_of(case) for case in spec["cases"]]
-    found |= {"logits": [answer[:2] for answer in answers], "said": [answer[2] for answer in answers]}
+    found |= {"logits": [answer[:2] for answer in answers], "prompts": [answer[2] for answer in answers],
+              "said": [answer[3] for answer in answers]}
     torch.save(found, results_path)
 
 
