@@ -26,7 +26,7 @@ from . import formats
 _STAY = re.compile(r"embed|lm_head|norm|mlp\.gate\.|shared_expert_gate|pos_embed|merger|in_proj_(a|b|ba)\.|conv1d")
 _TOWER = re.compile(r"(^|\.)visual\.")
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-_EXPERT = re.compile(r"\.experts\.")
+_DYNAMIC = re.compile(rf"\.experts\.|{_TOWER.pattern}")
 _SHARD_BYTES = 4 << 30
 Config = dict[str, Any]
 Ranges = Mapping[str, formats.Range | None]
@@ -39,7 +39,8 @@ class Format:
     description says of the whole folder, and `modelslim`, the type of each tensor.
 
     `write_static`: of a weight whose inputs have a static scale, of what these reach, and of its bias, if it has one.
-    The inputs of experts are dynamic: those weights are `write`'s, of type `experts_type`.
+    Experts and towers keep dynamic inputs: those weights are `write`'s, of type `dynamic_type`. A row reaches only some
+    of the experts, and a tower's inputs differ too much from token to token for one scale.
     """
 
     write: Callable[[Tensor], formats.Tensors]
@@ -47,7 +48,7 @@ class Format:
     modelslim: str | None = None
     fuses_experts: bool = False
     write_static: Callable[[Tensor, formats.Range, Tensor | None], formats.Tensors] | None = None
-    experts_type: str | None = None
+    dynamic_type: str | None = None
 
 
 _Make = Callable[[int], Format]
@@ -82,12 +83,12 @@ def _compressed(write: Callable[[Tensor], formats.Tensors], form: str, bits: int
 
 
 def _static() -> Format:
-    """Its experts are a group of their own, found by name before class."""
+    """Experts and towers are a group of their own, found by name before class."""
     dynamic = _compressed(formats.compressed_int, "int-quantized", 8, -1)
     (group,) = dynamic.config["config_groups"].values()
     inputs = {**group["input_activations"], "strategy": "tensor", "dynamic": False}
     groups = {"group_0": {**group, "input_activations": inputs},
-              "group_1": {**group, "targets": [r"re:.*\.experts\..*"]}}
+              "group_1": {**group, "targets": [r"re:.*\.experts\..*", r"re:(.*\.)?visual\..*"]}}
     return replace(dynamic, config={**dynamic.config, "config_groups": groups},
                    write_static=formats.compressed_static)
 
@@ -111,7 +112,7 @@ FORMATS: dict[str, _Make] = {
     "gptq": _gptq(4), "gptq-int8": _gptq(8),
     "modelslim-w8a8": lambda size: replace(
         _modelslim(formats.modelslim_int8, "W8A8"), write_static=formats.modelslim_static_of_range,
-        experts_type="W8A8_DYNAMIC"),
+        dynamic_type="W8A8_DYNAMIC"),
     "modelslim-w8a8-dynamic": lambda size: _modelslim(formats.modelslim_int8, "W8A8_DYNAMIC"),
     "modelslim-w8a16": lambda size: _modelslim(partial(formats.modelslim_int8, symmetric=False), "W8A16"),
     "modelslim-w4a16": lambda size: _modelslim(partial(formats.modelslim_int4, group_size=size), "W4A16", size),
@@ -138,7 +139,7 @@ def quantise(source: Path, target: Path, name: str, *, group_size: int = 128, wi
         chosen = {tensor for tensor in reader.names if _is_chosen(tensor, reader.shape(tensor), with_tower=with_tower)}
         static = _static_weights(form, chosen, ranges or {})
         if form.write_static is not None:  # what the network leaves out stays as it is
-            chosen = {tensor for tensor in chosen if tensor in static or _EXPERT.search(tensor)}
+            chosen = {tensor for tensor in chosen if tensor in static or _DYNAMIC.search(tensor)}
         if not chosen:
             raise ModelError(f"{source}: no weight is one that {name} is for")
         left = _write(target, reader, form, chosen, static)
@@ -156,7 +157,7 @@ def _static_weights(form: Format, chosen: set[str], ranges: Ranges) -> Static:
     if form.write_static is None:
         return {}
     found = {name: ranges[name.removesuffix(".weight")] for name in chosen
-             if name.removesuffix(".weight") in ranges and not _EXPERT.search(name)}
+             if name.removesuffix(".weight") in ranges and not _DYNAMIC.search(name)}
     unseen = sorted(name for name, inputs in found.items() if inputs is None)
     if unseen:
         raise ModelError(f"no row went through {unseen[0]} and {len(unseen) - 1} more, so their inputs have no scale; "
@@ -181,7 +182,7 @@ def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str
     for name in sorted(reader.names - with_their_weights):
         made_of = (_static_tensors(name, reader, form, static[name]) if name in static
                    else _tensors_of(name, reader, form, is_chosen=name in chosen))
-        of_type = form.modelslim if name in static else form.experts_type or form.modelslim
+        of_type = form.modelslim if name in static else form.dynamic_type or form.modelslim
         for made, tensor, is_quantised in made_of:
             shard[made] = tensor.contiguous()
             types[made] = of_type if is_quantised and not made.endswith(".bias") else "FLOAT"
