@@ -26,7 +26,7 @@ from . import formats
 _STAY = re.compile(r"embed|lm_head|norm|mlp\.gate\.|shared_expert_gate|pos_embed|merger|in_proj_(a|b|ba)\.|conv1d")
 _TOWER = re.compile(r"(^|\.)visual\.")
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-_DYNAMIC = re.compile(rf"\.experts\.|{_TOWER.pattern}")
+_DYNAMIC = re.compile(r"\.experts\.|\.down_proj\.weight$")
 _SHARD_BYTES = 4 << 30
 Config = dict[str, Any]
 Ranges = Mapping[str, formats.Range | None]
@@ -39,8 +39,8 @@ class Format:
     description says of the whole folder, and `modelslim`, the type of each tensor.
 
     `write_static`: of a weight whose inputs have a static scale, of what these reach, and of its bias, if it has one.
-    Experts and towers keep dynamic inputs: those weights are `write`'s, of type `dynamic_type`. A row reaches only some
-    of the experts, and a tower's inputs differ too much from token to token for one scale.
+    Experts and down_proj keep dynamic inputs: those weights are `write`'s, of type `dynamic_type`. A row reaches only
+    some of the experts, and what down_proj multiplies has a few values that are many times larger than the rest.
     """
 
     write: Callable[[Tensor], formats.Tensors]
@@ -83,12 +83,12 @@ def _compressed(write: Callable[[Tensor], formats.Tensors], form: str, bits: int
 
 
 def _static() -> Format:
-    """Experts and towers are a group of their own, found by name before class."""
+    """Experts and down_proj are a group of their own, found by name before class."""
     dynamic = _compressed(formats.compressed_int, "int-quantized", 8, -1)
     (group,) = dynamic.config["config_groups"].values()
     inputs = {**group["input_activations"], "strategy": "tensor", "dynamic": False}
     groups = {"group_0": {**group, "input_activations": inputs},
-              "group_1": {**group, "targets": [r"re:.*\.experts\..*", r"re:(.*\.)?visual\..*"]}}
+              "group_1": {**group, "targets": [r"re:.*\.experts\..*", r"re:.*\.down_proj"]}}
     return replace(dynamic, config={**dynamic.config, "config_groups": groups},
                    write_static=formats.compressed_static)
 

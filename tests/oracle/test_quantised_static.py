@@ -86,7 +86,7 @@ def test_modelslims_static_form_reads_back_bit_for_bit(checkpoint: Any, tmp_path
     assert set(found) == set(plain)
     static = [name.removesuffix(".input_scale") for name in stored if name.endswith(".input_scale")]
     assert {module.rpartition(".")[2] for module in static} == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
     for module in static:
         least, most = ranges[module] or (0.0, 0.0)
         scale, offset = stored[f"{module}.input_scale"].item(), stored[f"{module}.input_offset"].item()
@@ -102,8 +102,13 @@ def test_modelslims_static_form_reads_back_bit_for_bit(checkpoint: Any, tmp_path
             own = (stored[f"{module}.quant_bias"].double() + offset * values.long().sum(1)) * deq
             assert torch.equal(found[f"{module}.bias"], own.float())
             assert (own - plain[f"{module}.bias"].double()).abs().max() <= deq.max()
-    others = [name for name in plain if name.rpartition(".")[0] not in static]
-    assert all(torch.equal(found[name], plain[name]) for name in others)
+    rest = [name for name in plain if name.rpartition(".")[0] not in static]
+    dynamic = [name for name in rest if name.endswith("down_proj.weight")]
+    assert {types[name] for name in dynamic} == {"W8A8_DYNAMIC"}
+    for name in dynamic:
+        step = plain[name].float().abs().amax(1) / 127
+        assert ((found[name] - plain[name]).abs() <= 0.51 * step[:, None]).all()
+    assert all(torch.equal(found[name], plain[name]) for name in rest if name not in dynamic)
 
 
 def test_static_inputs_of_compressed_tensors_and_dynamic_ones_of_experts(checkpoint: Any, tmp_path: Path) -> None:
