@@ -94,13 +94,17 @@ def logits_of(case: dict[str, Any]) -> tuple[list[int], Tensor, list[int], str]:
         return output.token_ids, logits_TV, prompt.token_ids, llm.engine.describe()["quantization"]
 
 
+def answers_of(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    answers = [logits_of(case) for case in cases]
+    return {"logits": [answer[:2] for answer in answers], "prompts": [answer[2] for answer in answers],
+            "said": [answer[3] for answer in answers]}
+
+
 def main(spec_path: str, results_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text())
     with torch.inference_mode():
         found: dict[str, Any] = {"linears": linears()}
-    answers = [logits_of(case) for case in spec["cases"]]
-    found |= {"logits": [answer[:2] for answer in answers], "prompts": [answer[2] for answer in answers],
-              "said": [answer[3] for answer in answers]}
+    found |= answers_of(spec["cases"])
     torch.save(found, results_path)
 
 
