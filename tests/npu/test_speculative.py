@@ -41,8 +41,8 @@ def compare(cases: list[Case], tmp_path: Path) -> None:
     for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
         assert result["tokens"] == on_cpu(dataclasses.replace(case))["tokens"], case.settings
         assert result["num_accepted_tokens"] > 0, "drafts were kept"
-        if case.settings["graph_mode"] != "eager":
-            assert_graphs_are_whole(result, SIZES)
+        if case.settings["graph_mode"] != "eager" and "tensor_parallel_size" not in case.settings:
+            assert_graphs_are_whole(result, SIZES)  # counted in this process; ranks have theirs
 
 
 @emulated
