@@ -53,7 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Builds the emulated CANN before the first test, not within it. In a new checkout on a busy machine that takes
     minutes, which would be the time of the test that comes first. Where it cannot be built, each of the tests says so.
 
-    What is loaded by now is left out of collections of garbage: these are a tenth of the tests' time otherwise.
+    What is loaded by now is left out of collections of garbage, which take as long as a process is large.
     """
     gc.collect()
     gc.freeze()

@@ -26,5 +26,5 @@ def zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     except OSError as refusal:
         if refusal.errno != errno.ENOMEM:
             raise
-        raise MemoryError(f"the system has no {num_bytes} bytes: can't allocate memory") from refusal
+        raise MemoryError(f"the system has no {num_bytes} bytes") from refusal
     return torch.frombuffer(pages, dtype=dtype).view(sizes)

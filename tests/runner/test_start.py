@@ -57,7 +57,7 @@ def test_a_start_tells_its_phases_in_order(checkpoint: Callable[..., Path]) -> N
 
 def test_where_nothing_is_measured_a_small_step_is_run(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
                                                       ) -> None:
-    """A worst step has 4,096 tokens here, which is a minute for a model of 0.6 billion weights."""
+    """A worst step has 4,096 tokens here: all of them would go through a larger model, and nothing would be learnt."""
     sizes = []
     submit = ModelRunner.submit
 
