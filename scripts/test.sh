@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and the fast set of tests, which CI runs; makes the environment if needed. Arguments go to pytest.
 # What is left to test_all.sh is named, with the reason, in docs/testing.md.
-# TEST_PROCESSES: how many processes share the test files (2); 0 runs them in one, for a debugger.
+# TEST_PROCESSES: how many processes share the test files (3: some wait); 0 runs them in one, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup_env.sh dev
@@ -18,7 +18,7 @@ trap 'rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 &
 mypy=$!
 failed=0
-.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope --no-loadscope-reorder \
+.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-3}" --dist loadscope --no-loadscope-reorder \
     -m "${TEST_MARKS-not full}" "$@" || failed=$?
 echo "== mypy"
 wait "$mypy" || failed=1

@@ -5,6 +5,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 TEST_MARKS='' bash scripts/test.sh "$@"
-.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope --no-loadscope-reorder \
+.venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-3}" --dist loadscope --no-loadscope-reorder \
     --async-scheduling tests/oracle tests/runner tests/faults -m "not full"
 bash scripts/test_environments.sh

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 run_tests() {
     local python=.cache/environments/$1/bin/python
     shift
-    "$python" -m pytest --numprocesses "${TEST_PROCESSES:-2}" --dist loadscope --no-loadscope-reorder \
+    "$python" -m pytest --numprocesses "${TEST_PROCESSES:-3}" --dist loadscope --no-loadscope-reorder \
         -m "${TEST_MARKS-not full}" "$@"
 }
 

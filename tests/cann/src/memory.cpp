@@ -3,9 +3,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <vector>
 
 #include "emulation.h"
 
@@ -14,6 +16,7 @@ namespace {
 
 constexpr size_t kAlignment = 512;
 constexpr int kPoisonByte = 0xFF;  // NaN in every float type, -1 in every signed one
+constexpr size_t kPoisonFile = 2 << 20;
 
 struct Range {
   size_t bytes;
@@ -21,10 +24,9 @@ struct Range {
 };
 
 struct Physical {
-  int file;
   size_t bytes;
   int device;
-  bool is_poisoned = false;
+  bool is_mapped = false;
 };
 
 struct Memory {
@@ -55,6 +57,24 @@ bool covers(const std::map<uintptr_t, Range>& ranges, uintptr_t start, size_t by
   }
 }
 
+int make_poison_file() {
+  int file = memfd_create("cann-emulation", MFD_CLOEXEC);
+  std::vector<char> bytes(kPoisonFile, static_cast<char>(kPoisonByte));
+  if (file < 0 || write(file, bytes.data(), kPoisonFile) != static_cast<ssize_t>(kPoisonFile)) return -1;
+  return file;
+}
+
+// New memory at these addresses, poisoned: every page is one of the file until it is written, and nothing fills it before.
+bool map_poisoned(void* address, size_t bytes) {
+  static const int file = make_poison_file();
+  for (size_t at = 0; at < bytes; at += kPoisonFile) {
+    void* start = static_cast<char*>(address) + at;
+    size_t part = std::min(kPoisonFile, bytes - at);
+    if (mmap(start, part, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file, 0) == MAP_FAILED) return false;
+  }
+  return true;
+}
+
 aclError take(Memory& m, int device, size_t bytes, const char* function) {
   size_t total = settings().memory_bytes, used = m.used[device];
   if (used + bytes > total) {
@@ -73,12 +93,11 @@ aclError allocate(void** pointer, size_t size, const char* function) {
   Memory& m = memory();
   std::lock_guard<std::mutex> lock(m.mutex);
   if (aclError code = take(m, device, bytes, function)) return code;
-  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (address == MAP_FAILED) {
+  void* address = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED || !map_poisoned(address, bytes)) {
     m.used[device] -= bytes;
     return refuse(ACL_ERROR_RT_MEMORY_ALLOCATION, "%s: the host has no %zu bytes", function, bytes);
   }
-  poison(address, bytes);
   m.allocated[reinterpret_cast<uintptr_t>(address)] = {bytes, device};
   count("memory", "malloc", static_cast<int64_t>(bytes));
   *pointer = address;
@@ -168,13 +187,8 @@ EMU_EXPORT aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t size, 
   std::lock_guard<std::mutex> lock(m.mutex);
   int device = static_cast<int>(prop->location.id);
   if (aclError code = emu::take(m, device, size, "aclrtMallocPhysical")) return code;
-  int file = memfd_create("cann-emulation", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, static_cast<off_t>(size)) != 0) {
-    m.used[device] -= size;
-    return refuse(ACL_ERROR_RT_MEMORY_ALLOCATION, "aclrtMallocPhysical: the host has no %zu bytes", size);
-  }
   count("memory", "malloc_physical", static_cast<int64_t>(size));
-  *handle = new emu::Physical{file, size, device};
+  *handle = new emu::Physical{size, device};
   return ACL_SUCCESS;
 }
 
@@ -183,7 +197,6 @@ EMU_EXPORT aclError aclrtFreePhysical(aclrtDrvMemHandle handle) {
   auto* physical = static_cast<emu::Physical*>(handle);
   std::lock_guard<std::mutex> lock(memory().mutex);
   memory().used[physical->device] -= physical->bytes;
-  close(physical->file);
   delete physical;
   return ACL_SUCCESS;
 }
@@ -196,11 +209,11 @@ EMU_EXPORT aclError aclrtMapMem(void* address, size_t size, size_t offset, aclrt
   if (offset != 0 || size != physical->bytes || !emu::covers(m.reserved, reinterpret_cast<uintptr_t>(address), size)) {
     return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtMapMem: %zu bytes at %p lie outside every reservation", size, address);
   }
-  if (mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, physical->file, 0) == MAP_FAILED) {
+  if (physical->is_mapped) return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtMapMem: the emulation maps a handle once");
+  if (!emu::map_poisoned(address, size)) {
     return refuse(ACL_ERROR_RT_MEMORY_ALLOCATION, "aclrtMapMem: %zu bytes", size);
   }
-  if (!physical->is_poisoned) emu::poison(address, size);
-  physical->is_poisoned = true;
+  physical->is_mapped = true;
   m.mapped[reinterpret_cast<uintptr_t>(address)] = {size, physical->device};
   return ACL_SUCCESS;
 }
