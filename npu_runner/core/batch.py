@@ -10,6 +10,7 @@ from itertools import chain, repeat
 import numpy as np
 
 from npu_runner.core.sequence import Sequence
+from npu_runner.core.state_slots import StateSlots, StateSpares
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import ImageInput, Thinking
 from npu_runner.request.sampling_params import SamplingParams
@@ -83,6 +84,8 @@ class ScheduledBatch:
     prefill of an M-RoPE model. Rows with `samples_B` want a next token; the others are chunks of longer prompts.
     `token_ids_T` is empty in a decode step: its tokens are on the device, where the step before may still be choosing
     them. If it has drafts it has tokens too: each row's last token and its drafts. Their successors are wanted as well.
+    `state_slots`: slot of the state pool of each row (B,); where there are drafts of each token (T,), behind which that
+    one's state is left. None: of each row that of its number.
     `new_blocks_N3` has the block table entries that no earlier step has sent: (slot, column, block), each place once,
     block 0 where a block was freed. Tables are kept by slot wherever steps run; a sequence's first step in its slot
     sends its whole table.
@@ -97,6 +100,7 @@ class ScheduledBatch:
     context_lens_B: np.ndarray
     new_blocks_N3: np.ndarray
     samples_B: np.ndarray
+    state_slots: np.ndarray | None = None
     new_sampling: list[SamplingEntry] = field(default_factory=list)
     freed_slots: list[int] = field(default_factory=list)
     images: list[ImageInput] = field(default_factory=list)
@@ -137,16 +141,19 @@ class ScheduledBatch:
 class RunningTable:
     """Rows of everything that runs, kept across steps so that a decode step costs what is new in it.
 
-    A row is a slot. `loses_blocks`: those behind a window become null entries while a sequence runs.
+    A row is a slot. `loses_blocks`: those behind a window become null entries while a sequence runs. `state_spares`:
+    sequences have states, which drafts move.
     """
 
-    def __init__(self, num_slots: int, block_size: int, *, loses_blocks: bool = False):
+    def __init__(self, num_slots: int, block_size: int, *, loses_blocks: bool = False,
+                 state_spares: StateSpares | None = None):
         self.position_deltas = np.zeros(num_slots, dtype=np.int32)
         self.block_size = block_size
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)
         """Of each slot's table, as sent by steps so far."""
         self._num_null_blocks = np.zeros(num_slots, dtype=np.int32)
         self._loses_blocks = loses_blocks
+        self.states = None if state_spares is None else StateSlots(num_slots, state_spares)
         self.reset()
 
     def reset(self) -> None:
@@ -156,6 +163,8 @@ class RunningTable:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._freed = list(range(num_slots))
         self._decoding: _Decoding | None = None
+        if self.states is not None:
+            self.states.reset()
 
     @property
     def num_free_slots(self) -> int:
@@ -229,6 +238,10 @@ class RunningTable:
         short_B = rows.context_lens_B > self._num_blocks[rows.slots_B] * self.block_size
         return [(int(rows.slots_B[row]), running[row]) for row in np.flatnonzero(short_B).tolist()]
 
+    def state_slots(self, slots_B: np.ndarray) -> np.ndarray | None:
+        """Where the states of these rows lie, as ScheduledBatch has it."""
+        return None if self.states is None else self.states.of(slots_B)
+
     def take_freed_slots(self) -> list[int]:
         freed, self._freed = self._freed, []
         return freed
@@ -263,6 +276,7 @@ def decode_batch(running: list[Sequence], table: RunningTable) -> ScheduledBatch
         context_lens_B=context_lens_B,
         new_blocks_N3=new_blocks_N3,
         samples_B=np.ones(len(running), dtype=np.bool_),
+        state_slots=table.state_slots(slots_B),
         freed_slots=table.take_freed_slots(),
     )
 
@@ -287,6 +301,7 @@ def drafted_batch(running: list[Sequence], drafts: list[list[int]], table: Runni
         context_lens_B=ends_B,
         new_blocks_N3=table.tell(running),
         samples_B=np.ones(len(running), dtype=np.bool_),
+        state_slots=None if table.states is None else table.states.lend(slots_B, map(len, drafts)),
         freed_slots=table.take_freed_slots(),
     )
 
@@ -314,23 +329,26 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
             slices.append(image_slice)
         token_row += num
     samples = [end == seq.num_tokens for (seq, _), end in zip(chunks, context_lens, strict=True)]
+    slots_B = _per_sequence(seq.slot for seq, _ in chunks)
+    state_slots = table.state_slots(slots_B)
     return ScheduledBatch(
         is_prefill=True,
         request_ids=[seq.request_id for seq, _ in chunks],
-        slots_B=np.array([seq.slot for seq, _ in chunks], dtype=np.int32),
+        slots_B=slots_B,
         token_ids_T=np.concatenate([_chunk_tokens(seq, num) for seq, num in chunks]),
         positions=np.concatenate([_chunk_positions(seq, num, uses_mrope) for seq, num in chunks], axis=-1),
         query_lens_B=np.array([num for _, num in chunks], dtype=np.int32),
         context_lens_B=np.array(context_lens, dtype=np.int32),
         new_blocks_N3=table.tell(seq for seq, _ in chunks),
         samples_B=np.array(samples, dtype=np.bool_),
+        state_slots=state_slots,
         new_sampling=[_sampling_entry(seq) for (seq, _), wanted in zip(chunks, samples, strict=True) if wanted],
         freed_slots=table.take_freed_slots(),
         images=list(images.values()),
         image_slices=slices,
         prompt_scores=[score for score in scores if len(score.targets)],
         prompt_states=states,
-        state_loads=[_state_load(seq) for seq, _ in chunks if seq.state_source is not None and seq.is_at_its_start],
+        state_loads=_state_loads(chunks, slots_B if state_slots is None else state_slots),
         state_saves=state_saves,
     )
 
@@ -343,10 +361,10 @@ def _prompt_score(seq: Sequence, num: int, row: int, token_row: int) -> PromptSc
     return PromptScore(row, token_row, place, np.asarray(targets, dtype=np.int32), num_top)
 
 
-def _state_load(seq: Sequence) -> tuple[int, int]:
-    assert seq.state_source is not None, f"sequence {seq.seq_id} has no state to go on from"
-    assert seq.slot is not None, f"sequence {seq.seq_id} has no slot to go on in"
-    return seq.state_source, seq.slot
+def _state_loads(chunks: SequenceOf[tuple[Sequence, int]], state_slots_B: np.ndarray) -> list[tuple[int, int]]:
+    """Of the sequences that begin behind a cached prefix."""
+    return [(seq.state_source, slot) for (seq, _), slot in zip(chunks, state_slots_B.tolist(), strict=True)
+            if seq.state_source is not None and seq.is_at_its_start]
 
 
 def probe_batch(*, uses_mrope: bool) -> ScheduledBatch:

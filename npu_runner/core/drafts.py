@@ -74,25 +74,26 @@ class Drafter:
         self._under_way = [_Drafted(seq, seq.drafting, seq.num_tokens, len(tokens))
                            for seq, tokens in zip(running, drafts, strict=True)]
 
-    def settle(self) -> tuple[list[Sequence], int]:
-        """The tokens of the step under way are booked: its sequences, if it had drafts, and how many were kept."""
-        settled, self._under_way = self._under_way, []
-        total, counters = 0, self.counters
-        for seq, history, num_before, num_drafts in settled:
-            if history is None or not num_drafts:
-                continue
-            num_kept = max(0, seq.num_known_tokens - num_before - 1)
-            num_forced = min(history.num_forced, num_drafts)
-            forced_kept = min(num_forced, num_kept)
-            counters.num_drafts += 1
-            counters.num_forced_drafted += num_forced
-            counters.num_forced_accepted += forced_kept
-            counters.num_ngram_drafted += num_drafts - num_forced
-            counters.num_ngram_accepted += num_kept - forced_kept
-            if num_kept >= num_forced < num_drafts:  # else what was looked up was not reached
-                history.judge(num_drafts - num_forced, num_kept - num_forced, seq.num_known_tokens)
-            total += num_kept
-        return [each.seq for each in settled], total
+    def settle(self) -> list[tuple[Sequence, int]]:
+        """The tokens of the step under way are booked: its sequences, if it had drafts, and how many each has kept."""
+        under_way, self._under_way = self._under_way, []
+        return [(drafted.seq, self._count(drafted)) for drafted in under_way]
+
+    def _count(self, drafted: _Drafted) -> int:
+        seq, history, num_before, num_drafts = drafted
+        counters, num_kept = self.counters, max(0, seq.num_known_tokens - num_before - 1)
+        if history is None or not num_drafts:
+            return num_kept
+        num_forced = min(history.num_forced, num_drafts)
+        forced_kept = min(num_forced, num_kept)
+        counters.num_drafts += 1
+        counters.num_forced_drafted += num_forced
+        counters.num_forced_accepted += forced_kept
+        counters.num_ngram_drafted += num_drafts - num_forced
+        counters.num_ngram_accepted += num_kept - forced_kept
+        if num_kept >= num_forced < num_drafts:  # else what was looked up was not reached
+            history.judge(num_drafts - num_forced, num_kept - num_forced, seq.num_known_tokens)
+        return num_kept
 
 
 def _history(seq: Sequence) -> DraftHistory:

@@ -27,6 +27,7 @@ from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.drafts import Drafter
 from npu_runner.core.joining import Joining, chunk_length
 from npu_runner.core.sequence import Sequence, SequenceStatus
+from npu_runner.core.state_slots import StateSpares
 from npu_runner.core.steps_under_way import StepsUnderWay
 from npu_runner.request.outputs import FinishReason
 
@@ -34,7 +35,7 @@ from npu_runner.request.outputs import FinishReason
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
     """`max_image_tokens`: images that one prefill step may send through the vision tower, in merged tokens.
-    `state_alignment`: None for a model without state beside the KV cache.
+    `state_alignment`: None for a model without state beside the KV cache. `state_spares`: for what its drafts leave.
     """
 
     max_num_seqs: int
@@ -42,6 +43,7 @@ class SchedulerLimits:
     max_image_tokens: int
     uses_mrope: bool = False
     state_alignment: int | None = None
+    state_spares: StateSpares | None = None
 
     def __post_init__(self) -> None:
         least = self.least_batched_tokens
@@ -65,7 +67,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.drafter = drafter
         self._block_size = block_manager.block_size
-        self._table = RunningTable(limits.max_num_seqs, self._block_size,
+        self._table = RunningTable(limits.max_num_seqs, self._block_size, state_spares=limits.state_spares,
                                    loses_blocks=block_manager.sliding_window is not None)
         self._joining = Joining(block_manager)
         self.under_way = StepsUnderWay()
@@ -213,14 +215,17 @@ class Scheduler:
         """Call it once the tokens of a completed step are booked. Returns how many of its drafts were kept."""
         if self.drafter is None:
             return 0
-        settled, num_kept = self.drafter.settle()
-        running = [seq for seq in settled if seq.status is SequenceStatus.RUNNING]
+        settled = self.drafter.settle()
+        going_on = [(seq, num) for seq, num in settled if seq.status is SequenceStatus.RUNNING]
+        running = [seq for seq, _ in going_on]
+        if self._table.states is not None:
+            self._table.states.settle((seq.slot, num) for seq, num in going_on if seq.slot is not None)
         for seq in running:
             self.block_manager.free_behind_end(seq)
             self._offer(seq)
             self._table.note_shorter(seq)
         self.block_manager.free_behind_window(running)
-        return num_kept
+        return sum(num for _, num in settled)
 
     def _offer_what_has_arrived(self) -> None:
         """Full blocks whose last tokens were on their way when they were computed."""
@@ -394,8 +399,9 @@ class Scheduler:
 
     def _drafts(self, drafter: Drafter, running: list[Sequence]) -> list[list[int]]:
         """Of each of `running`, with blocks for them; empty where none has any. Drafts take no block that a running
-        sequence may need for its next token, so they preempt nothing."""
-        drafts = drafter.propose(running, self.limits.max_num_batched_tokens - len(running))
+        sequence may need for its next token, and no state but spare ones, so they preempt nothing."""
+        room, states = self.limits.max_num_batched_tokens - len(running), self._table.states
+        drafts = drafter.propose(running, room if states is None else min(room, states.num_free))
         for row, (seq, tokens) in enumerate(zip(running, drafts, strict=True)):
             missing = self.block_manager.num_missing_blocks(seq, seq.num_tokens + len(tokens))
             if missing and self.block_manager.num_free - missing < len(running):

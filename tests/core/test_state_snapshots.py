@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,22 +17,25 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import STATE_CHUNK, SnapshotCounters, StateSnapshots, state_alignment
+from npu_runner.core.state_slots import StateSpares
 from npu_runner.platforms.gated_delta import CHUNK_SIZE
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 from tests.core.traffic import MAX_LEN, World
 
 MAX_SEQS = 8
+FIRST_SPARE = 50
 FIRST_SNAPSHOT = 100
 
 
 class StateWorld(World):
-    """Every row goes on from what lies in its slot, or from nothing where it is the first of its sequence."""
+    """Every row goes on from what lies in its slot, or from nothing where it is the first of its sequence. Behind each
+    draft its state is left in a slot of its own."""
 
     def __init__(self, rng: random.Random, block_size: int, num_blocks: int, limits: SchedulerLimits,
-                 num_snapshots: int, depth: int):
+                 num_snapshots: int, depth: int, drafts: int):
         assert limits.state_alignment is not None
         snapshots = StateSnapshots(num_snapshots, FIRST_SNAPSHOT, limits.state_alignment)
-        super().__init__(rng, block_size, num_blocks, limits, True, snapshots, depth=depth)
+        super().__init__(rng, block_size, num_blocks, limits, True, snapshots, depth=depth, drafts=drafts)
         self.snapshots, self.alignment = snapshots, limits.state_alignment
         self.states: dict[int, list[Any]] = {}
 
@@ -42,12 +46,31 @@ class StateWorld(World):
             for _ in range(self.rng.randint(1, 3)):
                 self.add_prompt(prompt)
 
-    def _seen_at(self, sequence: Sequence, place: int) -> Any:
-        """What a state sees of the token at `place`."""
+    def _seen(self, sequence: Sequence, end: int, drafts: list[int]) -> list[Any]:
+        """What a state sees of the first `end` tokens, of which the last ones are `drafts`."""
+        seen: list[Any] = [*self.tokens_of(sequence, end - len(drafts)), *drafts]
         for span in sequence.prompt.spans:
-            if span.start <= place < span.start + span.num_tokens:
-                return sequence.prompt.images[span.image_index].content_hash, place - span.start
-        return self.tokens_of(sequence, place + 1)[-1]
+            for place in range(span.start, min(span.start + span.num_tokens, end)):
+                seen[place] = sequence.prompt.images[span.image_index].content_hash, place - span.start
+        return seen
+
+    def _state_slots(self, batch: ScheduledBatch) -> list[list[int]]:
+        """Of each row: one, or where there are drafts one of each token."""
+        if batch.state_slots is None:
+            return [[slot] for slot in batch.slots_B.tolist()]
+        slots = batch.state_slots.tolist()
+        assert len(set(slots)) == len(slots), "two tokens leave their states in one slot"
+        allowed = {*range(MAX_SEQS), *range(FIRST_SPARE, FIRST_SPARE + self.num_spares)}
+        assert set(slots) <= allowed
+        if not batch.has_drafts:
+            assert len(slots) == batch.batch_size
+            return [[slot] for slot in slots]
+        assert len(slots) == batch.num_tokens
+        return [part.tolist() for part in np.split(batch.state_slots, np.cumsum(batch.query_lens_B)[:-1])]
+
+    @property
+    def num_spares(self) -> int:
+        return 0 if self.limits.state_spares is None else self.limits.state_spares.num
 
     def _load_states(self, batch: ScheduledBatch) -> None:
         self._check_plan(batch)
@@ -62,22 +85,22 @@ class StateWorld(World):
         assert loaded | set(saved) <= set(range(FIRST_SNAPSHOT, FIRST_SNAPSHOT + self.snapshots.num_snapshots))
         targets = [slot for _, slot in batch.state_loads]
         assert len(set(targets)) == len(targets)
-        assert set(targets) <= set(batch.slots_B.tolist())
+        assert set(targets) <= {slots[0] for slots in self._state_slots(batch)}
         assert batch.is_prefill or not (loaded or saved)
 
     def _write_and_read(self, batch: ScheduledBatch, row: int, sequence: Sequence, drafts: list[int]) -> None:
         super()._write_and_read(batch, row, sequence, drafts)
-        slot, end = int(batch.slots_B[row]), int(batch.context_lens_B[row])
-        start = end - int(batch.query_lens_B[row])
-        if start == 0:
-            self.states[slot] = []
+        slots, end = self._state_slots(batch)[row], int(batch.context_lens_B[row])
+        start, seen = end - int(batch.query_lens_B[row]), self._seen(sequence, end, drafts)
+        state = [] if start == 0 else list(self.states[slots[0]])
+        assert state == seen[:start], "somebody else's state"
         for place in range(start, end):
-            self.states[slot].append(self._seen_at(sequence, place))
+            state.append(seen[place])
+            self.states[slots[place - start if batch.has_drafts else 0]] = list(state)
             for _, offset, snapshot in (save for save in batch.state_saves if save[:2] == (row, place + 1 - start)):
                 assert offset % self.alignment == 0
-                self.states[snapshot] = list(self.states[slot])
+                self.states[snapshot] = list(state)
         assert all(offset <= end - start for number, offset, _ in batch.state_saves if number == row)
-        assert self.states[slot] == [self._seen_at(sequence, place) for place in range(end)], "somebody else's state"
         if batch.is_prefill:
             assert start % self.alignment == 0, "warm and cold split alike"
             assert end % self.alignment == 0 or batch.samples_B[row]
@@ -88,15 +111,20 @@ class StateWorld(World):
         slots = [*snapshots._free, *snapshots._slot_of_key.values(), *snapshots._saving.values()]
         assert sorted(slots) == list(range(FIRST_SNAPSHOT, FIRST_SNAPSHOT + snapshots.num_snapshots))
         assert not snapshots._saving
+        held = self.scheduler._table.states
+        if held is not None and not self.steps:
+            every = [*held._slot_of_row.tolist(), *held._free]
+            assert sorted(every) == [*range(MAX_SEQS), *range(FIRST_SPARE, FIRST_SPARE + self.num_spares)]
         assert set(snapshots._slot_of_key) <= set(self.blocks._block_of_hash), "nobody finds the way to it"
 
 
 def make_world(*, block_size: int = 2, alignment: int = 4, num_blocks: int = 200, num_tokens: int = 100,
                num_snapshots: int = 8, seed: int = 0, max_image_tokens: int = 20,
-               depth: int = 1) -> StateWorld:
+               depth: int = 1, drafts: int = 0, num_spares: int = 0) -> StateWorld:
+    spares = StateSpares(FIRST_SPARE, num_spares) if drafts else None
     limits = SchedulerLimits(max_num_seqs=MAX_SEQS, max_num_batched_tokens=num_tokens,
-                             max_image_tokens=max_image_tokens, state_alignment=alignment)
-    return StateWorld(random.Random(seed), block_size, num_blocks, limits, num_snapshots, depth)
+                             max_image_tokens=max_image_tokens, state_alignment=alignment, state_spares=spares)
+    return StateWorld(random.Random(seed), block_size, num_blocks, limits, num_snapshots, depth, drafts)
 
 
 def serve(world: StateWorld, *prompts: PromptInputs, length: int | None = None) -> list[Sequence]:
@@ -120,6 +148,28 @@ def test_every_state_is_that_of_its_tokens(seed: int, sizes: tuple[int, int], sp
     world.failing, world.unusable = failing, unusable
     world.run(restarts=True)
     assert world.scheduler._table.num_free_slots == MAX_SEQS
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(1, 3), (2, 4), (4, 12)]), spare=st.integers(0, 30),
+       failing=st.sampled_from([0.0, 0.2]), unusable=st.sampled_from([0.0, 0.2]), drafts=st.integers(1, 5),
+       num_spares=st.integers(1, 40))
+def test_every_state_behind_drafts_is_that_of_the_tokens_that_were_kept(
+        seed: int, sizes: tuple[int, int], spare: int, failing: float, unusable: float, drafts: int,
+        num_spares: int) -> None:
+    block_size, alignment = sizes
+    world = make_world(block_size=block_size, alignment=alignment, num_blocks=-(-MAX_LEN // block_size) + 1 + spare,
+                       num_tokens=alignment + 30, num_snapshots=4, seed=seed, drafts=drafts, num_spares=num_spares)
+    world.failing, world.unusable = failing, unusable
+    world.run(restarts=True)
+    assert world.scheduler._table.num_free_slots == MAX_SEQS
+
+
+def test_no_step_has_more_drafts_than_there_are_spare_states() -> None:
+    world = make_world(drafts=4, num_spares=3)
+    serve(world, *[PromptInputs([1, 2, 3])] * 4, length=30)
+    drafted = [sum(lens) - len(lens) for _, lens in world.planned[1:]]
+    assert max(drafted) == 3
 
 
 def test_a_repeated_prompt_goes_on_from_its_last_boundary() -> None:
